@@ -1,0 +1,1 @@
+"""Corral: GGUF language models served from CPU machines."""

@@ -1,0 +1,1 @@
+"""Models made up on the spot, to try Corral without downloading one."""

@@ -1,0 +1,48 @@
+"""The batched engine, usable as a library."""
+
+from serve_app.engine.engine import Engine
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.stats import EngineStats, SlotStats
+from serve_app.engine.stream import TokenStream
+from serve_app.errors import (
+    ConfigError,
+    CorralError,
+    DecodeError,
+    EngineClosedError,
+    EngineFailedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from serve_app.types import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    SequenceEnd,
+    Timings,
+    TokenDelta,
+    Usage,
+)
+
+__all__ = [
+    "ConfigError",
+    "CorralError",
+    "DecodeError",
+    "Engine",
+    "EngineClosedError",
+    "EngineFailedError",
+    "EngineOptions",
+    "EngineStats",
+    "FinishReason",
+    "GenerationRequest",
+    "InvalidRequestError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "SamplingParams",
+    "SequenceEnd",
+    "SlotStats",
+    "Timings",
+    "TokenDelta",
+    "TokenStream",
+    "Usage",
+]

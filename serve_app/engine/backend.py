@@ -1,0 +1,63 @@
+"""What the engine needs of a model: five methods. `llama_backend` is the real one, `fake` a scripted one.
+
+Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from serve_app.types import SamplingParams
+
+Row = tuple[int, int, int, bool]
+"""(token, position, sequence id, wants logits): one row of a batch."""
+
+
+class Vocabulary(Protocol):
+    """The model's tokens. Any thread."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Token ids are 0 to n_vocab - 1."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that the token stands for: not always whole characters, empty for control
+        tokens."""
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text; see `serve_app.llama.model.Model.tokenize`."""
+
+
+class Sampler(Protocol):
+    """Picks the tokens of one sequence."""
+
+    def sample(self, row: int) -> int:
+        """The next token, from the logits of that row (an index into the rows last decoded)."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class Backend(Protocol):
+    """A model with one KV cache lane for each slot."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The model's vocabulary."""
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """One forward pass. Raises DecodeError when these rows cannot be decoded; any other
+        exception means that the backend is broken."""
+
+    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
+        """A sampler for one sequence."""
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """Drop the lane's cached tokens from position n_past on."""
+
+    def close(self) -> None:
+        """Free everything; nothing is called afterwards."""

@@ -1,0 +1,129 @@
+"""The engine: many requests batched over one llama.cpp context. No Ray, no HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from serve_app.engine.backend import Backend
+from serve_app.engine.loop import DecoderLoop
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.engine.stats import EngineStats
+from serve_app.engine.stream import CallbackRunner, TokenStream
+from serve_app.errors import CorralError, InvalidRequestError, PromptTooLongError
+from serve_app.types import GenerationRequest, TokenDelta
+
+
+class Engine:
+    """A batched engine with one decoder thread. Any thread may call.
+
+    `submit` and `submit_many` need a running asyncio event loop, in which the streams are then read;
+    `submit_callback` does not. Every request that is accepted gets exactly one terminal event.
+
+        engine = Engine.load("model.gguf", EngineOptions(n_slots=8, n_ctx_slot=2048, threads=4))
+        async for delta in engine.submit(GenerationRequest("id", engine.tokenize("Hello"))):
+            print(delta.text, end="")
+    """
+
+    def __init__(self, backend: Backend, options: EngineOptions) -> None:
+        self.options = options
+        self._vocabulary = backend.vocabulary
+        self._loop = DecoderLoop(backend, options)
+        self._callbacks: CallbackRunner | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], options: EngineOptions) -> Engine:
+        """An engine for a GGUF file. Raises ConfigError if it cannot be loaded or does not fit."""
+        from serve_app.engine.llama_backend import LlamaBackend
+
+        return cls(LlamaBackend(path, options), options)
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """A prompt's token ids, with BOS if the model wants it; control tokens are recognised."""
+        return tuple(self._vocabulary.tokenize(text, add_special=True, parse_special=True))
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        """Start a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError,
+        EngineClosedError or EngineFailedError; nothing was computed then."""
+        (outcome,) = self.submit_many([request])
+        if isinstance(outcome, CorralError):
+            raise outcome
+        return outcome
+
+    def submit_many(self, requests: Sequence[GenerationRequest]) -> list[TokenStream | CorralError]:
+        """Start several requests so that the same step sees them all; each succeeds or is refused
+        for itself."""
+        streams = [TokenStream(self._aborter(request)) for request in requests]
+        refusals = self._enter(list(zip(requests, (s.push for s in streams), strict=True)))
+        return [refusal or stream for refusal, stream in zip(refusals, streams, strict=True)]
+
+    def submit_callback(
+        self, request: GenerationRequest, on_delta: Callable[[TokenDelta], None]
+    ) -> None:
+        """Start a request whose deltas go to a callback; the last one carries `end`.
+
+        Callbacks run in order on one thread that all callback requests share: a slow one delays
+        other callbacks, never decoding. One that raises aborts its request. Raises like `submit`.
+        """
+        if self._callbacks is None:
+            self._callbacks = CallbackRunner()
+        sink = self._callbacks.sink(on_delta, self._aborter(request))
+        (refusal,) = self._enter([(request, sink)])
+        if refusal is not None:
+            raise refusal
+
+    def abort(self, request_id: str) -> None:
+        """End a request, waiting or running; its slot is free within one step. Idempotent; an
+        unknown id is ignored."""
+        self._loop.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """The engine as of its last step."""
+        return self._loop.stats
+
+    def check_health(self) -> None:
+        """Raises EngineFailedError if the decoder thread is dead."""
+        if self._loop.failure is not None:
+            raise self._loop.failure
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Drain: finish what was accepted, refuse the rest, end with an error what is not done after
+        `timeout_s`. Blocks until the model is freed. Idempotent."""
+        self._loop.drain(timeout_s)
+        if self._callbacks is not None:
+            self._callbacks.close()
+            self._callbacks = None
+
+    def _aborter(self, request: GenerationRequest) -> Callable[[], None]:
+        return lambda: self._loop.abort(request.id)
+
+    def _enter(
+        self, entries: list[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
+    ) -> list[CorralError | None]:
+        outcomes: list[CorralError | None] = [self._reason_to_refuse(r) for r, _ in entries]
+        valid = [i for i, refusal in enumerate(outcomes) if refusal is None]
+        admitted = self._loop.submit([EngineSequence(*entries[i]) for i in valid])
+        for i, refusal in zip(valid, admitted, strict=True):
+            outcomes[i] = refusal
+        return outcomes
+
+    def _reason_to_refuse(self, request: GenerationRequest) -> CorralError | None:
+        n_vocab = self._vocabulary.n_vocab
+        if not request.prompt:
+            return InvalidRequestError("The prompt is empty.", "prompt")
+        if len(request.prompt) >= self.options.n_ctx_slot:
+            return PromptTooLongError(len(request.prompt), self.options.n_ctx_slot, "prompt")
+        if not all(0 <= token < n_vocab for token in request.prompt):
+            return InvalidRequestError(
+                f"The prompt holds a token id outside 0 to {n_vocab - 1}.", "prompt"
+            )
+        if not all(0 <= token < n_vocab for token, _ in request.sampling.logit_bias):
+            return InvalidRequestError(
+                f"logit_bias names a token id outside 0 to {n_vocab - 1}.", "logit_bias"
+            )
+        if request.sampling.max_tokens is not None and request.sampling.max_tokens < 1:
+            return InvalidRequestError("max_tokens must be at least 1.", "max_tokens")
+        if not all(request.sampling.stop):
+            return InvalidRequestError("A stop string is empty.", "stop")
+        return None

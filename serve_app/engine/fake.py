@@ -1,0 +1,124 @@
+"""A scripted backend: the engine and all above it, tested without a model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from serve_app.engine.backend import Row
+from serve_app.errors import DecodeError
+from serve_app.types import SamplingParams
+
+Script = Callable[[Sequence[int]], int]
+"""The token that follows the given tokens of one sequence."""
+
+
+class FakeVocabulary:
+    """256 tokens that are the bytes, and token 256, which ends a generation."""
+
+    n_vocab = 257
+    eos = 256
+
+    def piece(self, token: int) -> bytes:
+        """The byte itself; nothing for the end token."""
+        return b"" if token == self.eos else bytes([token])
+
+    def is_eog(self, token: int) -> bool:
+        """True for token 256."""
+        return token == self.eos
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """The text's bytes."""
+        return list(text.encode())
+
+
+class FakeBackend:
+    """Keeps what every lane was fed, and samples from a script.
+
+    `script(tokens)` gives the token that follows a lane's tokens. `fail_on` names token ids: a batch
+    with one of them raises DecodeError after its rows were fed, as llama.cpp may. `break_after`
+    batches, the backend breaks for good. `hold()` stops decoding until `resume()`. Rows that
+    llama.cpp could not take (a position that does not continue the lane) raise AssertionError.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        n_slots: int,
+        step_s: float = 0.0,
+        fail_on: Iterable[int] = (),
+        break_after: int | None = None,
+    ) -> None:
+        self.vocabulary = FakeVocabulary()
+        self.lanes: list[list[int]] = [[] for _ in range(n_slots)]
+        self.batches: list[list[Row]] = []
+        """Every batch that was submitted."""
+        self.open_samplers = 0
+        self.closed = False
+        self._script = script
+        self._step_s = step_s
+        self._fail_on = frozenset(fail_on)
+        self._break_after = break_after
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._at_row: dict[int, list[int]] = {}
+
+    def hold(self) -> None:
+        """Make the next `decode` wait."""
+        self._may_run.clear()
+
+    def resume(self) -> None:
+        """Let decoding go on."""
+        self._may_run.set()
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """Feed the rows to their lanes."""
+        self._may_run.wait()
+        time.sleep(self._step_s)
+        self.batches.append(list(rows))
+        if self._break_after is not None and len(self.batches) > self._break_after:
+            raise RuntimeError("scripted break")
+        self._at_row = {}
+        for i, (token, position, seq_id, wants_logits) in enumerate(rows):
+            lane = self.lanes[seq_id]
+            if position != len(lane):
+                raise AssertionError(f"row {i}: position {position} in a lane of {len(lane)}")
+            lane.append(token)
+            if wants_logits:
+                self._at_row[i] = list(lane)
+        if self._fail_on.intersection(row[0] for row in rows):
+            raise DecodeError("scripted failure")
+
+    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> FakeSampler:
+        """A sampler that follows the script."""
+        self.open_samplers += 1
+        return FakeSampler(self)
+
+    def sample(self, row: int) -> int:
+        """What the script says follows that row."""
+        return self._script(self._at_row[row])
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """Drop a lane's tail."""
+        del self.lanes[seq_id][n_past:]
+
+    def close(self) -> None:
+        """Remember that it was closed."""
+        self.closed = True
+
+
+class FakeSampler:
+    """Follows its backend's script."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend = backend
+
+    def sample(self, row: int) -> int:
+        """The scripted token."""
+        return self._backend.sample(row)
+
+    def close(self) -> None:
+        """Counted, so that tests see a leak."""
+        self._backend.open_samplers -= 1

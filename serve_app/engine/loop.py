@@ -1,0 +1,220 @@
+"""The decoder thread: the only one that touches the backend."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+
+from serve_app.engine.backend import Backend
+from serve_app.engine.mailbox import Commands, Mailbox
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler import Scheduler, StepPlan, plan_step
+from serve_app.engine.sequence import NO_SLOT, Sequence
+from serve_app.engine.slots import Slot, SlotTable
+from serve_app.engine.stats import EngineStats, SlotStats
+from serve_app.errors import CorralError, DecodeError, EngineClosedError, EngineFailedError
+from serve_app.types import FinishReason, TokenDelta
+
+logger = logging.getLogger("corral.engine")
+
+# Weight of the newest request in the running mean of service times.
+_SERVICE_TIME_WEIGHT = 0.1
+
+
+class DecoderLoop:
+    """Runs `step()` on a thread of its own, asleep while there is nothing to do.
+
+    The public methods may be called by any thread; `stats` is an immutable snapshot, replaced after
+    every change. Everything else belongs to the decoder thread. Owns the backend and closes it.
+    """
+
+    def __init__(self, backend: Backend, options: EngineOptions) -> None:
+        self._backend = backend
+        self._options = options
+        self._mailbox = Mailbox(options.n_slots + options.max_waiting)
+        self._slots = SlotTable(options.n_slots)
+        self._scheduler = Scheduler(options.n_batch)
+        self._waiting: deque[Sequence] = deque()
+        self._outbox: list[tuple[Sequence, TokenDelta]] = []
+        self._counts: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+        self._service_s = 0.0
+        self._draining = False
+        self.failure: EngineFailedError | None = None
+        """Why the loop is dead, if it is."""
+        self.stats = self._snapshot()
+        self._thread = threading.Thread(target=self._run, name="corral-decoder", daemon=True)
+        self._thread.start()
+
+    def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
+        """Queue the sequences in one go; for each, None or why it is refused."""
+        # A place frees each time one of the n_slots running requests ends.
+        retry_after_s = max(1, math.ceil(self._service_s / self._options.n_slots))
+        return self._mailbox.submit(sequences, retry_after_s)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, waiting or running, before the next step. Idempotent."""
+        self._mailbox.abort(request_id)
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new requests; those not done after `timeout_s` end with an error. Wait for it."""
+        self._mailbox.drain(time.monotonic() + timeout_s)
+        self._thread.join()
+
+    # -- decoder thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._obey(self._mailbox.take(wait=not self._has_work)):
+                self.step()
+        except Exception as error:
+            logger.exception("The engine failed; every request it had is ended.")
+            self._fail(EngineFailedError(f"The engine failed: {error}"))
+        finally:
+            self._backend.close()
+
+    def step(self) -> None:
+        """One forward pass: schedule, decode, sample, postprocess."""
+        self._admit()
+        plan = self._scheduler.schedule()
+        if plan.rows:
+            try:
+                self._forward(plan)
+            except DecodeError:
+                self._retry_one_by_one(plan)
+        self._flush()
+
+    def _forward(self, plan: StepPlan) -> None:
+        self._backend.decode(plan.rows)
+        sampled = [
+            None if chunk.sample_row is None else chunk.sequence.sample(chunk.sample_row)
+            for chunk in plan.chunks
+        ]
+        self._counts["steps"] += 1
+        for chunk, token in zip(plan.chunks, sampled, strict=True):
+            sequence = chunk.sequence
+            self._counts["prompt_tokens"] += sequence.advance(chunk.n_rows)
+            if token is not None:
+                self._counts["generated_tokens"] += 1
+                vocabulary = self._backend.vocabulary
+                delta = sequence.accept(token, vocabulary, self._options.n_ctx_slot)
+                self._outbox.append((sequence, delta))
+
+    def _retry_one_by_one(self, plan: StepPlan) -> None:
+        """The batch failed: decode each sequence alone, so that only the one at fault ends."""
+        for chunk in plan.chunks:
+            self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
+        for chunk in plan.chunks:
+            try:
+                self._forward(plan_step([(chunk.sequence, chunk.n_rows)]))
+            except DecodeError as error:
+                logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)
+                self._end(chunk.sequence, FinishReason.ERROR, error)
+
+    def _obey(self, commands: Commands) -> bool:
+        """Carry out what other threads asked for; False when a drain is over."""
+        self._waiting.extend(commands.submitted)
+        live = {sequence.id: sequence for sequence in self._live}
+        for request_id in commands.aborted:
+            if request_id in live:
+                self._end(live[request_id], FinishReason.ABORT)
+        self._draining = commands.deadline is not None
+        if commands.deadline is not None and time.monotonic() >= commands.deadline:
+            for sequence in self._live:
+                error = EngineClosedError("The engine shut down before this request was done.")
+                self._end(sequence, FinishReason.ERROR, error)
+        self._flush()
+        return self._has_work or not self._draining
+
+    def _admit(self) -> None:
+        """Move waiting sequences into idle slots, first come first served."""
+        while self._waiting and (choice := self._slots.choose(self._waiting[0].tokens)):
+            slot, n_cached = choice
+            sequence = self._waiting.popleft()
+            self._backend.truncate(slot.id, n_cached)
+            request = sequence.request
+            sequence.admit(
+                slot.id, n_cached, self._backend.sampler(request.sampling, request.prompt)
+            )
+            self._slots.occupy(slot, sequence)
+            self._scheduler.add(sequence)
+            self._counts["cached_tokens"] += n_cached
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None
+    ) -> None:
+        """End a sequence that did not end itself; nothing happens if it has."""
+        if not sequence.finished:
+            self._outbox.append((sequence, sequence.finish(reason, error=error)))
+
+    def _flush(self) -> None:
+        """Free what ended sequences held, and only then tell anybody: whoever reads a request's end
+        finds its slot free."""
+        for sequence, delta in self._outbox:
+            if delta.end is not None:
+                self._release(sequence, delta.end.reason)
+        self.stats = self._snapshot()
+        outbox, self._outbox = self._outbox, []
+        for sequence, delta in outbox:
+            if delta.end is not None:
+                self._mailbox.forget(sequence.id)
+            sequence.sink(delta)
+
+    def _release(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._ended[reason] += 1
+        if sequence.slot_id == NO_SLOT:
+            self._waiting.remove(sequence)
+            return
+        self._service_s += _SERVICE_TIME_WEIGHT * (sequence.service_s - self._service_s)
+        self._scheduler.remove(sequence)
+        self._slots.release(self._slots.slots[sequence.slot_id])
+        sequence.close()
+
+    def _fail(self, failure: EngineFailedError) -> None:
+        """The backend is broken: end everything, and refuse what comes."""
+        self.failure = failure
+        self._waiting.extend(self._mailbox.fail())
+        for sequence in self._live:
+            self._end(sequence, FinishReason.ERROR, failure)
+        self._flush()
+
+    @property
+    def _live(self) -> list[Sequence]:
+        return [*self._scheduler.running, *self._waiting]
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._scheduler.running)
+
+    def _snapshot(self) -> EngineStats:
+        return EngineStats(
+            n_slots=self._options.n_slots,
+            n_ctx_slot=self._options.n_ctx_slot,
+            threads=self._options.threads,
+            running=len(self._scheduler.running),
+            waiting=len(self._waiting),
+            draining=self._draining,
+            steps=self._counts["steps"],
+            prompt_tokens=self._counts["prompt_tokens"],
+            cached_tokens=self._counts["cached_tokens"],
+            generated_tokens=self._counts["generated_tokens"],
+            ended=dict(self._ended),
+            slots=tuple(_slot_stats(slot) for slot in self._slots.slots),
+        )
+
+
+def _slot_stats(slot: Slot) -> SlotStats:
+    sequence = slot.sequence
+    if sequence is None:
+        return SlotStats(slot.id, "idle", None, len(slot.tokens), 0, 0)
+    return SlotStats(
+        slot.id,
+        sequence.state.value,
+        sequence.id,
+        sequence.n_past,
+        sequence.n_prompt,
+        sequence.n_generated,
+    )

@@ -1,0 +1,98 @@
+"""Where other threads leave commands for the decoder thread. Every lock of the engine is in here."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from serve_app.engine.sequence import Sequence
+from serve_app.errors import (
+    CorralError,
+    EngineClosedError,
+    EngineFailedError,
+    InvalidRequestError,
+    QueueFullError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What other threads asked for since the last step."""
+
+    submitted: list[Sequence]
+    aborted: list[str]
+    deadline: float | None
+    """When a drain must be over, on `time.monotonic`; None while the engine is open."""
+
+
+class Mailbox:
+    """Where other threads leave commands, and where admission is decided.
+
+    Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
+    caller's thread.
+    """
+
+    def __init__(self, max_live: int) -> None:
+        self._changed = threading.Condition()
+        self._max_live = max_live
+        self._live: set[str] = set()
+        self._submitted: list[Sequence] = []
+        self._aborted: list[str] = []
+        self._deadline: float | None = None
+        self._failed = False
+
+    def submit(self, sequences: list[Sequence], retry_after_s: int) -> list[CorralError | None]:
+        """Any thread: accept the sequences or say, for each, why not."""
+        with self._changed:
+            refusals = [self._accept(sequence, retry_after_s) for sequence in sequences]
+            self._changed.notify()
+        return refusals
+
+    def _accept(self, sequence: Sequence, retry_after_s: int) -> CorralError | None:
+        if self._failed:
+            return EngineFailedError("The engine has failed and is being restarted.")
+        if self._deadline is not None:
+            return EngineClosedError("The engine is shutting down.")
+        if sequence.id in self._live:
+            return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
+        if len(self._live) >= self._max_live:
+            return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
+        self._live.add(sequence.id)
+        self._submitted.append(sequence)
+        return None
+
+    def abort(self, request_id: str) -> None:
+        """Any thread: end that request if it is live."""
+        with self._changed:
+            if request_id in self._live:
+                self._aborted.append(request_id)
+                self._changed.notify()
+
+    def drain(self, deadline: float) -> None:
+        """Any thread: take no new work; the rest must be over by the deadline."""
+        with self._changed:
+            self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+            self._changed.notify()
+
+    def take(self, *, wait: bool) -> Commands:
+        """Decoder thread: what has arrived; with `wait`, sleeps until there is something."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(
+                    lambda: self._submitted or self._aborted or self._deadline is not None
+                )
+            commands = Commands(self._submitted, self._aborted, self._deadline)
+            self._submitted, self._aborted = [], []
+            return commands
+
+    def forget(self, request_id: str) -> None:
+        """Decoder thread: the request has ended; its place and its id are free."""
+        with self._changed:
+            self._live.discard(request_id)
+
+    def fail(self) -> list[Sequence]:
+        """Decoder thread: refuse everything from now on; returns what was never taken."""
+        with self._changed:
+            self._failed = True
+            submitted, self._submitted = self._submitted, []
+            return submitted

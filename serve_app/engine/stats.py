@@ -1,0 +1,39 @@
+"""What an engine tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """One slot at one moment."""
+
+    id: int
+    state: str
+    """"idle", "prefill" or "decode"."""
+    request_id: str | None
+    n_past: int
+    """Tokens in the slot's KV cache; an idle slot keeps them for a prompt that begins alike."""
+    n_prompt: int
+    n_generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One engine at one moment; counters run from its start."""
+
+    n_slots: int
+    n_ctx_slot: int
+    threads: int
+    running: int
+    waiting: int
+    draining: bool
+    steps: int
+    prompt_tokens: int
+    """Prompt tokens that were computed; those found in the cache are `cached_tokens`."""
+    cached_tokens: int
+    generated_tokens: int
+    ended: dict[str, int] = field(default_factory=dict)
+    """Requests by the reason of their end."""
+    slots: tuple[SlotStats, ...] = ()

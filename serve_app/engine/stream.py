@@ -1,0 +1,120 @@
+"""How deltas leave the decoder thread: an async stream, or callbacks on a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import reduce
+
+from serve_app.types import SequenceEnd, TokenDelta
+
+logger = logging.getLogger("corral.engine")
+
+Abort = Callable[[], None]
+
+
+class TokenStream:
+    """One request's deltas as an async iterator; made and read in one event loop.
+
+    A reader that falls behind gets what piled up as one delta: nothing is lost, nobody waits for
+    it. The iteration stops after the delta that carries `end`; if the request ended in an error,
+    that error is raised instead. A reader that leaves early must call `abort` (or use the stream as
+    an async context manager), or the sequence runs on to its end.
+    """
+
+    def __init__(self, abort: Abort) -> None:
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._pending: deque[TokenDelta] = deque()
+        self._wake_scheduled = False
+        self._end: SequenceEnd | None = None
+
+    def push(self, delta: TokenDelta) -> None:
+        """Decoder thread: hand over a delta. Aborts the request if the reader's loop is gone."""
+        self._pending.append(delta)
+        if self._wake_scheduled:
+            return
+        self._wake_scheduled = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:  # the loop is closed
+            self._abort()
+
+    def _wake(self) -> None:
+        self._wake_scheduled = False
+        self._ready.set()
+
+    def abort(self) -> None:
+        """End the request now; its last delta says so. Idempotent, any thread."""
+        if self._end is None:
+            self._abort()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._end is not None:
+            raise StopAsyncIteration
+        while not self._pending:
+            self._ready.clear()
+            await self._ready.wait()
+        delta = reduce(_join, [self._pending.popleft() for _ in range(len(self._pending))])
+        self._end = delta.end
+        if delta.end is not None and delta.end.error is not None:
+            raise delta.end.error
+        return delta
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+
+def _join(first: TokenDelta, second: TokenDelta) -> TokenDelta:
+    return TokenDelta(first.text + second.text, first.token_ids + second.token_ids, second.end)
+
+
+class CallbackRunner:
+    """Calls users' callbacks, in order, on a thread of its own, so that none holds up decoding.
+
+    A callback that raises is logged, its request aborted and never called again.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="corral-callbacks", daemon=True)
+        self._thread.start()
+
+    def sink(
+        self, on_delta: Callable[[TokenDelta], None], abort: Abort
+    ) -> Callable[[TokenDelta], None]:
+        """A sink that queues `on_delta` calls."""
+        broken = False
+
+        def call(delta: TokenDelta) -> None:
+            nonlocal broken
+            if broken:
+                return
+            try:
+                on_delta(delta)
+            except Exception:
+                broken = True
+                logger.exception("A delta callback failed; its request is aborted.")
+                abort()
+
+        return lambda delta: self._queue.put(lambda: call(delta))
+
+    def close(self) -> None:
+        """Make the calls that are queued, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call()

@@ -1,0 +1,146 @@
+"""Corral's exception tree, and what each error is over HTTP.
+
+    CorralError                   500 server_error
+    |-- ConfigError               never over HTTP: it stops the start
+    |-- InvalidRequestError       400 invalid_request_error
+    |   `-- PromptTooLongError    400 context_length_exceeded
+    |-- ModelNotFoundError        404 model_not_found
+    |-- QueueFullError            429 queue_full, with Retry-After
+    |-- EngineClosedError         503 engine_closed
+    |-- DecodeError               500 decode_failed
+    `-- EngineFailedError         500 engine_failed
+
+Errors cross processes: every subclass hands all of its arguments, positionally, to
+`Exception.__init__`, or it could not be unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CorralError(Exception):
+    """Base of every error that Corral raises on purpose."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    @property
+    def message(self) -> str:
+        """What went wrong, for the person who sent the request."""
+        return str(self.args[0])
+
+    @property
+    def param(self) -> str | None:
+        """The request's field that is at fault, if it is one field."""
+        return None
+
+    @property
+    def retry_after_s(self) -> int | None:
+        """Seconds after which a new try makes sense, if waiting helps."""
+        return None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ConfigError(CorralError):
+    """The configuration cannot work; the message names the field."""
+
+
+class InvalidRequestError(CorralError):
+    """The request itself is wrong: the same request will never work."""
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+
+    @property
+    def param(self) -> str | None:
+        param: str | None = self.args[1]
+        return param
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for a single new token in a slot's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, n_prompt: int, n_ctx_slot: int, param: str | None = None) -> None:
+        Exception.__init__(self, n_prompt, n_ctx_slot, param)
+
+    @property
+    def message(self) -> str:
+        n_prompt, n_ctx_slot, _ = self.args
+        return (
+            f"The prompt has {n_prompt} tokens; this model's context holds {n_ctx_slot} tokens, "
+            f"one of which must be left for the answer."
+        )
+
+    @property
+    def param(self) -> str | None:
+        param: str | None = self.args[2]
+        return param
+
+
+class ModelNotFoundError(CorralError):
+    """No model of that name is served here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+
+    @property
+    def message(self) -> str:
+        return (
+            f"The model {self.args[0]!r} does not exist here; GET /v1/models lists those that do."
+        )
+
+    @property
+    def param(self) -> str | None:
+        return "model"
+
+
+class QueueFullError(CorralError):
+    """Slots and waiting queue are full: try again after `retry_after_s` seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message, retry_after_s)
+
+    @property
+    def retry_after_s(self) -> int:
+        seconds: int = self.args[1]
+        return seconds
+
+
+class EngineClosedError(CorralError):
+    """The engine is draining or closed and takes no new work."""
+
+    status = 503
+    code = "engine_closed"
+
+    @property
+    def retry_after_s(self) -> int:
+        return 1
+
+
+class DecodeError(CorralError):
+    """llama.cpp could not decode this sequence's rows; its neighbours were not touched."""
+
+    code = "decode_failed"
+
+
+class EngineFailedError(CorralError):
+    """The engine itself broke and ended every request it had."""
+
+    code = "engine_failed"

@@ -1,0 +1,49 @@
+"""Starting llama.cpp once per process, with its log lines going to Python's logging."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import llama_cpp
+
+logger = logging.getLogger("corral.llama")
+
+# llama.cpp is chatty: what it calls INFO is for its developers, what it calls WARN mostly notes
+# a deliberate choice (a context smaller than the training context, say).
+_LEVELS = {2: logging.INFO, 3: logging.ERROR}
+_CONTINUATION = 5
+
+
+class _LogForwarder:
+    """Joins llama.cpp's line fragments and forwards whole lines. llama.cpp may call on any thread."""
+
+    def __init__(self) -> None:
+        self._level = logging.DEBUG
+        self._line = ""
+
+    def __call__(self, level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+        if level != _CONTINUATION:
+            self._level = _LEVELS.get(level, logging.DEBUG)
+        self._line += text.decode(errors="replace")
+        if self._line.endswith("\n"):
+            line, self._line = self._line.strip(), ""
+            if line.strip("."):
+                logger.log(self._level, "%s", line)
+
+
+# Kept at module level: llama.cpp holds a bare pointer, and the process dies if the object is collected.
+_log_callback = llama_cpp.llama_log_callback(_LogForwarder())
+
+
+@functools.cache
+def init() -> None:
+    """Initialise llama.cpp's backends. Idempotent; call before any other llama.cpp function."""
+    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+
+
+def version() -> str:
+    """The version of the llama-cpp-python package, which names the llama.cpp inside it."""
+    return str(llama_cpp.__version__)

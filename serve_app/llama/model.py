@@ -1,0 +1,137 @@
+"""A GGUF file opened by llama.cpp: its metadata, its tokenizer and, unless `vocab_only`, its weights."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import llama_cpp
+
+from serve_app.errors import ConfigError
+from serve_app.llama import library
+
+
+class Model:
+    """An open model. Immutable once loaded: any thread may call anything but `close`.
+
+    `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
+    and megabytes, enough to tokenize. Raises ConfigError when the file is missing or llama.cpp
+    cannot load it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, vocab_only: bool = False) -> None:
+        library.init()
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ConfigError(f"There is no model file at {self.path}.")
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only = vocab_only
+        params.n_gpu_layers = 0
+        pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not pointer:
+            raise ConfigError(
+                f"llama.cpp cannot load {self.path}: it is damaged, not a GGUF file, or of an "
+                f"architecture that llama-cpp-python {library.version()} does not know."
+            )
+        self.pointer = pointer
+        self._vocab = llama_cpp.llama_model_get_vocab(pointer)
+        if not self._vocab:
+            raise ConfigError(f"{self.path} holds no vocabulary.")
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+
+    def close(self) -> None:
+        """Free the model. Contexts made from it must be closed before."""
+        if self.pointer:
+            llama_cpp.llama_model_free(self.pointer)
+            self.pointer = None
+
+    # -- metadata ---------------------------------------------------------------------------------
+
+    def meta(self, key: str) -> str | None:
+        """The metadata value at `key` as text, or None. Arrays are not returned."""
+        size = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
+        if size < 0:
+            return None
+        buffer = ctypes.create_string_buffer(size + 1)
+        llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
+        return buffer.value.decode(errors="replace")
+
+    def meta_int(self, key: str, default: int) -> int:
+        """The metadata value at `{architecture}.key` as an integer, or the default."""
+        value = self.meta(f"{self.meta('general.architecture')}.{key}")
+        return default if value is None else int(value)
+
+    @property
+    def n_ctx_train(self) -> int:
+        """The context length that the model was trained for, in tokens."""
+        return self.meta_int("context_length", 2048)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja chat template, if it has one."""
+        return self.meta("tokenizer.chat_template")
+
+    # -- vocabulary -------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`.
+
+        `add_special` adds BOS/EOS if the model wants them; `parse_special` lets the text of control
+        tokens stand for the tokens. Runs without the GIL.
+        """
+        data = text.encode()
+        capacity = len(data) + 2
+        while True:
+            tokens = (llama_cpp.llama_token * capacity)()
+            n = llama_cpp.llama_tokenize(
+                self._vocab, data, len(data), tokens, capacity, add_special, parse_special
+            )
+            if n >= 0:
+                return tokens[:n]
+            capacity = -n
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, not always whole characters; control tokens are empty unless
+        `special`. Cached."""
+        key = (token, special)
+        if key not in self._pieces:
+            self._pieces[key] = self._read_piece(token, special)
+        return self._pieces[key]
+
+    def _read_piece(self, token: int, special: bool) -> bytes:
+        size = 32
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(self.piece(t, special=special) for t in tokens).decode(errors="replace")
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation (end of text, end of turn)."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    @functools.cached_property
+    def eog_tokens(self) -> tuple[int, ...]:
+        """Every token that ends a generation."""
+        return tuple(token for token in range(self.n_vocab) if self.is_eog(token))
+
+    @property
+    def bos(self) -> int | None:
+        """The token that begins a text, if the vocabulary has one."""
+        token = llama_cpp.llama_vocab_bos(self._vocab)
+        return None if token < 0 else int(token)
+
+    @property
+    def eos(self) -> int | None:
+        """The token that ends a text, if the vocabulary has one."""
+        token = llama_cpp.llama_vocab_eos(self._vocab)
+        return None if token < 0 else int(token)

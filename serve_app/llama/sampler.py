@@ -1,0 +1,103 @@
+"""One sequence's chain of llama.cpp samplers, in llama-server's order."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import llama_cpp
+
+from serve_app.llama.context import Context
+from serve_app.types import SamplingParams
+
+# llama.cpp reads this seed as "draw one"; ours are always explicit.
+_RANDOM_SEED = 0xFFFFFFFF
+
+
+class Sampler:
+    """Picks one sequence's tokens: logit bias, penalties, then greedy, or top_k, typical, top_p, min_p,
+    temperature and a seeded draw.
+
+    The penalties look at the prompt's last tokens too, as llama-server's do. Used by the thread that
+    owns the context.
+    """
+
+    def __init__(self, context: Context, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self._context = context
+        self._chain = llama_cpp.llama_sampler_chain_init(
+            llama_cpp.llama_sampler_chain_default_params()
+        )
+        for sampler in _links(context, params):
+            llama_cpp.llama_sampler_chain_add(self._chain, sampler)
+        if _penalises(params):
+            for token in prompt[-_penalty_window(context, params) :]:
+                llama_cpp.llama_sampler_accept(self._chain, token)
+
+    def sample(self, row: int) -> int:
+        """The next token from the logits of the given row of the last decoded batch; the row must
+        have asked for logits. The token becomes part of what the penalties look at."""
+        return int(llama_cpp.llama_sampler_sample(self._chain, self._context.pointer, row))
+
+    def close(self) -> None:
+        """Free the chain. Idempotent."""
+        if self._chain:
+            llama_cpp.llama_sampler_free(self._chain)
+            self._chain = None
+
+
+def _links(context: Context, params: SamplingParams) -> list[llama_cpp.llama_sampler_p]:
+    links = []
+    n_vocab = context.model.n_vocab
+    bias = _logit_bias(context, params)
+    if bias:
+        entries = (llama_cpp.llama_logit_bias * len(bias))(
+            *(llama_cpp.llama_logit_bias(token, value) for token, value in bias)
+        )
+        links.append(llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(bias), entries))
+    if _penalises(params):
+        links.append(
+            llama_cpp.llama_sampler_init_penalties(
+                n_vocab,
+                _penalty_window(context, params),
+                params.repeat_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
+        )
+    if params.temperature <= 0:
+        return [*links, llama_cpp.llama_sampler_init_greedy()]
+    if params.top_k > 0:
+        links.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
+    if params.typical_p < 1:
+        links.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
+    if params.top_p < 1:
+        links.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
+    if params.min_p > 0:
+        links.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
+    links.append(llama_cpp.llama_sampler_init_temp(params.temperature))
+    links.append(llama_cpp.llama_sampler_init_dist(_seed(params)))
+    return links
+
+
+def _logit_bias(context: Context, params: SamplingParams) -> list[tuple[int, float]]:
+    if not params.ignore_eos:
+        return list(params.logit_bias)
+    return [*params.logit_bias, *((token, -math.inf) for token in context.model.eog_tokens)]
+
+
+def _penalises(params: SamplingParams) -> bool:
+    return params.repeat_last_n != 0 and (
+        params.repeat_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+    )
+
+
+def _penalty_window(context: Context, params: SamplingParams) -> int:
+    """How many last tokens count; llama.cpp itself does not read -1 as "all"."""
+    return context.n_ctx_slot if params.repeat_last_n < 0 else params.repeat_last_n
+
+
+def _seed(params: SamplingParams) -> int:
+    """A 32-bit seed. OpenAI's are 64-bit and may be negative: they are reduced, not refused."""
+    seed = random.getrandbits(32) if params.seed is None else params.seed
+    return seed % _RANDOM_SEED

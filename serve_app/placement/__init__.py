@@ -1,0 +1,1 @@
+"""Which of the machine's resources this process may use."""

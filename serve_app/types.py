@@ -1,0 +1,106 @@
+"""The values that cross the Serve handle between ingress and engine: plain, frozen, picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from serve_app.errors import CorralError
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. Every accepted request gets exactly one."""
+
+    STOP = "stop"
+    """The model ended its turn, or a stop string was found."""
+    LENGTH = "length"
+    """`max_tokens` was reached, or the slot's context is full."""
+    ABORT = "abort"
+    """The client left, or asked for the end."""
+    ERROR = "error"
+    """The engine failed; `SequenceEnd.error` says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence picks its tokens. Defaults are llama-server's, except that it stops nowhere.
+
+    Ranges are checked where the request is parsed; see `serve_app.ingress.openai`.
+    """
+
+    temperature: float = 0.8
+    """0 picks the most likely token."""
+    top_k: int = 40
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    """How many last tokens, prompt included, the three penalties look at; 0 switches them off,
+    -1 means the whole context."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit); -inf bans the token."""
+    seed: int | None = None
+    """None draws a new seed for each request."""
+    max_tokens: int | None = None
+    """None means up to the end of the slot's context."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to continue. `id` is unique among the engine's live requests."""
+
+    id: str
+    prompt: tuple[int, ...]
+    """Token ids of the model's own vocabulary, at least one, shorter than a slot's context."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. `cached_tokens` are the prompt tokens that were found in the KV cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where one request's time went, in seconds; they add up to the time in the engine."""
+
+    queue_s: float
+    """From submit to a slot."""
+    prefill_s: float
+    """From a slot to the first token."""
+    decode_s: float
+    """From the first token to the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """The one terminal event of a request."""
+
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    stop: str | None = None
+    """The stop string that was found, if that is the reason."""
+    error: CorralError | None = None
+    """Set exactly when `reason` is ERROR."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New text of a request. A delta may hold several tokens, or none (text held back, or the end)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    end: SequenceEnd | None = None
+    """Set on the last delta only."""
