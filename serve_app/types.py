@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from serve_app.errors import CorralError
 
@@ -104,3 +105,13 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     end: SequenceEnd | None = None
     """Set on the last delta only."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """What one engine replica tells about itself."""
+
+    replica_id: str
+    node_id: str
+    engine: dict[str, Any]
+    """The fields of `serve_app.engine.EngineStats`."""

@@ -12,7 +12,7 @@ logger = logging.getLogger("corral.llama")
 
 # llama.cpp is chatty: what it calls INFO is for its developers, what it calls WARN mostly notes
 # a deliberate choice (a context smaller than the training context, say).
-_LEVELS = {2: logging.INFO, 3: logging.ERROR}
+_LEVELS = {3: logging.INFO, 4: logging.ERROR}  # GGML_LOG_LEVEL_WARN and _ERROR
 _CONTINUATION = 5
 
 

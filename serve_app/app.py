@@ -1,0 +1,115 @@
+"""`serve run` calls `build(args)`: configuration in, Serve application out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+
+from serve_app import config, sizing
+from serve_app.config import DeploymentConfig, ModelConfig
+from serve_app.errors import ConfigError
+from serve_app.ingress.deployment import Ingress
+from serve_app.llama.model import Model
+from serve_app.placement.machine import available_memory, usable_cores
+from serve_app.replica import EngineReplica
+from serve_app.resolved import ResolvedModel
+from serve_app.sources import locate
+
+# Room in a full replica for statistics and health checks, which the engine's queue does not bound.
+_CONTROL_REQUESTS = 16
+_INGRESS_ONGOING_REQUESTS = 1000
+# Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
+# for a slot to stand idle.
+_ROUTER = {"initial_backoff_s": 0.005, "backoff_multiplier": 1.5, "max_backoff_s": 0.05}
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for `applications[0].args`.
+
+    Raises RayServeException with one message that names the fields at fault: the only kind of error
+    that Serve shows as it is, and does not try again.
+    """
+    try:
+        app = config.parse(args)
+        models = [resolve(model) for model in app.models]
+    except ConfigError as error:
+        raise RayServeException(str(error)) from None
+    engines = [
+        EngineReplica.options(**engine_options(configured, model)).bind(model)  # type: ignore[attr-defined]
+        for configured, model in zip(app.models, models, strict=True)
+    ]
+    ingress = Ingress.options(**ingress_options(app.ingress.deployment))  # type: ignore[attr-defined]
+    return ingress.bind(models, engines)  # type: ignore[no-any-return]
+
+
+def resolve(model: ModelConfig) -> ResolvedModel:
+    """Decide what the configuration leaves open, from this machine and the model file if it is
+    here. Raises ConfigError that names the model."""
+    try:
+        options = sizing.resolve(
+            model.engine, _needs(model), cores=usable_cores(), memory_bytes=available_memory()
+        )
+    except ConfigError as error:
+        raise ConfigError(f"models ({model.id}): {error}") from None
+    return ResolvedModel(
+        id=model.id,
+        source=model.source,
+        options=options,
+        threads=model.engine.threads,
+        batch_wait_timeout_s=model.batch_wait_timeout_s,
+        drain_timeout_s=model.deployment.graceful_shutdown_timeout_s,
+    )
+
+
+def _needs(model: ModelConfig) -> sizing.ModelNeeds | None:
+    """What the model needs; None if the file is not here and the configuration needs no look."""
+    if model.engine.n_slots is not None and model.engine.n_ctx_slot is not None:
+        return None
+    vocabulary = Model(locate(model.source), vocab_only=True)
+    try:
+        return sizing.ModelNeeds.of(vocabulary)
+    finally:
+        vocabulary.close()
+
+
+def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, Any]:
+    """Serve's options for one model's engine deployment."""
+    options = model.options
+    defaults = {
+        "name": f"engine-{model.id.replace('/', '--')}",
+        "max_ongoing_requests": options.n_slots + options.max_waiting + _CONTROL_REQUESTS,
+        "request_router_config": _ROUTER,
+    }
+    autoscaling = {
+        "min_replicas": 1,
+        "max_replicas": 1,
+        "target_ongoing_requests": options.n_slots,
+    }
+    return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=options.threads)
+
+
+def ingress_options(configured: DeploymentConfig) -> dict[str, Any]:
+    """Serve's options for the ingress deployment."""
+    defaults = {"max_ongoing_requests": _INGRESS_ONGOING_REQUESTS}
+    autoscaling = {
+        "min_replicas": 1,
+        "max_replicas": 4,
+        "target_ongoing_requests": math.ceil(_INGRESS_ONGOING_REQUESTS / 4),
+    }
+    return defaults | _serve_options(configured, autoscaling, num_cpus=0)
+
+
+def _serve_options(
+    configured: DeploymentConfig, autoscaling: dict[str, Any], *, num_cpus: float
+) -> dict[str, Any]:
+    options = configured.model_dump(exclude_none=True, exclude={"autoscaling_config"})
+    options["ray_actor_options"] = {"num_cpus": num_cpus} | options["ray_actor_options"]
+    if configured.num_replicas is None:
+        given = configured.autoscaling_config
+        options["autoscaling_config"] = autoscaling | (
+            {} if given is None else given.model_dump(exclude_unset=True)
+        )
+    return options

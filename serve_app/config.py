@@ -1,0 +1,194 @@
+"""Every knob, once: what `applications[0].args` in serve_config.yaml may hold.
+
+Unknown fields and impossible values are refused by name. `python -m serve_app.config FILE` checks a
+file without starting anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from ray.serve.config import AutoscalingConfig
+
+from serve_app.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSource(_Section):
+    """Where a model's GGUF file comes from: exactly one of `builtin`, `path`, and `repo_id` with
+    `filename`."""
+
+    builtin: bool = False
+    """The small model that Corral brings along; nothing is downloaded."""
+    path: Path | None = None
+    """A file that exists under this path on every node that runs a replica or the ingress."""
+    repo_id: str | None = None
+    """A Hugging Face repository; each node downloads the file once, into its own cache."""
+    filename: str | None = None
+    """The file in that repository."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> ModelSource:
+        if [self.builtin, self.path is not None, self.repo_id is not None].count(True) != 1:
+            raise ValueError("give exactly one of builtin: true, path, or repo_id with filename")
+        if (self.repo_id is None) != (self.filename is None):
+            raise ValueError("repo_id and filename belong together")
+        return self
+
+
+class EngineConfig(_Section):
+    """One replica's engine. What is not set is decided from the model and the machine."""
+
+    n_slots: PositiveInt | None = None
+    """Sequences that run at once. Default: 4 for each core, 8 to 32, fewer if memory is short."""
+    n_ctx_slot: Annotated[int, Field(ge=2)] | None = None
+    """Tokens, prompt and answer together, that one sequence may have. Default: what the model was
+    trained for, 4096 at most, less if memory is short."""
+    threads: PositiveInt | None = None
+    """Threads that llama.cpp computes with. Default: the cores that the replica may really use
+    (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
+    n_batch: PositiveInt = 512
+    """Most rows (prompt tokens and generated tokens together) in one step; more than n_slots."""
+    max_waiting: NonNegativeInt | None = None
+    """Requests that may wait for a slot in one replica; the next one is refused with 429.
+    Default: twice n_slots."""
+    flash_attn: bool = True
+    """Flash attention."""
+
+
+class Autoscaling(AutoscalingConfig):
+    """Ray Serve's own autoscaling options, by their own names; misspelt ones are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RayActorOptions(_Section):
+    """What Ray reserves for one replica."""
+
+    num_cpus: NonNegativeFloat | None = None
+    """Default for an engine: `engine.threads`, or the cores of the machine that reads the
+    configuration."""
+    memory: PositiveInt | None = None
+    """Bytes."""
+    resources: dict[str, float] | None = None
+    """Custom resources of the nodes that may run it."""
+    runtime_env: dict[str, Any] | None = None
+    """Ray's runtime environment, `env_vars` for instance."""
+
+
+class DeploymentConfig(_Section):
+    """A Ray Serve deployment, by Serve's own option names."""
+
+    autoscaling_config: Autoscaling | None = None
+    """Serve's autoscaling; default: see `serve_app.app`."""
+    num_replicas: PositiveInt | None = None
+    """A fixed number of replicas instead of autoscaling."""
+    max_ongoing_requests: PositiveInt | None = None
+    """Requests in one replica at once. Default for an engine: its slots, its waiting queue, and
+    some room so that statistics and health checks get through to a full replica."""
+    max_queued_requests: PositiveInt = 64
+    """Requests that one ingress replica may hold back while all engine replicas are full."""
+    health_check_period_s: PositiveFloat = 5
+    health_check_timeout_s: PositiveFloat = 30
+    """A replica that does not answer for so long is replaced."""
+    graceful_shutdown_timeout_s: NonNegativeFloat = 30
+    """Time that running requests get to finish when a replica is stopped."""
+    graceful_shutdown_wait_loop_s: PositiveFloat = 0.5
+    """How often a stopping replica looks whether it is done."""
+    max_constructor_retry_count: PositiveInt = 3
+    """Starts that may fail before Serve gives up on a deployment."""
+    max_replicas_per_node: PositiveInt | None = None
+    ray_actor_options: RayActorOptions = RayActorOptions()
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> DeploymentConfig:
+        if self.autoscaling_config is not None and self.num_replicas is not None:
+            raise ValueError("give autoscaling_config or num_replicas, not both")
+        return self
+
+
+class ModelConfig(_Section):
+    """One model that is served, as an autoscaled deployment of its own."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$", max_length=128)]
+    """The name that clients put into `model`."""
+    source: ModelSource
+    """The GGUF file."""
+    engine: EngineConfig = EngineConfig()
+    """The engine in each replica."""
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The engine's Serve deployment."""
+    batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Serve's name: how long a replica collects arrivals, in seconds, so that they enter the engine
+    in one submit. Every request waits for it; see ARCHITECTURE.md for what it costs and gains."""
+
+
+class IngressConfig(_Section):
+    """The HTTP side."""
+
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The ingress's Serve deployment."""
+
+
+class AppConfig(_Section):
+    """The whole application."""
+
+    models: Annotated[list[ModelConfig], Field(min_length=1)]
+    """The models, by the name that clients use. A request without `model` gets the first."""
+    ingress: IngressConfig = IngressConfig()
+    """The HTTP side."""
+
+    @model_validator(mode="after")
+    def _distinct_ids(self) -> AppConfig:
+        ids = [model.id for model in self.models]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"models: two models have the same id ({', '.join(sorted(ids))})")
+        return self
+
+
+def parse(args: object) -> AppConfig:
+    """Validate `applications[0].args`. Raises ConfigError that names every field at fault."""
+    try:
+        return AppConfig.model_validate(args)
+    except ValidationError as error:
+        faults = (
+            f"{'.'.join(str(part) for part in fault['loc']) or 'args'}: {fault['msg']}"
+            for fault in error.errors(include_url=False)
+        )
+        raise ConfigError("invalid configuration: " + "; ".join(faults)) from None
+
+
+def load(path: Path) -> AppConfig:
+    """The application's configuration in a Serve config file. Raises ConfigError."""
+    try:
+        document = yaml.safe_load(path.read_text())
+        args = document["applications"][0]["args"]
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(f"{path}: applications[0].args is missing") from None
+    return parse(args)
+
+
+if __name__ == "__main__":
+    try:
+        load(Path(sys.argv[1]))
+    except ConfigError as error:
+        sys.exit(str(error))

@@ -1,0 +1,80 @@
+"""The ingress as a Serve deployment, and its way to the engines' deployments."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.errors import CorralError, EngineFailedError, QueueFullError
+from serve_app.ingress.api import ServedModel, build_api
+from serve_app.logs import forward_to_serve
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.resolved import ResolvedModel
+from serve_app.sources import locate
+from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
+
+_STATS_TIMEOUT_S = 2.0
+
+
+class HandleClient:
+    """One model's engines behind a Serve handle. Used in the ingress's event loop."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._stream: Any = handle.options(stream=True)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+        """See EngineClient."""
+        response = self._stream.generate.remote(request)
+        try:
+            async for delta in response:
+                yield delta
+        except (RayError, RayServeException, CorralError) as error:
+            raise _translate(error) from error
+        finally:
+            response.cancel()  # leaving a Serve stream does not stop it
+
+    async def stats(self) -> list[ReplicaStats]:
+        """See EngineClient. A replica that does not answer in time is left out."""
+        answers = await self._handle.broadcast("stats").results_async(
+            timeout_s=_STATS_TIMEOUT_S, return_exceptions=True
+        )
+        return [answer for answer in answers if isinstance(answer, ReplicaStats)]
+
+
+def _translate(error: Exception) -> CorralError:
+    """What went wrong behind the handle, in Corral's terms."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, CorralError):
+        return cause
+    if isinstance(cause, BackPressureError):
+        return QueueFullError("All replicas and their queues are full.", 1)
+    return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")
+
+
+@serve.deployment
+@serve.ingress()
+class Ingress:
+    """Speaks HTTP; holds every model's vocabulary and a handle to its engines."""
+
+    def __init__(self, models: list[ResolvedModel], handles: list[DeploymentHandle[Any]]) -> None:
+        forward_to_serve()
+        self._models = {
+            model.id: ServedModel(
+                id=model.id,
+                n_ctx_slot=model.options.n_ctx_slot,
+                tokenizer=Tokenizer(locate(model.source)),
+                engine=HandleClient(handle),
+            )
+            for model, handle in zip(models, handles, strict=True)
+        }
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's hook for an application that is built in the replica."""
+        return build_api(self._models)

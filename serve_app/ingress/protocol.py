@@ -1,0 +1,245 @@
+"""OpenAI's requests and answers as types.
+
+Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters that it lacks have
+llama-server's names and defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.types import SamplingParams
+
+_DEFAULTS = SamplingParams()
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    """Send one more chunk, with the usage and no choices, before the end."""
+
+
+class GenerationParams(BaseModel):
+    """What completions and chat completions share.
+
+    A field that OpenAI documents and Corral cannot honour is refused unless its value asks for what
+    happens anyway (`n: 1`); one that nobody documents is refused always.
+    """
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    # OpenAI's fields that change nothing at these values.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "n": (None, 1),
+        "logprobs": (None, False, 0),
+        "top_logprobs": (None, 0),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "prediction": (None,),
+    }
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Tokens that the three penalties look back on, prompt included; -1 means the whole context."""
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[int, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    """Token id to what is added to its logit; -100 bans the token."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    ignore_eos: bool = False
+    user: str | None = None
+    """Accepted and not used."""
+    metadata: dict[str, Any] | None = None
+    """Accepted and not used."""
+
+    @model_validator(mode="after")
+    def _refuse_what_cannot_be_honoured(self) -> GenerationParams:
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.NEUTRAL:
+                raise InvalidRequestError(f"Unknown parameter: {name!r}.", name)
+            if value not in self.NEUTRAL[name]:
+                accepted = " or ".join(json.dumps(neutral) for neutral in self.NEUTRAL[name])
+                raise InvalidRequestError(f"{name!r} is not supported, except as {accepted}.", name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("'stream_options' needs 'stream': true.", "stream_options")
+        return self
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        """The engine's parameters; what the request leaves open has Corral's defaults."""
+        given = {
+            name: value
+            for name in (
+                "temperature",
+                "top_p",
+                "min_p",
+                "typical_p",
+                "repeat_penalty",
+                "repeat_last_n",
+                "frequency_penalty",
+                "presence_penalty",
+                "seed",
+            )
+            if (value := getattr(self, name)) is not None
+        }
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            **given,
+            top_k=_DEFAULTS.top_k if self.top_k is None else max(0, self.top_k),
+            logit_bias=tuple(
+                (token, float("-inf") if bias == -100 else bias)
+                for token, bias in (self.logit_bias or {}).items()
+            ),
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionRequest(GenerationParams):
+    """POST /v1/completions."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationParams.NEUTRAL,
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "suffix": (None, ""),
+    }
+
+    prompt: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    )
+    """One text, or one list of token ids."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    """OpenAI's default; null means up to the end of the context."""
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_other_fields(self) -> ChatMessage:
+        # The openai package echoes an assistant's turn with all of its fields, empty ones too.
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, []):
+                raise InvalidRequestError(f"{name!r} is not supported in a message.", "messages")
+        return self
+
+    def for_template(self) -> dict[str, str]:
+        """What chat templates read. A developer is what newer clients call the system."""
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        role = "system" if self.role == "developer" else self.role
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": text, **name}
+
+
+class ChatCompletionRequest(GenerationParams):
+    """POST /v1/chat/completions."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationParams.NEUTRAL,
+        "tools": (None, []),
+        "tool_choice": (None, "auto", "none"),
+        "parallel_tool_calls": (None, True, False),
+        "functions": (None, []),
+        "function_call": (None, "auto", "none"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "web_search_options": (None,),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The newer name of max_tokens; counts before it."""
+
+
+class PromptTokensDetails(BaseModel):
+    """Part of `usage`."""
+
+    cached_tokens: int
+
+
+class UsageBody(BaseModel):
+    """`usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ModelCard(BaseModel):
+    """One entry of /v1/models."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """Unix time at which the ingress started."""
+    owned_by: Literal["corral"] = "corral"
+    n_ctx_slot: int
+    """Tokens, prompt and answer together, that one request may have."""
+
+
+class ModelList(BaseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorBody(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorBody

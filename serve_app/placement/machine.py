@@ -1,0 +1,77 @@
+"""The cores and the memory that this process may really use, containers' limits included.
+
+Sources: cgroups(7); the kernel's cgroup-v2.rst (cpu.max, memory.max) and cgroup-v1
+(cpu.cfs_quota_us over cpu.cfs_period_us, memory.limit_in_bytes). A limit of any ancestor counts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Cores that this process may keep busy: the smaller of its affinity mask and its cgroups' CPU
+    quota, at least 1. `root` is where /proc and /sys are."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min([cores, *(math.floor(quota) for quota in _cpu_quotas(root))]))
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process can still take: the smaller of what the machine has available and
+    what its cgroups' limits leave."""
+    meminfo = (root / "proc/meminfo").read_text()
+    available = next(
+        int(line.split()[1]) * 1024
+        for line in meminfo.splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    return max(0, min([available, *_memory_headrooms(root)]))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    for group in _groups(root, ""):
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            yield int(quota) / int(period)
+    for group in _groups(root, "cpu"):
+        quota = _read(group / "cpu.cfs_quota_us")
+        if quota.isdigit():
+            yield int(quota) / int(_read(group / "cpu.cfs_period_us"))
+
+
+def _memory_headrooms(root: Path) -> Iterator[int]:
+    for group in _groups(root, ""):
+        limit = _read(group / "memory.max")
+        if limit.isdigit():
+            yield int(limit) - int(_read(group / "memory.current") or 0)
+    for group in _groups(root, "memory"):
+        limit = _read(group / "memory.limit_in_bytes")
+        if limit.isdigit():
+            yield int(limit) - int(_read(group / "memory.usage_in_bytes") or 0)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """This process's group and its ancestors, nearest first, in the hierarchy of a v1 controller,
+    or in v2's for ""."""
+    mount = root / "sys/fs/cgroup" / controller
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            group = mount / path.lstrip("/")
+            yield group
+            while group != mount:
+                group = group.parent
+                yield group
+
+
+def _read(path: Path) -> str:
+    """The file's text, or "" if there is no such file, as where a controller is not mounted."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

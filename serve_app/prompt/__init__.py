@@ -1,0 +1,1 @@
+"""From what a client says to the tokens that the model reads."""

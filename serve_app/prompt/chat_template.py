@@ -1,0 +1,62 @@
+"""The model's own chat template: Jinja, rendered in a sandbox as Hugging Face's `transformers` does.
+
+Source of the environment (trim_blocks, lstrip_blocks, loop controls, `raise_exception`,
+`strftime_now`, `tojson`): the chat templating chapter of the transformers documentation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from serve_app.errors import ConfigError, InvalidRequestError
+
+Message = Mapping[str, Any]
+"""`role`, `content` and whatever else the template reads."""
+
+
+class ChatTemplate:
+    """A compiled template. Any thread. Raises ConfigError if it is no valid Jinja."""
+
+    def __init__(self, source: str, *, bos: str, eos: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(
+            raise_exception=_raise_exception,
+            strftime_now=_strftime_now,
+            bos_token=bos,
+            eos_token=eos,
+        )
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"The model's chat template is not valid: {error}") from error
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt that asks for the assistant's next turn. Raises InvalidRequestError, in the
+        template's own words, for messages that it does not take."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise InvalidRequestError(
+                f"The model's chat template refuses these messages: {error}", "messages"
+            ) from error
+
+
+def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,48 @@
+"""A model's vocabulary and chat template, without its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from serve_app.errors import InvalidRequestError
+from serve_app.llama.model import Model
+from serve_app.prompt.chat_template import ChatTemplate, Message
+
+
+class Tokenizer:
+    """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._model = Model(path, vocab_only=True)
+        self._bos = self._special(self._model.bos)
+        template = self._model.chat_template
+        self._template = (
+            None
+            if template is None
+            else ChatTemplate(template, bos=self._bos, eos=self._special(self._model.eos))
+        )
+
+    @property
+    def n_vocab(self) -> int:
+        """Token ids are 0 to n_vocab - 1."""
+        return self._model.n_vocab
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The tokens of a plain prompt, with BOS if the model wants it; control tokens written out
+        in the text are recognised, as llama-server does."""
+        return tuple(self._model.tokenize(text, add_special=True, parse_special=True))
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a chat, up to where the assistant's turn begins. Raises InvalidRequestError
+        if the model has no chat template, or its template refuses the messages."""
+        if self._template is None:
+            raise InvalidRequestError(
+                "This model has no chat template: use /v1/completions.", "messages"
+            )
+        text = self._template.render(messages)
+        has_bos = bool(self._bos) and text.startswith(self._bos)
+        return tuple(self._model.tokenize(text, add_special=not has_bos, parse_special=True))
+
+    def _special(self, token: int | None) -> str:
+        return "" if token is None else self._model.detokenize([token], special=True)

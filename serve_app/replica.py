@@ -1,0 +1,84 @@
+"""The engine as a Serve deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+from ray import serve
+
+from serve_app.engine import Engine, TokenStream
+from serve_app.errors import CorralError
+from serve_app.logs import forward_to_serve
+from serve_app.placement.machine import usable_cores
+from serve_app.resolved import ResolvedModel
+from serve_app.sources import locate
+from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
+
+logger = logging.getLogger("corral.replica")
+
+
+@serve.deployment
+class EngineReplica:
+    """One engine. Its methods run in the replica's event loop; decoding has a thread of its own."""
+
+    def __init__(self, model: ResolvedModel) -> None:
+        forward_to_serve()
+        options = dataclasses.replace(model.options, threads=model.threads or _own_cores())
+        self._drain_timeout_s = model.drain_timeout_s
+        self._engine = Engine.load(locate(model.source), options)
+        batching: Any = self._enter  # Serve's setters are not in its decorator's type
+        batching.set_max_batch_size(options.n_slots + options.max_waiting)
+        batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
+        logger.info(
+            "Model %s: %d slots x %d tokens, %d threads.",
+            model.id,
+            options.n_slots,
+            options.n_ctx_slot,
+            options.threads,
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+        """Run a request to its end; raises CorralError. Cancelling frees its slot."""
+        try:
+            stream = await self._enter(request)
+            if isinstance(stream, CorralError):
+                raise stream
+            async for delta in stream:
+                yield delta
+        finally:
+            self._engine.abort(request.id)
+
+    # Serve gives every caller the same exception if this raises, so refusals are returned.
+    @serve.batch
+    async def _enter(self, requests: list[GenerationRequest]) -> list[TokenStream | CorralError]:
+        """Submit what arrived together in one go."""
+        return self._engine.submit_many(requests)
+
+    async def stats(self) -> ReplicaStats:
+        """What this replica is doing."""
+        context = serve.get_replica_context()
+        return ReplicaStats(
+            replica_id=context.replica_id.unique_id,
+            node_id=ray.get_runtime_context().get_node_id(),
+            engine=dataclasses.asdict(self._engine.stats()),
+        )
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        self._engine.check_health()
+
+    async def __del__(self) -> None:
+        """Serve's destructor hook, after it has waited for running requests."""
+        await asyncio.to_thread(self._engine.close, 0.0)
+
+
+def _own_cores() -> int:
+    """Cores that this replica may use: what the kernel allows and Ray has reserved for it."""
+    context: Any = ray.get_runtime_context()
+    reserved = context.get_assigned_resources().get("CPU", 0.0)
+    return min(usable_cores(), int(reserved)) if reserved >= 1 else usable_cores()

@@ -1,0 +1,22 @@
+"""What the deployments are made with: the configuration, with nothing left open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_app.config import ModelSource
+from serve_app.engine.options import EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """One model, decided where the configuration was read, the same in every replica."""
+
+    id: str
+    source: ModelSource
+    options: EngineOptions
+    threads: int | None
+    """Configured threads; None lets each replica count its own cores."""
+    batch_wait_timeout_s: float
+    drain_timeout_s: float
+    """What is left for running requests when a replica is stopped."""
