@@ -4,6 +4,12 @@ CONFIG ?= serve_config.yaml
 BIN := .venv/bin
 READY := .venv/.ready
 
+# GCC 11 and 12 miscompile llama.cpp's AMX kernels: the first quantised matrix product of a process dies
+# of SIGSEGV (ggml-org/llama.cpp issue 20824, pull request 26954). Hiding the macro leaves them out, and
+# changes nothing where there is no AMX. pip's cache does not tell builds by their flags, so ours is apart.
+export CMAKE_ARGS := -DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__
+PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache/corral/pip-without-amx
+
 # No call home, and replicas at normal priority (Ray's default is nice 15).
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_worker_niceness := 0
@@ -29,13 +35,13 @@ format: $(READY)
 $(READY): requirements.lock pyproject.toml
 	@echo "Setting up .venv (the first time, llama.cpp is compiled: some minutes) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(PIP) install --require-hashes -r requirements.lock
+	$(PIP) install --no-deps -e .
 	@touch $@
 
 lock:  ## Resolve pyproject.toml's dependencies anew.
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet uv
+	$(PIP) install uv
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
 

@@ -60,7 +60,6 @@ def resolve(model: ModelConfig) -> ResolvedModel:
         options=options,
         threads=model.engine.threads,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
-        drain_timeout_s=model.deployment.graceful_shutdown_timeout_s,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator
@@ -29,7 +28,6 @@ class EngineReplica:
     def __init__(self, model: ResolvedModel) -> None:
         forward_to_serve()
         options = dataclasses.replace(model.options, threads=model.threads or _own_cores())
-        self._drain_timeout_s = model.drain_timeout_s
         self._engine = Engine.load(locate(model.source), options)
         batching: Any = self._enter  # Serve's setters are not in its decorator's type
         batching.set_max_batch_size(options.n_slots + options.max_waiting)
@@ -72,9 +70,9 @@ class EngineReplica:
         """Serve replaces the replica when this raises."""
         self._engine.check_health()
 
-    async def __del__(self) -> None:
-        """Serve's destructor hook, after it has waited for running requests."""
-        await asyncio.to_thread(self._engine.close, 0.0)
+    def __del__(self) -> None:
+        """Serve's destructor hook; before it, Serve has let running requests finish."""
+        self._engine.close(timeout_s=0)
 
 
 def _own_cores() -> int:

@@ -18,5 +18,3 @@ class ResolvedModel:
     threads: int | None
     """Configured threads; None lets each replica count its own cores."""
     batch_wait_timeout_s: float
-    drain_timeout_s: float
-    """What is left for running requests when a replica is stopped."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.types import SamplingParams
@@ -19,6 +19,10 @@ _DEFAULTS = SamplingParams()
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 class StreamOptions(BaseModel):
@@ -68,7 +72,8 @@ class GenerationParams(BaseModel):
     logit_bias: dict[int, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     """Token id to what is added to its logit; -100 bans the token."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=16), BeforeValidator(_one_or_many)] | None = None
+    """One string, or up to 16."""
     ignore_eos: bool = False
     user: str | None = None
     """Accepted and not used."""
@@ -104,7 +109,6 @@ class GenerationParams(BaseModel):
             )
             if (value := getattr(self, name)) is not None
         }
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             **given,
             top_k=_DEFAULTS.top_k if self.top_k is None else max(0, self.top_k),
@@ -113,7 +117,7 @@ class GenerationParams(BaseModel):
                 for token, bias in (self.logit_bias or {}).items()
             ),
             max_tokens=max_tokens,
-            stop=tuple(stop),
+            stop=tuple(self.stop or ()),
             ignore_eos=self.ignore_eos,
         )
 

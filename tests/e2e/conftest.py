@@ -1,0 +1,180 @@
+"""Corral as its users run it: `serve run` on a configuration file, in a cluster of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 90
+STOP_TIMEOUT_S = 60
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll until the condition holds; fails with `what` if it does not."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s} s: {what}")
+        time.sleep(0.05)
+
+
+class Corral:
+    """A running `serve run` and a client for it."""
+
+    def __init__(self, directory: Path, models: list[dict[str, Any]]) -> None:
+        self.directory = directory
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        config = directory / "serve_config.yaml"
+        config.write_text(
+            yaml.safe_dump(
+                {
+                    "http_options": {"host": "127.0.0.1", "port": self.port},
+                    "applications": [
+                        {
+                            "name": "corral",
+                            "route_prefix": "/",
+                            "import_path": "serve_app.app:build",
+                            "args": {"models": models},
+                        }
+                    ],
+                }
+            )
+        )
+        self._log = directory / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [Path(sys.executable).with_name("serve"), "run", config],
+                cwd=ROOT,
+                env=os.environ
+                | {
+                    # Keeps this cluster's files, and Ray's note of "the running cluster", apart.
+                    "RAY_TMPDIR": str(directory),
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                },
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        """Wait for the first model list."""
+
+        def ready() -> bool:
+            assert self.process.poll() is None, self.log
+            try:
+                return self.http.get("/v1/models").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(ready, START_TIMEOUT_S, f"server ready:\n{self.log}")
+
+    def stats(self, model: int = 0) -> dict[str, Any]:
+        """The engine statistics of a model's only replica."""
+        (replica,) = self.http.get("/v1/stats").json()["models"][model]["replicas"]
+        engine: dict[str, Any] = replica["engine"]
+        return engine
+
+    def processes(self) -> list[str]:
+        """Command lines of the processes that belong to this cluster."""
+        found = []
+        for directory in Path("/proc").iterdir():
+            try:
+                environ = (directory / "environ").read_bytes()
+                command = (directory / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if f"RAY_TMPDIR={self.directory}".encode() in environ.split(b"\0") and command:
+                found.append(command.replace(b"\0", b" ").decode(errors="replace"))
+        return found
+
+    def stop(self) -> None:
+        """Ctrl-C, and wait until all of it is gone."""
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        self.process.wait(STOP_TIMEOUT_S)
+        wait_until(lambda: not self.processes(), STOP_TIMEOUT_S, f"stopped: {self.processes()}")
+
+
+def model(path: Path, model_id: str, **engine: int) -> dict[str, Any]:
+    """One entry of `models`: one core, so that two models fit on a small machine."""
+    return {
+        "id": model_id,
+        "source": {"path": str(path)},
+        "engine": {"threads": 1, **engine},
+        "deployment": {"ray_actor_options": {"num_cpus": 0.5}},
+    }
+
+
+@pytest.fixture(scope="session")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "f16")
+    return path
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[list[dict[str, Any]]], Corral]]:
+    """Starts a server that ends with the test."""
+    started: list[Corral] = []
+    # Ray puts sockets in here, whose paths must be short.
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+
+    def start_one(models: list[dict[str, Any]]) -> Corral:
+        started.append(Corral(directory, models))
+        return started[-1]
+
+    try:
+        yield start_one
+    finally:
+        for corral in started:
+            corral.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def corral(gguf: Path) -> Iterator[Corral]:
+    """One server with two models for most tests: "big" has room, "small" is soon full."""
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    models = [
+        model(gguf, "big", n_slots=16, n_ctx_slot=2048),
+        model(gguf, "small", n_slots=1, n_ctx_slot=2048, max_waiting=1),
+    ]
+    server = Corral(directory, models)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def sse(line: str) -> Any:
+    """The JSON of one `data:` line."""
+    return json.loads(line.removeprefix("data: "))

@@ -1,0 +1,72 @@
+"""`serve run` itself: curl, start, failure to start, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.conftest import START_TIMEOUT_S, Corral, model, sse, wait_until
+
+
+def curl(*arguments: str) -> str:
+    """What curl prints."""
+    command = ["curl", "--silent", "--show-error", "--max-time", "60", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_curl(corral: Corral) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8})
+    url = f"{corral.url}/v1/chat/completions"
+    answer = json.loads(curl(url, "--json", body))
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "big"  # the first, since the request names none
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_curl_streams(corral: Corral) -> None:
+    body = json.dumps({"prompt": "Hi", "max_tokens": 8, "stream": True})
+    lines = curl("--no-buffer", f"{corral.url}/v1/completions", "--json", body).split("\n\n")
+    *events, done, rest = lines
+    assert (done, rest) == ("data: [DONE]", "")
+    assert sse(events[-1])["choices"][0]["finish_reason"] == "length"
+
+
+def test_malformed_json(corral: Corral) -> None:
+    answer = curl(
+        f"{corral.url}/v1/completions", "--json", '{"prompt": ', "--write-out", "\n%{http_code}"
+    )
+    body, status = answer.rsplit("\n", 1)
+    assert status == "400"
+    assert json.loads(body)["error"]["message"].startswith("The body is not JSON")
+
+
+def test_health_and_stats(corral: Corral) -> None:
+    assert json.loads(curl(f"{corral.url}/health")) == {"status": "ok"}
+    stats = json.loads(curl(f"{corral.url}/v1/stats"))
+    assert [entry["id"] for entry in stats["models"]] == ["big", "small"]
+    (replica,) = stats["models"][0]["replicas"]
+    assert replica["engine"]["n_slots"] == 16
+    assert replica["engine"]["threads"] == 1
+
+
+def test_a_bad_field_stops_the_start_with_one_message(
+    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+) -> None:
+    server = start([model(gguf, "m", n_slotz=4)])
+    message = "invalid configuration: models.0.engine.n_slotz: Extra inputs are not permitted"
+    wait_until(lambda: message in server.log, START_TIMEOUT_S, f"message in\n{server.log}")
+    assert server.log.count(message) == 1
+    assert "Traceback" not in server.log
+
+
+def test_ctrl_c_ends_every_process(
+    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+) -> None:
+    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=512)])
+    server.wait_ready()
+    assert any("raylet" in command for command in server.processes())
+    server.stop()
+    assert server.processes() == []

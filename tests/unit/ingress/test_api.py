@@ -1,0 +1,386 @@
+"""The routes over a scripted engine: HTTP in, GenerationRequests out, deltas in, HTTP out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.engine.fake import FakeVocabulary
+from serve_app.errors import CorralError, DecodeError, InvalidRequestError, QueueFullError
+from serve_app.ingress.api import ServedModel, build_api
+from serve_app.types import (
+    FinishReason,
+    GenerationRequest,
+    ReplicaStats,
+    SequenceEnd,
+    Timings,
+    TokenDelta,
+    Usage,
+)
+
+N_CTX_SLOT = 64
+END = SequenceEnd(FinishReason.STOP, Usage(5, 2, 3), Timings(0, 0, 0))
+HELLO = [TokenDelta("Hel", (1,)), TokenDelta("", (2,)), TokenDelta("lo", (3,), END)]
+
+
+class ByteTokenizer:
+    """One token for each byte; a chat is its contents joined."""
+
+    n_vocab = FakeVocabulary.n_vocab
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        if messages[0]["content"] == "refuse":
+            raise InvalidRequestError("The template refuses.", "messages")
+        return self.encode("|".join(f"{m['role']}:{m['content']}" for m in messages))
+
+
+class ScriptedEngine:
+    """Yields a script, exceptions in it raised, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.script: list[TokenDelta | Exception] = list(HELLO)
+        self.requests: list[GenerationRequest] = []
+        self.left_early = False
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+        self.requests.append(request)
+        try:
+            for item in self.script:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        except GeneratorExit:
+            self.left_early = True
+            raise
+
+    async def stats(self) -> list[ReplicaStats]:
+        return [ReplicaStats("r1", "n1", {"n_slots": 4})]
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
+    models = {
+        name: ServedModel(name, N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+        for name in ("first", "org/second")
+    }
+    transport = httpx.ASGITransport(build_api(models), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://corral") as client:
+        yield client
+
+
+def chat(content: str = "Hi", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+def events(response: httpx.Response) -> list[Any]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    bodies = [line.removeprefix("data: ") for line in lines]
+    return [body if body == "[DONE]" else json.loads(body) for body in bodies]
+
+
+async def test_chat_whole(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    response = await client.post("/v1/chat/completions", json=chat(model="org/second"))
+    assert response.status_code == 200
+    body = response.json()
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "org/second"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello"},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    (request,) = engine.requests
+    assert request.id == body["id"]
+    assert bytes(request.prompt) == b"user:Hi"
+
+
+async def test_chat_stream(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", json=chat(stream=True))
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [c["delta"] for c in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hel"},
+        {"content": "lo"},
+    ]
+    assert [c["finish_reason"] for c in choices] == [None, None, "stop"]
+
+
+async def test_text_stream_with_usage(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = events(await client.post("/v1/completions", json=body))
+    assert done == "[DONE]"
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Hel", "lo"]
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 7
+
+
+async def test_token_ids_are_a_prompt(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    await client.post("/v1/completions", json={"prompt": [7, 8, 9]})
+    assert engine.requests[0].prompt == (7, 8, 9)
+
+
+async def test_long_text_is_tokenized_too(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "x" * 5000})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_parameters_reach_the_engine(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": -1,
+        "min_p": 0.125,
+        "typical_p": 0.75,
+        "repeat_penalty": 1.5,
+        "repeat_last_n": -1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {"7": 5, "8": -100},
+        "seed": -3,
+        "max_tokens": 9,
+        "stop": "END",
+        "ignore_eos": True,
+    }
+    await client.post("/v1/completions", json={"prompt": "x", **fields})
+    sampling = engine.requests[0].sampling
+    expected = fields | {
+        "top_k": 0,
+        "logit_bias": ((7, 5.0), (8, float("-inf"))),
+        "stop": ("END",),
+    }
+    assert {name: getattr(sampling, name) for name in fields} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 4}, 4),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
+        ({}, None),
+    ],
+)
+async def test_chat_max_tokens(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, int], expected: int | None
+) -> None:
+    await client.post("/v1/chat/completions", json=chat(**fields))
+    assert engine.requests[0].sampling.max_tokens == expected
+
+
+async def test_completions_default_to_16_tokens(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    await client.post("/v1/completions", json={"prompt": "x"})
+    await client.post("/v1/completions", json={"prompt": "x", "max_tokens": None})
+    assert [r.sampling.max_tokens for r in engine.requests] == [16, None]
+
+
+async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
+    fields = {"n": 1, "logprobs": None, "tools": [], "response_format": {"type": "text"}}
+    response = await client.post("/v1/chat/completions", json=chat(user="u", **fields))
+    assert response.status_code == 200
+
+
+async def test_message_parts_and_roles(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "tool_calls": None, "refusal": None},
+    ]
+    await client.post("/v1/chat/completions", json={"messages": messages})
+    assert bytes(engine.requests[0].prompt) == b"system:Be brief.|user:ab|assistant:c"
+
+
+BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
+    ("/v1/completions", {"prompt": "x", "n": 2}, "n", "'n' is not supported"),
+    ("/v1/completions", {"prompt": "x", "echo": True}, "echo", "'echo' is not supported"),
+    ("/v1/completions", {"prompt": "x", "temprature": 1}, "temprature", "Unknown parameter"),
+    ("/v1/completions", {"prompt": "x", "temperature": -1}, "temperature", "greater than"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens", "greater than"),
+    ("/v1/completions", {"prompt": "x", "stop": [""]}, "stop.0", "at least 1 character"),
+    ("/v1/completions", {"prompt": ""}, "prompt", "at least 1 character"),
+    ("/v1/completions", {}, "prompt", "Field required"),
+    ("/v1/completions", {"prompt": [300]}, "prompt", "below 257"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"257": 1}}, "logit_bias", "below 257"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a", "integer"),
+    ("/v1/completions", {"prompt": "x", "stream_options": {}}, "stream_options", "needs"),
+    ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
+    ("/v1/chat/completions", chat("refuse"), "messages", "The template refuses."),
+    ("/v1/chat/completions", chat(tools=[{}]), "tools", "'tools' is not supported"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages.0.role",
+        "Input should be",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), BAD_REQUESTS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_requests_never_reach_the_engine(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    path: str,
+    body: dict[str, Any],
+    param: str | None,
+    message: str,
+    stream: bool,
+) -> None:
+    if "stream_options" not in body:
+        body = {**body, "stream": stream}
+    response = await client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == param
+    assert message in error["message"]
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_too_long_names_both_numbers(client: httpx.AsyncClient, stream: bool) -> None:
+    body = {"prompt": "x" * N_CTX_SLOT, "stream": stream}
+    response = await client.post("/v1/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert f"{N_CTX_SLOT} tokens; this model's context holds {N_CTX_SLOT}" in error["message"]
+    assert (await client.post("/v1/completions", json={"prompt": "x" * 63})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "message"),
+    [
+        (b"{", "application/json", "The body is not JSON"),
+        (b"[]", "application/json", "valid dictionary"),
+        (b'{"prompt": "x"}', "text/plain", "Send JSON"),
+    ],
+)
+async def test_bodies_that_are_no_objects(
+    client: httpx.AsyncClient, content: bytes, content_type: str, message: str
+) -> None:
+    headers = {"Content-Type": content_type}
+    response = await client.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "headers"),
+    [
+        (QueueFullError("full", 7), 429, {"Retry-After": "7"}),
+        (DecodeError("cannot decode"), 500, {}),
+    ],
+)
+async def test_failures_before_the_first_token_have_a_status(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    error: CorralError,
+    status: int,
+    headers: dict[str, str],
+    stream: bool,
+) -> None:
+    engine.script = [error]
+    response = await client.post("/v1/chat/completions", json=chat(stream=stream))
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == error.message
+    assert response.json()["error"]["code"] == error.code
+    assert {name: response.headers[name] for name in headers} == headers
+
+
+async def test_failure_in_mid_stream_is_the_last_event(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = [HELLO[0], DecodeError("cannot decode")]
+    *_, last = events(await client.post("/v1/chat/completions", json=chat(stream=True)))
+    assert last["error"]["code"] == "decode_failed"
+
+
+async def test_failure_in_mid_answer_is_a_500(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = [HELLO[0], DecodeError("cannot decode")]
+    assert (await client.post("/v1/chat/completions", json=chat())).status_code == 500
+
+
+async def test_a_stream_without_an_end_is_an_error(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = [HELLO[0]]
+    *_, last = events(await client.post("/v1/chat/completions", json=chat(stream=True)))
+    assert last["error"]["type"] == "server_error"
+
+
+async def test_unexpected_exceptions_are_hidden(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = [RuntimeError("secret detail")]
+    response = await client.post("/v1/chat/completions", json=chat())
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.json()["error"]["type"] == "server_error"
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()
+    assert [card["id"] for card in listed["data"]] == ["first", "org/second"]
+    assert (await client.get("/v1/models/org/second")).json()["n_ctx_slot"] == N_CTX_SLOT
+    for response in (
+        await client.get("/v1/models/third"),
+        await client.post("/v1/chat/completions", json=chat(model="third")),
+    ):
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "model_not_found")
+        assert "'third'" in error["message"]
+
+
+async def test_stats_of_every_model(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/stats")).json()
+    assert [model["id"] for model in body["models"]] == ["first", "org/second"]
+    assert body["models"][0]["replicas"] == [
+        {"replica_id": "r1", "node_id": "n1", "engine": {"n_slots": 4}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/no", 404), ("PUT", "/health", 405)]
+)
+async def test_unknown_routes(
+    client: httpx.AsyncClient, method: str, path: str, status: int
+) -> None:
+    response = await client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_health(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok"}

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serve_app.placement.machine import available_memory, usable_cores
+
+AFFINITY = len(os.sched_getaffinity(0))
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """A made-up /proc and /sys."""
+    for name, text in {"proc/meminfo": "MemTotal: 9\nMemAvailable:  1000 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2 = {"proc/self/cgroup": "0::/a/b\n"}
+V1 = {"proc/self/cgroup": "4:memory:/docker/x\n3:cpuset:/\n2:cpu,cpuacct:/docker/x\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        (V2, None),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "max 100000"}, None),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "100000 100000"}, 1),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 1),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "5000 100000"}, 1),
+        (V2 | {"sys/fs/cgroup/a/cpu.max": "100000 100000"}, 1),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "9900000 100000"}, None),
+        (V1 | {"sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "-1"}, None),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "120000",
+                "sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us": "100000",
+            },
+            1,
+        ),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            1,
+        ),
+    ],
+    ids=[
+        "no cgroups",
+        "v2 no controller",
+        "v2 max",
+        "v2 one core",
+        "v2 rounds down",
+        "v2 at least one",
+        "v2 ancestor",
+        "v2 more than affinity",
+        "v1 unlimited",
+        "v1 quota",
+        "v1 seen from inside a container",
+    ],
+)
+def test_usable_cores(tmp_path: Path, files: dict[str, str], quota: int | None) -> None:
+    expected = AFFINITY if quota is None else min(AFFINITY, quota)
+    assert usable_cores(machine(tmp_path, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1_024_000),
+        (V2 | {"sys/fs/cgroup/a/b/memory.max": "max"}, 1_024_000),
+        (
+            V2 | {"sys/fs/cgroup/a/memory.max": "5000", "sys/fs/cgroup/a/memory.current": "2000"},
+            3000,
+        ),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "7000",
+                "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": "8000",
+            },
+            0,
+        ),
+    ],
+    ids=["machine", "v2 max", "v2 ancestor", "v1 over its limit"],
+)
+def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert available_memory(machine(tmp_path, files)) == expected
+
+
+def test_affinity_counts() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from serve_app.config import EngineConfig
+from serve_app.errors import ConfigError
+from serve_app.sizing import ModelNeeds, resolve
+
+GIB = 2**30
+SMALL = ModelNeeds(n_ctx_train=32768, kv_bytes_per_token=112 * 1024, weight_bytes=GIB // 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "memory", "expected"),
+    [
+        ({}, 2, 24 * GIB, (8, 4096)),
+        ({}, 4, 24 * GIB, (16, 4096)),
+        ({}, 64, 256 * GIB, (32, 4096)),
+        ({}, 2, 4 * GIB, (8, 2145)),
+        ({}, 2, 1 * GIB, (3, 1024)),
+        ({}, 2, GIB // 4, (1, 1024)),
+        ({"n_slots": 4}, 2, 2 * GIB, (4, 1950)),
+        ({"n_ctx_slot": 8192}, 2, 8 * GIB, (4, 8192)),
+        ({"n_slots": 3, "n_ctx_slot": 99}, 2, 0, (3, 99)),
+    ],
+    ids=[
+        "roomy",
+        "more cores",
+        "32 at most",
+        "context gives way first",
+        "then slots",
+        "never nothing",
+        "slots set",
+        "context set",
+        "both set",
+    ],
+)
+def test_fits_machine(
+    config: dict[str, int], cores: int, memory: int, expected: tuple[int, int]
+) -> None:
+    options = resolve(EngineConfig(**config), SMALL, cores=cores, memory_bytes=memory)
+    assert (options.n_slots, options.n_ctx_slot) == expected
+    assert options.threads == cores
+    assert options.max_waiting == 2 * options.n_slots
+
+
+def test_context_is_never_longer_than_the_models() -> None:
+    needs = ModelNeeds(n_ctx_train=512, kv_bytes_per_token=1, weight_bytes=1)
+    options = resolve(EngineConfig(), needs, cores=2, memory_bytes=GIB)
+    assert options.n_ctx_slot == 512
+
+
+def test_without_a_model_both_sizes_must_be_set() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.n_slots and engine\.n_ctx_slot"):
+        resolve(EngineConfig(n_slots=4), None, cores=2, memory_bytes=GIB)
+
+
+def test_impossible_combination_names_the_fields() -> None:
+    config = EngineConfig(n_slots=64, n_ctx_slot=128, n_batch=64)
+    with pytest.raises(ConfigError, match=r"engine\.n_batch \(64\).*engine\.n_slots"):
+        resolve(config, None, cores=2, memory_bytes=GIB)
