@@ -34,7 +34,7 @@ def build(args: dict[str, Any]) -> Application:
     """
     try:
         app = config.parse(args)
-        models = [resolve(model) for model in app.models]
+        models = [resolve(model, share=1 / len(app.models)) for model in app.models]
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [
@@ -45,12 +45,15 @@ def build(args: dict[str, Any]) -> Application:
     return ingress.bind(models, engines)  # type: ignore[no-any-return]
 
 
-def resolve(model: ModelConfig) -> ResolvedModel:
-    """Decide what the configuration leaves open, from this machine and the model file if it is
-    here. Raises ConfigError that names the model."""
+def resolve(model: ModelConfig, share: float) -> ResolvedModel:
+    """Decide what the configuration leaves open, from the model file if it is here and this share
+    of the machine: all models must fit on it. Raises ConfigError that names the model."""
     try:
         options = sizing.resolve(
-            model.engine, _needs(model), cores=usable_cores(), memory_bytes=available_memory()
+            model.engine,
+            _needs(model),
+            cores=max(1, math.floor(share * usable_cores())),
+            memory_bytes=math.floor(share * available_memory()),
         )
     except ConfigError as error:
         raise ConfigError(f"models ({model.id}): {error}") from None
@@ -59,19 +62,21 @@ def resolve(model: ModelConfig) -> ResolvedModel:
         source=model.source,
         options=options,
         threads=model.engine.threads,
+        num_cpus=model.engine.threads or _whole_or_fraction(share * usable_cores()),
         batch_wait_timeout_s=model.batch_wait_timeout_s,
     )
+
+
+def _whole_or_fraction(cpus: float) -> float:
+    """Whole cores where there are any; a fraction is cut to what Ray can add up."""
+    return math.floor(cpus) if cpus >= 1 else math.floor(100 * cpus) / 100
 
 
 def _needs(model: ModelConfig) -> sizing.ModelNeeds | None:
     """What the model needs; None if the file is not here and the configuration needs no look."""
     if model.engine.n_slots is not None and model.engine.n_ctx_slot is not None:
         return None
-    vocabulary = Model(locate(model.source), vocab_only=True)
-    try:
-        return sizing.ModelNeeds.of(vocabulary)
-    finally:
-        vocabulary.close()
+    return sizing.ModelNeeds.of(Model(locate(model.source), vocab_only=True))
 
 
 def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, Any]:
@@ -87,7 +92,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         "max_replicas": 1,
         "target_ongoing_requests": options.n_slots,
     }
-    return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=options.threads)
+    return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
 
 
 def ingress_options(configured: DeploymentConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     |-- ModelNotFoundError        404 model_not_found
     |-- QueueFullError            429 queue_full, with Retry-After
     |-- EngineClosedError         503 engine_closed
+    |-- EngineUnavailableError    503 engine_unavailable
     |-- DecodeError               500 decode_failed
     `-- EngineFailedError         500 engine_failed
 
@@ -128,6 +129,17 @@ class EngineClosedError(CorralError):
 
     status = 503
     code = "engine_closed"
+
+    @property
+    def retry_after_s(self) -> int:
+        return 1
+
+
+class EngineUnavailableError(CorralError):
+    """No engine replica of this model is up: it is starting, or it failed to start."""
+
+    status = 503
+    code = "engine_unavailable"
 
     @property
     def retry_after_s(self) -> int:

@@ -79,4 +79,4 @@ def _own_cores() -> int:
     """Cores that this replica may use: what the kernel allows and Ray has reserved for it."""
     context: Any = ray.get_runtime_context()
     reserved = context.get_assigned_resources().get("CPU", 0.0)
-    return min(usable_cores(), int(reserved)) if reserved >= 1 else usable_cores()
+    return min(usable_cores(), max(1, int(reserved))) if reserved > 0 else usable_cores()

@@ -17,4 +17,6 @@ class ResolvedModel:
     options: EngineOptions
     threads: int | None
     """Configured threads; None lets each replica count its own cores."""
+    num_cpus: float
+    """What Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float

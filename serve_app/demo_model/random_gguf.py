@@ -112,7 +112,7 @@ def write_random_gguf(
 ) -> None:
     """Write a model to `path`, whole or not at all; a file already there is replaced.
 
-    `dtype` is a key of `TYPES`. Memory: about twice the largest tensor, the embeddings.
+    `dtype` is a key of `TYPES`. Memory: up to three times the largest tensor, the embeddings.
 
     Raises ValueError for an unknown type or a vocabulary too small, OSError if the file cannot be
     written.
@@ -290,10 +290,10 @@ def _draw(
     if tensor.std is None:
         return np.full(tensor.shape, tensor.value, np.float32)
     std = tensor.std[:, None]
-    if kind is GGMLQuantizationType.F32:
-        return rng.standard_normal(tensor.shape, np.float32) * std
-    if kind is GGMLQuantizationType.F16:
-        return (rng.standard_normal(tensor.shape, np.float32) * std).astype(np.float16)
+    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        weights = rng.standard_normal(tensor.shape, np.float32)
+        weights *= std
+        return weights if kind is GGMLQuantizationType.F32 else weights.astype(np.float16)
     # Random blocks, each a scale and its integers, rather than floats quantised: seconds, not
     # minutes. Scales of either sign cancel the half step by which nibbles lean to the negative.
     block, block_bytes = GGML_QUANT_SIZES[kind]

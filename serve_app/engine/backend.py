@@ -57,7 +57,8 @@ class Backend(Protocol):
         """A sampler for one sequence."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop the lane's cached tokens from position n_past on."""
+        """Drop the lane's cached tokens from position n_past on. Raises DecodeError, and changes
+        nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
 
     def close(self) -> None:
         """Free everything; nothing is called afterwards."""

@@ -11,7 +11,7 @@ from serve_app.engine.options import EngineOptions
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.stats import EngineStats
 from serve_app.engine.stream import CallbackRunner, TokenStream
-from serve_app.errors import CorralError, InvalidRequestError, PromptTooLongError
+from serve_app.errors import CorralError, EngineFailedError, InvalidRequestError, PromptTooLongError
 from serve_app.types import GenerationRequest, TokenDelta
 
 
@@ -30,7 +30,7 @@ class Engine:
         self.options = options
         self._vocabulary = backend.vocabulary
         self._loop = DecoderLoop(backend, options)
-        self._callbacks: CallbackRunner | None = None
+        self._callbacks = CallbackRunner()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], options: EngineOptions) -> Engine:
@@ -66,8 +66,6 @@ class Engine:
         Callbacks run in order on one thread that all callback requests share: a slow one delays
         other callbacks, never decoding. One that raises aborts its request. Raises like `submit`.
         """
-        if self._callbacks is None:
-            self._callbacks = CallbackRunner()
         sink = self._callbacks.sink(on_delta, self._aborter(request))
         (refusal,) = self._enter([(request, sink)])
         if refusal is not None:
@@ -85,15 +83,13 @@ class Engine:
     def check_health(self) -> None:
         """Raises EngineFailedError if the decoder thread is dead."""
         if self._loop.failure is not None:
-            raise self._loop.failure
+            raise EngineFailedError(*self._loop.failure.args)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Drain: finish what was accepted, refuse the rest, end with an error what is not done after
         `timeout_s`. Blocks until the model is freed. Idempotent."""
         self._loop.drain(timeout_s)
-        if self._callbacks is not None:
-            self._callbacks.close()
-            self._callbacks = None
+        self._callbacks.close()
 
     def _aborter(self, request: GenerationRequest) -> Callable[[], None]:
         return lambda: self._loop.abort(request.id)

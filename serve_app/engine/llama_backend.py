@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from serve_app.engine.backend import Row
 from serve_app.engine.options import EngineOptions
+from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
@@ -27,10 +28,9 @@ class LlamaBackend:
                 threads=options.threads,
                 flash_attn=options.flash_attn,
             )
-        except Exception:
-            self.vocabulary.close()
-            raise
-        self._context.warm_up()
+            self._context.warm_up()
+        except DecodeError as error:
+            raise ConfigError(f"{path} cannot be decoded: {error}") from error
 
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
@@ -45,6 +45,5 @@ class LlamaBackend:
         self._context.truncate(seq_id, n_past)
 
     def close(self) -> None:
-        """Free context and model."""
+        """Free the context. The model is freed with the last object that knows its vocabulary."""
         self._context.close()
-        self.vocabulary.close()

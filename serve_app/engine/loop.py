@@ -20,6 +20,8 @@ from serve_app.types import FinishReason, TokenDelta
 
 logger = logging.getLogger("corral.engine")
 
+# Steps in a row in which nothing could be decoded, after which the backend counts as broken.
+_MAX_FAILED_STEPS = 3
 # Weight of the newest request in the running mean of service times.
 _SERVICE_TIME_WEIGHT = 0.1
 
@@ -41,7 +43,8 @@ class DecoderLoop:
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
-        self._service_s = 0.0
+        self._service_s: float | None = None
+        self._failed_steps = 0
         self._draining = False
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
@@ -52,7 +55,7 @@ class DecoderLoop:
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
         # A place frees each time one of the n_slots running requests ends.
-        retry_after_s = max(1, math.ceil(self._service_s / self._options.n_slots))
+        retry_after_s = max(1, math.ceil((self._service_s or 0) / self._options.n_slots))
         return self._mailbox.submit(sequences, retry_after_s)
 
     def abort(self, request_id: str) -> None:
@@ -94,6 +97,7 @@ class DecoderLoop:
             for chunk in plan.chunks
         ]
         self._counts["steps"] += 1
+        self._failed_steps = 0
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             sequence = chunk.sequence
             self._counts["prompt_tokens"] += sequence.advance(chunk.n_rows)
@@ -104,11 +108,15 @@ class DecoderLoop:
                 self._outbox.append((sequence, delta))
 
     def _retry_one_by_one(self, plan: StepPlan) -> None:
-        """The batch failed: decode each sequence alone, so that only the one at fault ends."""
-        for chunk in plan.chunks:
-            self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
+        """The batch failed: decode each sequence alone, so that only the one at fault ends.
+
+        Raises EngineFailedError when it is never one sequence's fault."""
+        failed_before, self._failed_steps = self._failed_steps, self._failed_steps + 1
+        if failed_before == _MAX_FAILED_STEPS:
+            raise EngineFailedError(f"Nothing could be decoded in {failed_before} steps.")
         for chunk in plan.chunks:
             try:
+                self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
                 self._forward(plan_step([(chunk.sequence, chunk.n_rows)]))
             except DecodeError as error:
                 logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)
@@ -133,15 +141,25 @@ class DecoderLoop:
         """Move waiting sequences into idle slots, first come first served."""
         while self._waiting and (choice := self._slots.choose(self._waiting[0].tokens)):
             slot, n_cached = choice
-            sequence = self._waiting.popleft()
-            self._backend.truncate(slot.id, n_cached)
-            request = sequence.request
-            sequence.admit(
-                slot.id, n_cached, self._backend.sampler(request.sampling, request.prompt)
-            )
+            sequence = self._waiting[0]
+            n_cached = self._keep(slot, n_cached)
+            sampler = self._backend.sampler(sequence.request.sampling, sequence.request.prompt)
+            # Until here it waits: a backend that breaks above ends it with all the others.
+            self._waiting.popleft()
+            sequence.admit(slot.id, n_cached, sampler)
             self._slots.occupy(slot, sequence)
             self._scheduler.add(sequence)
             self._counts["cached_tokens"] += n_cached
+
+    def _keep(self, slot: Slot, n_cached: int) -> int:
+        """Drop all but the slot's first `n_cached` tokens, or all of them if the model's memory
+        cannot be cut there (recurrent layers keep no past states); returns how many it kept."""
+        try:
+            self._backend.truncate(slot.id, n_cached)
+        except DecodeError:
+            self._backend.truncate(slot.id, 0)
+            return 0
+        return n_cached
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None
@@ -168,7 +186,8 @@ class DecoderLoop:
         if sequence.slot_id == NO_SLOT:
             self._waiting.remove(sequence)
             return
-        self._service_s += _SERVICE_TIME_WEIGHT * (sequence.service_s - self._service_s)
+        mean = sequence.service_s if self._service_s is None else self._service_s
+        self._service_s = mean + _SERVICE_TIME_WEIGHT * (sequence.service_s - mean)
         self._scheduler.remove(sequence)
         self._slots.release(self._slots.slots[sequence.slot_id])
         sequence.close()

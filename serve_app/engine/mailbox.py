@@ -20,7 +20,7 @@ class Commands:
     """What other threads asked for since the last step."""
 
     submitted: list[Sequence]
-    aborted: list[str]
+    aborted: set[str]
     deadline: float | None
     """When a drain must be over, on `time.monotonic`; None while the engine is open."""
 
@@ -37,7 +37,7 @@ class Mailbox:
         self._max_live = max_live
         self._live: set[str] = set()
         self._submitted: list[Sequence] = []
-        self._aborted: list[str] = []
+        self._aborted: set[str] = set()
         self._deadline: float | None = None
         self._failed = False
 
@@ -65,7 +65,7 @@ class Mailbox:
         """Any thread: end that request if it is live."""
         with self._changed:
             if request_id in self._live:
-                self._aborted.append(request_id)
+                self._aborted.add(request_id)
                 self._changed.notify()
 
     def drain(self, deadline: float) -> None:
@@ -82,13 +82,15 @@ class Mailbox:
                     lambda: self._submitted or self._aborted or self._deadline is not None
                 )
             commands = Commands(self._submitted, self._aborted, self._deadline)
-            self._submitted, self._aborted = [], []
+            self._submitted, self._aborted = [], set()
             return commands
 
     def forget(self, request_id: str) -> None:
-        """Decoder thread: the request has ended; its place and its id are free."""
+        """Decoder thread: the request has ended; its place and its id are free. An abort that came
+        too late for it must not hit the next request of that id."""
         with self._changed:
             self._live.discard(request_id)
+            self._aborted.discard(request_id)
 
     def fail(self) -> list[Sequence]:
         """Decoder thread: refuse everything from now on; returns what was never taken."""

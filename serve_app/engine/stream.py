@@ -8,7 +8,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import reduce
 
 from serve_app.types import SequenceEnd, TokenDelta
 
@@ -22,8 +21,8 @@ class TokenStream:
 
     A reader that falls behind gets what piled up as one delta: nothing is lost, nobody waits for
     it. The iteration stops after the delta that carries `end`; if the request ended in an error,
-    that error is raised instead. A reader that leaves early must call `abort` (or use the stream as
-    an async context manager), or the sequence runs on to its end.
+    that error is raised instead, after the text that came before it. A reader that leaves early must
+    call `abort` (or use the stream as an async context manager), or the sequence runs on to its end.
     """
 
     def __init__(self, abort: Abort) -> None:
@@ -63,7 +62,9 @@ class TokenStream:
         while not self._pending:
             self._ready.clear()
             await self._ready.wait()
-        delta = reduce(_join, [self._pending.popleft() for _ in range(len(self._pending))])
+        delta = self._pending.popleft()
+        while self._pending and not _failed(self._pending[0]):
+            delta = _join(delta, self._pending.popleft())
         self._end = delta.end
         if delta.end is not None and delta.end.error is not None:
             raise delta.end.error
@@ -74,6 +75,10 @@ class TokenStream:
 
     async def __aexit__(self, *_: object) -> None:
         self.abort()
+
+
+def _failed(delta: TokenDelta) -> bool:
+    return delta.end is not None and delta.end.error is not None
 
 
 def _join(first: TokenDelta, second: TokenDelta) -> TokenDelta:
@@ -103,7 +108,7 @@ class CallbackRunner:
                 return
             try:
                 on_delta(delta)
-            except Exception:
+            except BaseException:  # a SystemExit must not end the others' thread
                 broken = True
                 logger.exception("A delta callback failed; its request is aborted.")
                 abort()
@@ -111,7 +116,7 @@ class CallbackRunner:
         return lambda delta: self._queue.put(lambda: call(delta))
 
     def close(self) -> None:
-        """Make the calls that are queued, then end the thread."""
+        """Make the calls that are queued, then end the thread. Idempotent."""
         self._queue.put(None)
         self._thread.join()
 

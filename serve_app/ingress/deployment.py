@@ -8,10 +8,15 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.errors import CorralError, EngineFailedError, QueueFullError
+from serve_app.errors import (
+    CorralError,
+    EngineFailedError,
+    EngineUnavailableError,
+    QueueFullError,
+)
 from serve_app.ingress.api import ServedModel, build_api
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
@@ -42,9 +47,12 @@ class HandleClient:
 
     async def stats(self) -> list[ReplicaStats]:
         """See EngineClient. A replica that does not answer in time is left out."""
-        answers = await self._handle.broadcast("stats").results_async(
-            timeout_s=_STATS_TIMEOUT_S, return_exceptions=True
-        )
+        try:
+            answers = await self._handle.broadcast("stats").results_async(
+                timeout_s=_STATS_TIMEOUT_S, return_exceptions=True
+            )
+        except DeploymentUnavailableError:
+            return []
         return [answer for answer in answers if isinstance(answer, ReplicaStats)]
 
 
@@ -55,6 +63,8 @@ def _translate(error: Exception) -> CorralError:
         return cause
     if isinstance(cause, BackPressureError):
         return QueueFullError("All replicas and their queues are full.", 1)
+    if isinstance(cause, DeploymentUnavailableError):
+        return EngineUnavailableError("No engine of this model is up.")
     return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from serve_app.llama import library
 
 
 class Model:
-    """An open model. Immutable once loaded: any thread may call anything but `close`.
+    """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
 
     `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
     and megabytes, enough to tokenize. Raises ConfigError when the file is missing or llama.cpp
@@ -37,17 +38,13 @@ class Model:
                 f"architecture that llama-cpp-python {library.version()} does not know."
             )
         self.pointer = pointer
+        # Not at exit: a decoder thread may still be running then.
+        weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
         self._vocab = llama_cpp.llama_model_get_vocab(pointer)
         if not self._vocab:
             raise ConfigError(f"{self.path} holds no vocabulary.")
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[tuple[int, bool], bytes] = {}
-
-    def close(self) -> None:
-        """Free the model. Contexts made from it must be closed before."""
-        if self.pointer:
-            llama_cpp.llama_model_free(self.pointer)
-            self.pointer = None
 
     # -- metadata ---------------------------------------------------------------------------------
 

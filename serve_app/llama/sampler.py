@@ -93,8 +93,10 @@ def _penalises(params: SamplingParams) -> bool:
 
 
 def _penalty_window(context: Context, params: SamplingParams) -> int:
-    """How many last tokens count; llama.cpp itself does not read -1 as "all"."""
-    return context.n_ctx_slot if params.repeat_last_n < 0 else params.repeat_last_n
+    """How many last tokens count: all that there can be for -1, which llama.cpp does not read so."""
+    if params.repeat_last_n < 0:
+        return context.n_ctx_slot
+    return min(params.repeat_last_n, context.n_ctx_slot)
 
 
 def _seed(params: SamplingParams) -> int:

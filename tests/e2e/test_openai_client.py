@@ -89,12 +89,13 @@ async def test_16_streams_at_once_each_get_their_own(corral: Corral, client: ope
     async with openai.AsyncOpenAI(base_url=f"{corral.url}/v1", api_key="none") as many:
 
         async def stream(prompt: str) -> tuple[str, str | None]:
-            text, reason = "", None
+            text = ""
+            reason: str | None = None
             async for chunk in await many.completions.create(
                 model="big", prompt=prompt, max_tokens=40, temperature=0, stream=True
             ):
                 text += chunk.choices[0].text
-                reason = chunk.choices[0].finish_reason or reason
+                reason = chunk.choices[0].finish_reason  # null in all chunks but the last
             return text, reason
 
         together = await asyncio.gather(*(stream(prompt) for prompt in prompts))

@@ -21,7 +21,7 @@ class Model:
 
     def __init__(self, path: Path) -> None:
         params = llama_cpp.llama_model_default_params()
-        # Plain kernels: AMX faults on virtual machines that announce it without allowing it.
+        # Plain kernels: some compilers (GCC 12.2) break llama.cpp's AMX ones, which then crash.
         params.use_extra_bufts = False
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         assert self.model
@@ -30,9 +30,7 @@ class Model:
     def tokenize(self, text: str) -> list[int]:
         data = text.encode()
         tokens = (llama_cpp.llama_token * (len(data) + 1))()
-        n = llama_cpp.llama_tokenize(
-            self.vocab, data, len(data), tokens, len(tokens), add_special=True, parse_special=True
-        )
+        n = llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, len(tokens), True, True)
         return list(tokens[:n])
 
     def detokenize(self, tokens: list[int]) -> bytes:

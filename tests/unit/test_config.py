@@ -78,7 +78,7 @@ def test_checking_a_file_prints_one_line_and_fails(tmp_path: Path) -> None:
 
 def test_serve_gets_explicit_options() -> None:
     configured = config.parse({"models": [model()]}).models[0]
-    options = engine_options(configured, resolve(configured))
+    options = engine_options(configured, resolve(configured, share=1))
     assert options == {
         "name": "engine-m",
         "max_ongoing_requests": 4 + 8 + 16,
@@ -101,7 +101,7 @@ def test_configured_options_win() -> None:
         "ray_actor_options": {"num_cpus": 2, "resources": {"big": 1}},
     }
     configured = config.parse({"models": [model(deployment=deployment)]}).models[0]
-    options = engine_options(configured, resolve(configured))
+    options = engine_options(configured, resolve(configured, share=1))
     assert options["max_ongoing_requests"] == 5
     assert options["ray_actor_options"] == {"num_cpus": 2, "resources": {"big": 1}}
     assert options["autoscaling_config"] == {
@@ -110,6 +110,21 @@ def test_configured_options_win() -> None:
         "target_ongoing_requests": 4,
         "upscale_delay_s": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("cores", "n_models", "num_cpus", "threads"),
+    [(8, 1, 8, 8), (8, 2, 4, 4), (8, 3, 2, 2), (2, 3, 0.66, 1)],
+)
+def test_models_share_the_machine(
+    monkeypatch: pytest.MonkeyPatch, cores: int, n_models: int, num_cpus: float, threads: int
+) -> None:
+    monkeypatch.setattr("serve_app.app.usable_cores", lambda: cores)
+    sizes = {"n_slots": 4, "n_ctx_slot": 256}
+    configured = config.parse({"models": [model(engine=sizes)]}).models[0]
+    resolved = resolve(configured, share=1 / n_models)
+    assert engine_options(configured, resolved)["ray_actor_options"] == {"num_cpus": num_cpus}
+    assert resolved.options.threads == threads
 
 
 def test_fixed_replicas_switch_autoscaling_off() -> None:

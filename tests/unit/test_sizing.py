@@ -38,7 +38,7 @@ SMALL = ModelNeeds(n_ctx_train=32768, kv_bytes_per_token=112 * 1024, weight_byte
 def test_fits_machine(
     config: dict[str, int], cores: int, memory: int, expected: tuple[int, int]
 ) -> None:
-    options = resolve(EngineConfig(**config), SMALL, cores=cores, memory_bytes=memory)
+    options = resolve(EngineConfig.model_validate(config), SMALL, cores=cores, memory_bytes=memory)
     assert (options.n_slots, options.n_ctx_slot) == expected
     assert options.threads == cores
     assert options.max_waiting == 2 * options.n_slots

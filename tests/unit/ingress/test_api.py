@@ -190,7 +190,7 @@ async def test_parameters_reach_the_engine(
     ],
 )
 async def test_chat_max_tokens(
-    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, int], expected: int | None
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any], expected: int | None
 ) -> None:
     await client.post("/v1/chat/completions", json=chat(**fields))
     assert engine.requests[0].sampling.max_tokens == expected
@@ -205,7 +205,12 @@ async def test_completions_default_to_16_tokens(
 
 
 async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
-    fields = {"n": 1, "logprobs": None, "tools": [], "response_format": {"type": "text"}}
+    fields: dict[str, Any] = {
+        "n": 1,
+        "logprobs": None,
+        "tools": [],
+        "response_format": {"type": "text"},
+    }
     response = await client.post("/v1/chat/completions", json=chat(user="u", **fields))
     assert response.status_code == 200
 

@@ -1,0 +1,148 @@
+"""Which rows a step is made of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engine.backend import Row
+from serve_app.engine.fake import FakeVocabulary
+from serve_app.engine.scheduler import Scheduler, StepPlan
+from serve_app.engine.sequence import Sequence
+from serve_app.types import GenerationRequest, SamplingParams
+
+N_CTX_SLOT = 1000
+
+
+class NoSampler:
+    """Sampling is not the scheduler's."""
+
+    def sample(self, row: int) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def running(slot_id: int, n_prompt: int, *, n_cached: int = 0) -> Sequence:
+    """A sequence in a slot; its tokens are 1000 times the slot's number, and their position."""
+    prompt = tuple(1000 * slot_id + i for i in range(n_prompt))
+    sequence = Sequence(
+        GenerationRequest(str(slot_id), prompt, SamplingParams()), lambda delta: None
+    )
+    sequence.admit(slot_id, n_cached, NoSampler())
+    return sequence
+
+
+def scheduler(n_batch: int, *sequences: Sequence) -> Scheduler:
+    made = Scheduler(n_batch)
+    for sequence in sequences:
+        made.add(sequence)
+    return made
+
+
+def carry_out(plan: StepPlan) -> None:
+    """What a step does to the sequences: their rows are cached, complete ones get a token."""
+    for chunk in plan.chunks:
+        chunk.sequence.advance(chunk.n_rows)
+        if chunk.sample_row is not None:
+            chunk.sequence.accept(ord("x"), FakeVocabulary(), N_CTX_SLOT)
+
+
+def served(plan: StepPlan) -> list[tuple[int, int]]:
+    """(slot, rows) of each chunk."""
+    return [(chunk.sequence.slot_id, chunk.n_rows) for chunk in plan.chunks]
+
+
+@pytest.mark.parametrize(
+    ("n_batch", "sequences", "steps"),
+    [
+        pytest.param(8, [], [[]], id="nothing runs"),
+        pytest.param(8, [(0, 5)], [[(0, 5)], [(0, 1)], [(0, 1)]], id="a prompt, then its tokens"),
+        pytest.param(4, [(0, 9)], [[(0, 4)], [(0, 4)], [(0, 1)], [(0, 1)]], id="prompt in chunks"),
+        pytest.param(8, [(0, 3), (1, 4)], [[(0, 3), (1, 4)]], id="prompts together"),
+        pytest.param(8, [(2, 3), (0, 4)], [[(0, 4), (2, 3)]], id="ordered by lane, not by age"),
+        pytest.param(
+            4,
+            [(0, 1), (1, 8)],
+            [[(0, 1), (1, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 2)], [(0, 1), (1, 1)]],
+            id="a decoder has a row in every step",
+        ),
+        pytest.param(
+            4,
+            [(0, 8), (1, 8), (2, 8)],
+            [[(0, 4)], [(1, 4)], [(2, 4)], [(0, 4)], [(0, 1), (1, 3)], [(0, 1), (1, 1), (2, 2)]],
+            id="prompts that do not fit take turns",
+        ),
+        pytest.param(
+            4, [(0, 20), (1, 3)], [[(0, 4)], [(0, 1), (1, 3)]], id="short prompt behind a long one"
+        ),
+    ],
+)
+def test_steps(
+    n_batch: int, sequences: list[tuple[int, int]], steps: list[list[tuple[int, int]]]
+) -> None:
+    made = scheduler(n_batch, *(running(slot_id, n) for slot_id, n in sequences))
+    for expected in steps:
+        plan = made.schedule()
+        assert served(plan) == expected
+        carry_out(plan)
+
+
+def test_only_the_last_row_of_a_complete_prompt_wants_logits() -> None:
+    made = scheduler(4, running(0, 2), running(1, 3))
+    plan = made.schedule()
+    rows: list[Row] = [(0, 0, 0, False), (1, 1, 0, True), (1000, 0, 1, False), (1001, 1, 1, False)]
+    assert plan.rows == rows
+    assert [chunk.sample_row for chunk in plan.chunks] == [1, None]
+
+
+def test_cached_tokens_are_not_fed() -> None:
+    plan = scheduler(8, running(0, 4, n_cached=3)).schedule()
+    assert plan.rows == [(3, 3, 0, True)]
+
+
+def test_planning_alone_changes_no_sequence() -> None:
+    made = scheduler(8, running(0, 3))
+    assert made.schedule() == made.schedule()
+
+
+def test_removed_sequence_is_not_served() -> None:
+    gone, stays = running(0, 3), running(1, 3)
+    made = scheduler(8, gone, stays)
+    made.remove(gone)
+    assert made.running == (stays,)
+    assert served(made.schedule()) == [(1, 3)]
+
+
+@given(
+    n_spare=st.integers(1, 5),
+    prompts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 15)), min_size=1, max_size=6),
+)
+def test_every_plan_is_fair_and_fits(n_spare: int, prompts: list[tuple[int, int]]) -> None:
+    """`prompts` are (steps that pass before it arrives, length)."""
+    n_batch = len(prompts) + n_spare
+    made = Scheduler(n_batch)
+    arrivals = sorted((step, slot, n) for slot, (step, n) in enumerate(prompts))
+    lanes: dict[int, list[int]] = {slot: [] for slot in range(len(prompts))}
+    for step in range(7 + sum(n for _, n in prompts)):
+        for arrived, slot, n in arrivals:
+            if arrived == step:
+                made.add(running(slot, n))
+        before = {sequence.slot_id: sequence for sequence in made.running}
+        pending = {slot: sequence.n_pending for slot, sequence in before.items()}
+        plan = made.schedule()
+        taken = dict(served(plan))
+        assert len(plan.rows) <= n_batch
+        assert [row[2] for row in plan.rows] == sorted(row[2] for row in plan.rows)
+        assert all(taken.get(slot) == 1 for slot, n in pending.items() if n == 1)
+        assert len(plan.rows) == min(n_batch, sum(pending.values())), "room was left unused"
+        for token, position, slot, wants_logits in plan.rows:
+            assert position == len(lanes[slot])
+            assert token == before[slot].tokens[position]
+            lanes[slot].append(token)
+            assert wants_logits == (len(lanes[slot]) == len(before[slot].tokens))
+        carry_out(plan)
+    assert all(s.n_generated > 0 for s in made.running), "a prompt starved"
+    assert all(lanes[s.slot_id] == s.tokens[:-1] for s in made.running)

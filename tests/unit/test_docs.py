@@ -1,0 +1,86 @@
+"""README and ARCHITECTURE say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from serve_app import config
+from serve_app.config import DeploymentConfig, EngineConfig, ModelConfig, ModelSource
+from serve_app.errors import ConfigError, CorralError
+from serve_app.ingress.api import build_api
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def errors(base: type[CorralError] = CorralError) -> list[type[CorralError]]:
+    return [base, *(error for sub in base.__subclasses__() for error in errors(sub))]
+
+
+@pytest.mark.parametrize(
+    ("section", "prefix"),
+    [
+        (ModelConfig, ""),
+        (ModelSource, "source."),
+        (EngineConfig, "engine."),
+        (DeploymentConfig, ""),
+    ],
+)
+def test_every_field_is_in_the_readmes_tables(section: type[BaseModel], prefix: str) -> None:
+    names = set(section.model_fields) - {"source", "engine"}
+    assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", README, re.M)] == []
+
+
+@pytest.mark.parametrize("section", [ModelConfig, ModelSource, EngineConfig])
+def test_every_field_says_what_it_is(section: type[BaseModel]) -> None:
+    bare = [name for name, field in section.model_fields.items() if not field.description]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    "error", [e for e in errors() if e.code is not None and e is not ConfigError]
+)
+def test_every_error_code_is_in_the_readme(error: type[CorralError]) -> None:
+    assert re.search(rf"^\| {error.status} \| `{error.code}` \|", README, re.M)
+
+
+@pytest.mark.parametrize("error", errors())
+def test_every_error_is_in_the_tree(error: type[CorralError]) -> None:
+    tree = (ROOT / "serve_app/errors.py").read_text().split('"""')[1]
+    assert error.__name__ in tree
+
+
+def test_every_module_has_a_line_and_every_line_a_module() -> None:
+    modules = {
+        str(path.relative_to(ROOT))
+        for folder in ("serve_app", "loadtests")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert set(re.findall(r"^\| `(\S+\.py)` \|", ARCHITECTURE, re.M)) == modules
+
+
+def test_the_readmes_configuration_is_valid() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.S)
+    (models,) = [block for block in blocks if "models:" in block]
+    parsed = config.parse(yaml.safe_load(models))
+    assert [model.id for model in parsed.models] == ["qwen3-0.6b", "qwen3-4b"]
+
+
+def test_every_route_is_in_the_readme() -> None:
+    paths = build_api({}).openapi()["paths"]
+    routes = {f"{method.upper()} {path}" for path, item in paths.items() for method in item}
+    missing = {route for route in routes if f"`{route}`" not in README}
+    assert missing == {"GET /v1/models/{model_id}"}  # as /v1/models/{id}
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make (\w+)", README):
+        assert re.search(rf"^{target}:", makefile, re.M), target

@@ -1,0 +1,97 @@
+"""Every error survives the way to another process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from serve_app import errors
+from serve_app.errors import CorralError
+
+EXAMPLES: list[CorralError] = [
+    errors.CorralError("broken"),
+    errors.ConfigError("engine.n_slots must be at least 1."),
+    errors.InvalidRequestError("bad"),
+    errors.InvalidRequestError("bad", "stop"),
+    errors.PromptTooLongError(9, 8),
+    errors.PromptTooLongError(9, 8, "messages"),
+    errors.ModelNotFoundError("gpt"),
+    errors.QueueFullError("full", 7),
+    errors.EngineClosedError("closed"),
+    errors.DecodeError("status 1"),
+    errors.EngineFailedError("failed"),
+]
+
+
+def tree(error: type[CorralError]) -> Iterator[type[CorralError]]:
+    yield error
+    for child in error.__subclasses__():
+        yield from tree(child)
+
+
+def test_every_class_has_an_example() -> None:
+    defined = {cls for cls in tree(CorralError) if cls.__module__ == errors.__name__}
+    assert {type(error) for error in EXAMPLES} == defined
+
+
+def test_docstring_draws_every_class() -> None:
+    for cls in tree(CorralError):
+        if cls.__module__ == errors.__name__:
+            assert f"{cls.__name__} " in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=repr)
+def test_pickle_round_trip(error: CorralError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    for name in ("args", "message", "status", "type", "code", "param", "retry_after_s"):
+        assert getattr(copy, name) == getattr(error, name), name
+    assert str(copy) == str(error) == error.message
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "param", "retry_after_s"),
+    [
+        (errors.CorralError("x"), 500, "server_error", None, None, None),
+        (errors.InvalidRequestError("x", "n"), 400, "invalid_request_error", None, "n", None),
+        (
+            errors.PromptTooLongError(9, 8, "prompt"),
+            400,
+            "invalid_request_error",
+            "context_length_exceeded",
+            "prompt",
+            None,
+        ),
+        (
+            errors.ModelNotFoundError("m"),
+            404,
+            "invalid_request_error",
+            "model_not_found",
+            "model",
+            None,
+        ),
+        (errors.QueueFullError("x", 3), 429, "rate_limit_error", "queue_full", None, 3),
+        (errors.EngineClosedError("x"), 503, "server_error", "engine_closed", None, 1),
+        (errors.DecodeError("x"), 500, "server_error", "decode_failed", None, None),
+        (errors.EngineFailedError("x"), 500, "server_error", "engine_failed", None, None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, CorralError) else "",
+)
+def test_what_it_is_over_http(
+    error: CorralError,
+    status: int,
+    kind: str,
+    code: str | None,
+    param: str | None,
+    retry_after_s: int | None,
+) -> None:
+    assert (error.status, error.type, error.code) == (status, kind, code)
+    assert (error.param, error.retry_after_s) == (param, retry_after_s)
+
+
+def test_too_long_prompt_names_both_numbers() -> None:
+    message = errors.PromptTooLongError(4097, 4096).message
+    assert "4097" in message
+    assert "4096" in message

@@ -1,0 +1,108 @@
+"""Imports point down: who may import whom, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for top in ("serve_app", "loadtests") for path in (ROOT / top).rglob("*.py"))
+PURE = ("scheduler", "sequence", "slots", "text")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every module that the source imports, anywhere in it; `from a import b` gives a.b too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+            if not node.level:
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+IMPORTS = {module_name(path): set(imports(path.read_text())) for path in SOURCES}
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
+    """(importer, import) for each forbidden import in a package."""
+    return [
+        (module, found)
+        for module, names in IMPORTS.items()
+        for found in sorted(names)
+        if within(module, importer) and any(within(found, package) for package in forbidden)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("importer", "forbidden"),
+    [
+        ("serve_app.engine", ("ray", "fastapi", "starlette", "pydantic")),
+        ("serve_app.llama", ("ray", "fastapi", "serve_app.engine")),
+        ("serve_app.ingress", ("serve_app.engine",)),
+        ("serve_app.prompt", ("serve_app.engine", "serve_app.ingress", "ray", "fastapi")),
+        ("serve_app", ("loadtests", "tests")),
+        ("serve_app.types", ("ray", "fastapi", "llama_cpp", "serve_app.engine")),
+        ("serve_app.errors", ("serve_app", "ray", "fastapi", "llama_cpp")),
+        *((f"serve_app.engine.{name}", ("threading", "asyncio", "llama_cpp")) for name in PURE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_package_does_not_import(importer: str, forbidden: tuple[str, ...]) -> None:
+    assert offenders(importer, *forbidden) == []
+
+
+def test_only_the_llama_package_imports_llama_cpp() -> None:
+    users = {module for module, _ in offenders("serve_app", "llama_cpp")}
+    assert {module for module in users if not within(module, "serve_app.llama")} == set()
+    assert users, "the check found no import at all: it is broken"
+
+
+def test_loadtests_use_nothing_but_the_engine() -> None:
+    assert [
+        (module, found)
+        for module, found in offenders("loadtests", "serve_app")
+        if not within(found, "serve_app.engine") and found != "serve_app"
+    ] == []
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_exist(name: str) -> None:
+    assert f"serve_app.engine.{name}" in IMPORTS
+
+
+def test_imports_are_absolute() -> None:
+    relative = [
+        (module, found)
+        for module, names in IMPORTS.items()
+        for found in names
+        if found.startswith(".")
+    ]
+    assert relative == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import ray.serve", {"ray.serve"}),
+        ("from ray import serve", {"ray", "ray.serve"}),
+        ("def f():\n    import ray", {"ray"}),
+        ("if TYPE_CHECKING:\n    from ray import serve as s", {"ray", "ray.serve"}),
+        ("from . import x", {"."}),
+    ],
+    ids=repr,
+)
+def test_reader_finds_imports(source: str, found: set[str]) -> None:
+    assert set(imports(source)) == found
