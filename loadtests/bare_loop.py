@@ -19,6 +19,9 @@ Prompt = tuple[int, ...]
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits)."""
 
+# Kept at module level: llama.cpp holds a bare pointer.
+_NO_LOG = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
+
 # llama.cpp rounds a lane's length up to this many cells.
 _CELL_PADDING = 256
 
@@ -27,7 +30,6 @@ class BareLoop:
     """A model and a context, the same as the engine's with these options. One thread only."""
 
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
-        llama_cpp.llama_backend_init()
         self._model = _load_model(path)
         self._context = _new_context(self._model, options)
         self._n_batch = options.n_batch
@@ -53,11 +55,6 @@ class BareLoop:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def text_tokens(self) -> list[int]:
-        """Every token of the vocabulary that stands for text: none that controls or ends."""
-        control, eog = llama_cpp.llama_vocab_is_control, frozenset(self._eog)
-        return [t for t in range(self._n_vocab) if t not in eog and not control(self._vocab, t)]
 
     def run(
         self, prompts: Sequence[Prompt], max_tokens: int, seeds: Sequence[int], timeout_s: float
@@ -127,8 +124,27 @@ class BareLoop:
         return chain
 
 
-def _load_model(path: str | os.PathLike[str]) -> llama_cpp.llama_model_p:
+def text_tokens(path: str | os.PathLike[str]) -> list[int]:
+    """Every token of a GGUF file's vocabulary that stands for text: none that controls or ends."""
+    model = _load_model(path, vocab_only=True)
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    tokens = [
+        token
+        for token in range(llama_cpp.llama_vocab_n_tokens(vocab))
+        if not llama_cpp.llama_vocab_is_control(vocab, token)
+        and not llama_cpp.llama_vocab_is_eog(vocab, token)
+    ]
+    llama_cpp.llama_model_free(model)
+    return tokens
+
+
+def _load_model(
+    path: str | os.PathLike[str], *, vocab_only: bool = False
+) -> llama_cpp.llama_model_p:
+    llama_cpp.llama_log_set(_NO_LOG, None)
+    llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
+    params.vocab_only = vocab_only
     params.n_gpu_layers = 0
     model: llama_cpp.llama_model_p = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:

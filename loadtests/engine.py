@@ -3,10 +3,11 @@
     python -m loadtests.engine --model PATH [--slots 1,4,8,16] [--prompt-tokens 128]
         [--max-tokens 64] [--pairs 3] [--threads N] [--json FILE]
 
-Both sides get the same model, context, prompts, sampler chain and number of tokens, and take turns: A B,
-B A, ... Each pair has fresh random prompts, so that nobody finds a prefix in its cache. Compare the
-two sides of one pair, not the figures of two machines or days. A run that gives another number of
-tokens than asked for ends the benchmark with an error.
+Both sides get the same model, context, prompts, sampler chain and number of tokens, each in a process of
+its own, and take turns: A B, B A, ... Each pair has fresh random prompts, so that nobody finds a prefix
+in its cache. Compare the two sides of one pair, not the figures of two machines or days. A run that
+gives another number of tokens than asked for ends the benchmark with an error. A quiet machine shows
+two busy cores for two threads and few preemptions in the progress lines.
 
 Progress goes to stderr, a Markdown table to stdout, and every single run to the JSON file.
 """
@@ -14,39 +15,24 @@ Progress goes to stderr, a Markdown table to stdout, and every single run to the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from loadtests.bare_loop import BareLoop, Prompt
-from serve_app.engine import (
-    CorralError,
-    Engine,
-    EngineOptions,
-    GenerationRequest,
-    SamplingParams,
-    TokenStream,
-)
+from loadtests.bare_loop import text_tokens
+from loadtests.engine_sides import BARE, ENGINE, BenchmarkError, Run, Side
+from serve_app.engine import EngineOptions
 
-RUN_TIMEOUT_S = 600.0
 SEED = 20
-ENGINE, BARE = "engine", "bare"
 RATES = ("decode_tps", "whole_tps", "prefill_tps")
-
-
-class BenchmarkError(Exception):
-    """The two sides did not do the same work: there is nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,63 +58,8 @@ class Settings:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One batch on one side. Rates are in tokens per second."""
-
-    side: str
-    pair: int
-    prompt_tokens: int
-    """Of all sequences."""
-    arrivals_s: tuple[tuple[float, ...], ...]
-    """For each sequence, when each of its tokens was there, in seconds from the start."""
-    steps: int
-    """Calls of `llama_decode`."""
-    cpu_s: float
-    """CPU seconds of the process; less than threads times wall seconds if it had to wait."""
-
-    @property
-    def generated_tokens(self) -> int:
-        """Of all sequences."""
-        return sum(len(times) for times in self.arrivals_s)
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds from the start to the last token."""
-        return max(times[-1] for times in self.arrivals_s)
-
-    @property
-    def whole_tps(self) -> float:
-        """Generated tokens over the whole run, prompts included."""
-        return self.generated_tokens / self.wall_s
-
-    @property
-    def prefill_tps(self) -> float:
-        """Prompt tokens until every sequence had its first token."""
-        return self.prompt_tokens / max(times[0] for times in self.arrivals_s)
-
-    @property
-    def decode_tps(self) -> float:
-        """Generated tokens while every sequence was decoding."""
-        begin = max(times[0] for times in self.arrivals_s)
-        end = min(times[-1] for times in self.arrivals_s)
-        rate = 0.0
-        for times in self.arrivals_s:
-            inside = [t for t in times if begin <= t <= end]
-            if len(inside) < 2 or inside[-1] <= inside[0]:
-                raise BenchmarkError("The sequences hardly decoded together: raise --max-tokens.")
-            rate += (len(inside) - 1) / (inside[-1] - inside[0])
-        return rate
-
-    @property
-    def ttft_s(self) -> list[float]:
-        """Seconds to the first token, of each sequence."""
-        return [times[0] for times in self.arrivals_s]
-
-    @property
-    def itl_s(self) -> list[float]:
-        """Seconds between tokens that follow each other; 0 for two that came together."""
-        return [b - a for times in self.arrivals_s for a, b in pairwise(times)]
+Pair = dict[str, Run]
+"""One run of each side, by its name, with the same prompts."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -140,12 +71,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def ratios(runs: Sequence[Run], rate: Callable[[Run], float]) -> dict[str, Any]:
+def ratios(pairs: Sequence[Pair], rate: str) -> dict[str, Any]:
     """Engine over bare, for each pair of runs, with median and spread."""
-    sides = {(run.side, run.pair): rate(run) for run in runs}
-    pairs = [sides[ENGINE, i] / sides[BARE, i] for i in sorted({run.pair for run in runs})]
-    median = statistics.median(pairs)
-    return {"pairs": pairs, "median": median, "min": min(pairs), "max": max(pairs)}
+    values = [getattr(pair[ENGINE], rate) / getattr(pair[BARE], rate) for pair in pairs]
+    median = statistics.median(values)
+    return {"pairs": values, "median": median, "min": min(values), "max": max(values)}
 
 
 def side_summary(runs: Sequence[Run]) -> dict[str, float]:
@@ -160,68 +90,22 @@ def side_summary(runs: Sequence[Run]) -> dict[str, float]:
     }
 
 
-def summary(slots: int, runs: Sequence[Run]) -> dict[str, Any]:
+def summary(slots: int, pairs: Sequence[Pair]) -> dict[str, Any]:
     """Everything about one batch size."""
     return {
         "slots": slots,
-        "decode_ratio": ratios(runs, lambda run: run.decode_tps),
-        "whole_ratio": ratios(runs, lambda run: run.whole_tps),
-        ENGINE: side_summary([run for run in runs if run.side == ENGINE]),
-        BARE: side_summary([run for run in runs if run.side == BARE]),
+        "decode_ratio": ratios(pairs, "decode_tps"),
+        "whole_ratio": ratios(pairs, "whole_tps"),
+        ENGINE: side_summary([pair[ENGINE] for pair in pairs]),
+        BARE: side_summary([pair[BARE] for pair in pairs]),
         "runs": [
-            asdict(run)
+            {"pair": i}
+            | asdict(run)
             | {name: getattr(run, name) for name in ("generated_tokens", "wall_s", *RATES)}
-            for run in runs
+            for i, pair in enumerate(pairs)
+            for run in pair.values()
         ],
     }
-
-
-def run_engine(engine: Engine, prompts: Sequence[Prompt], max_tokens: int, pair: int) -> Run:
-    """All prompts at once through the engine, each read by a task of its own."""
-    before, cpu = engine.stats(), time.process_time()
-    arrivals = asyncio.run(_read_all(engine, prompts, max_tokens))
-    after, cpu = engine.stats(), time.process_time() - cpu
-    if after.cached_tokens != before.cached_tokens:
-        raise BenchmarkError("The engine found a part of a fresh prompt in its cache.")
-    steps = after.steps - before.steps
-    prompt_tokens = after.prompt_tokens - before.prompt_tokens
-    return Run(ENGINE, pair, prompt_tokens, arrivals, steps, cpu)
-
-
-async def _read_all(
-    engine: Engine, prompts: Sequence[Prompt], max_tokens: int
-) -> tuple[tuple[float, ...], ...]:
-    requests = [
-        GenerationRequest(
-            f"sequence-{i}",
-            prompt,
-            SamplingParams(seed=i, max_tokens=max_tokens, ignore_eos=True),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    async with asyncio.timeout(RUN_TIMEOUT_S):
-        start = time.perf_counter()
-        outcomes = engine.submit_many(requests)
-        return tuple(await asyncio.gather(*(_read(stream, start) for stream in outcomes)))
-
-
-async def _read(stream: TokenStream | CorralError, start: float) -> tuple[float, ...]:
-    if isinstance(stream, CorralError):
-        raise stream
-    times: list[float] = []
-    async with stream:
-        async for delta in stream:
-            times += [time.perf_counter() - start] * len(delta.token_ids)
-    return tuple(times)
-
-
-def run_bare(loop: BareLoop, prompts: Sequence[Prompt], max_tokens: int, pair: int) -> Run:
-    """All prompts at once through the bare loop."""
-    cpu = time.process_time()
-    arrivals, steps = loop.run(prompts, max_tokens, range(len(prompts)), RUN_TIMEOUT_S)
-    cpu = time.process_time() - cpu
-    prompt_tokens = sum(map(len, prompts))
-    return Run(BARE, pair, prompt_tokens, tuple(map(tuple, arrivals)), steps, cpu)
 
 
 def check(run: Run, slots: int, settings: Settings) -> None:
@@ -235,38 +119,37 @@ def check(run: Run, slots: int, settings: Settings) -> None:
         raise BenchmarkError(f"The {run.side} side computed {run.prompt_tokens} prompt tokens.")
 
 
-def measure(slots: int, settings: Settings) -> list[Run]:
+def measure(slots: int, settings: Settings) -> list[Pair]:
     """A warm-up and then `pairs` runs of each side, in turns."""
     options = settings.options(slots)
+    vocabulary = text_tokens(settings.model)
     rng = random.Random(SEED)
-    engine = Engine.load(settings.model, options)
-    try:
-        with BareLoop(settings.model, options) as bare:
-            text_tokens = bare.text_tokens()
-            runs: list[Run] = []
-            for pair in range(-1, settings.pairs):
-                prompts = [
-                    tuple(rng.choices(text_tokens, k=settings.prompt_tokens)) for _ in range(slots)
-                ]
-                for side in (ENGINE, BARE) if pair % 2 == 0 else (BARE, ENGINE):
-                    if side == ENGINE:
-                        run = run_engine(engine, prompts, settings.max_tokens, pair)
-                    else:
-                        run = run_bare(bare, prompts, settings.max_tokens, pair)
-                    check(run, slots, settings)
-                    runs.append(run)
-                    _progress(slots, run)
-    finally:
-        engine.close()
-    return [run for run in runs if run.pair >= 0]
+    pairs: list[Pair] = []
+    with (
+        Side(ENGINE, settings.model, options) as engine,
+        Side(BARE, settings.model, options) as bare,
+    ):
+        order = [(ENGINE, engine), (BARE, bare)]
+        for number in range(settings.pairs + 1):
+            prompts = [
+                tuple(rng.choices(vocabulary, k=settings.prompt_tokens)) for _ in range(slots)
+            ]
+            pair: Pair = {}
+            for name, side in order:
+                run = side.run(prompts, settings.max_tokens)
+                check(run, slots, settings)
+                pair[name] = run
+                _progress(f"{slots} slots, " + (f"pair {number}" if number else "warm-up"), run)
+            pairs.append(pair)
+            order.reverse()
+    return pairs[1:]
 
 
-def _progress(slots: int, run: Run) -> None:
-    name = "warm-up" if run.pair < 0 else f"pair {run.pair + 1}"
+def _progress(what: str, run: Run) -> None:
     print(
-        f"{slots} slots, {name}, {run.side}: {run.decode_tps:.1f} t/s decoding, "
-        f"{run.whole_tps:.1f} t/s in all, {run.steps} steps, {run.wall_s:.2f} s "
-        f"({run.cpu_s:.2f} s of CPU)",
+        f"{what}, {run.side}: {run.decode_tps:.1f} t/s decoding, {run.whole_tps:.1f} in all; "
+        f"{run.steps} steps in {run.wall_s:.2f} s, {run.cpu_s / run.wall_s:.2f} cores; per step "
+        f"{run.sleeps / run.steps:.1f} sleeps, {run.preemptions / run.steps:.1f} preemptions",
         file=sys.stderr,
         flush=True,
     )

@@ -6,8 +6,8 @@
     |   `-- PromptTooLongError    400 context_length_exceeded
     |-- ModelNotFoundError        404 model_not_found
     |-- QueueFullError            429 queue_full, with Retry-After
-    |-- EngineClosedError         503 engine_closed
     |-- EngineUnavailableError    503 engine_unavailable
+    |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
     `-- EngineFailedError         500 engine_failed
 
@@ -124,17 +124,6 @@ class QueueFullError(CorralError):
         return seconds
 
 
-class EngineClosedError(CorralError):
-    """The engine is draining or closed and takes no new work."""
-
-    status = 503
-    code = "engine_closed"
-
-    @property
-    def retry_after_s(self) -> int:
-        return 1
-
-
 class EngineUnavailableError(CorralError):
     """No engine replica of this model is up: it is starting, or it failed to start."""
 
@@ -144,6 +133,12 @@ class EngineUnavailableError(CorralError):
     @property
     def retry_after_s(self) -> int:
         return 1
+
+
+class EngineClosedError(EngineUnavailableError):
+    """The engine is draining or closed and takes no new work."""
+
+    code = "engine_closed"
 
 
 class DecodeError(CorralError):

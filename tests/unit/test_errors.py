@@ -19,6 +19,7 @@ EXAMPLES: list[CorralError] = [
     errors.PromptTooLongError(9, 8, "messages"),
     errors.ModelNotFoundError("gpt"),
     errors.QueueFullError("full", 7),
+    errors.EngineUnavailableError("loading"),
     errors.EngineClosedError("closed"),
     errors.DecodeError("status 1"),
     errors.EngineFailedError("failed"),

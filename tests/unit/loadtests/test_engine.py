@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 
 from loadtests.engine import (
-    BARE,
-    ENGINE,
-    BenchmarkError,
-    Run,
     Settings,
     check,
     parse_args,
@@ -21,10 +17,12 @@ from loadtests.engine import (
     summary,
     table,
 )
+from loadtests.engine_sides import BARE, ENGINE, BenchmarkError, Run
 
 
-def run(*arrivals_s: Sequence[float], side: str = ENGINE, pair: int = 0, prompt: int = 8) -> Run:
-    return Run(side, pair, prompt, tuple(map(tuple, arrivals_s)), steps=4, cpu_s=1.0)
+def run(*arrivals_s: Sequence[float], side: str = ENGINE, prompt: int = 8) -> Run:
+    arrivals = tuple(map(tuple, arrivals_s))
+    return Run(side, prompt, arrivals, steps=4, cpu_s=1.0, sleeps=2, preemptions=1)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +72,10 @@ def test_latencies() -> None:
     assert measured.itl_s == [0.5, 0.0, 0.5, 0.5]
 
 
-def test_ratios_pair_runs_whatever_their_order() -> None:
-    runs = [
-        run([1.0, 2.0], pair=0, side=BARE),
-        run([1.0, 3.0], pair=0, side=ENGINE),
-        run([1.0, 2.0], pair=1, side=ENGINE),
-        run([1.0, 3.0], pair=1, side=BARE),
-    ]
-    result = ratios(runs, lambda r: r.decode_tps)
+def test_ratios_compare_the_two_runs_of_a_pair() -> None:
+    fast, slow = run([1.0, 2.0]), run([1.0, 3.0])
+    result = ratios([{BARE: fast, ENGINE: slow}, {ENGINE: fast, BARE: slow}], "decode_tps")
     assert result == {"pairs": [0.5, 2.0], "median": 1.25, "min": 0.5, "max": 2.0}
-
-
-def test_ratios_need_both_sides_of_a_pair() -> None:
-    with pytest.raises(KeyError):
-        ratios([run([1.0, 2.0])], lambda r: r.decode_tps)
 
 
 def test_side_summary_takes_medians_of_runs_and_percentiles_of_tokens() -> None:
@@ -116,7 +104,7 @@ def test_another_amount_of_work_is_an_error(wrong: Run, message: str) -> None:
 
 
 def test_table_has_a_line_of_facts_and_a_row_for_each_batch_size() -> None:
-    runs = [run([1.0, 2.0]), run([1.0, 1.5], side=BARE)]
+    pair = {ENGINE: run([1.0, 2.0]), BARE: run([1.0, 1.5], side=BARE)}
     facts = {
         "cpu": "A CPU",
         "cores": 2,
@@ -127,7 +115,7 @@ def test_table_has_a_line_of_facts_and_a_row_for_each_batch_size() -> None:
         "prompt_tokens": 8,
         "max_tokens": 2,
     }
-    lines = table(facts, [summary(1, runs)]).splitlines()
+    lines = table(facts, [summary(1, [pair])]).splitlines()
     assert lines[0].startswith("A CPU, 2 cores, m.gguf (3 MB), llama-cpp-python 1.2.3, 2 threads")
     assert lines[-1].startswith("| 1 | 1.0 / 2.0 | 0.500 (0.500-0.500) | 1.0 / 1.3 | 0.750 ")
     assert {line.count("|") for line in lines[2:]} == {10}
