@@ -26,10 +26,11 @@ class Engine:
             print(delta.text, end="")
     """
 
-    def __init__(self, backend: Backend, options: EngineOptions) -> None:
+    def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
+        """Opens the backend on the decoder thread and waits for it; raises what that raises."""
         self.options = options
-        self._vocabulary = backend.vocabulary
-        self._loop = DecoderLoop(backend, options)
+        self._loop = DecoderLoop(open_backend, options)
+        self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
 
     @classmethod
@@ -37,7 +38,7 @@ class Engine:
         """An engine for a GGUF file. Raises ConfigError if it cannot be loaded or does not fit."""
         from serve_app.engine.llama_backend import LlamaBackend
 
-        return cls(LlamaBackend(path, options), options)
+        return cls(lambda: LlamaBackend(path, options), options)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's token ids, with BOS if the model wants it; control tokens are recognised."""

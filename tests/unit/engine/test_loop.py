@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine import (
+    ConfigError,
     CorralError,
     DecodeError,
     Engine,
@@ -229,7 +230,7 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
 @contextmanager
 def running(backend: FakeBackend, opts: EngineOptions | None = None) -> Iterator[Engine]:
     """An engine that is closed, and whose backend is not left waiting, whatever happens."""
-    engine = Engine(backend, opts or options(len(backend.lanes)))
+    engine = Engine(lambda: backend, opts or options(len(backend.lanes)))
     try:
         yield engine
     finally:
@@ -314,7 +315,7 @@ def test_first_token_comes_from_the_prompts_last_row(max_tokens: int, batches: l
 
 def test_long_prompt_leaves_every_decoder_a_row() -> None:
     backend = WatchedBackend(n_slots=2)
-    loop = DecoderLoop(backend, options(2, n_batch=6))
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=6))
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
     )
@@ -328,7 +329,7 @@ def test_long_prompt_leaves_every_decoder_a_row() -> None:
 
 def test_prompts_that_do_not_fit_take_turns() -> None:
     backend = WatchedBackend(n_slots=3)
-    loop = DecoderLoop(backend, options(3, n_batch=4))
+    loop = DecoderLoop(lambda: backend, options(3, n_batch=4))
     start_together(loop, *(request(name, name * 10, max_tokens=1) for name in "abc"))
     loop.drain(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
@@ -706,7 +707,7 @@ async def test_leaving_a_stream_aborts_it() -> None:
 
 def test_decode_error_ends_only_the_sequence_at_fault() -> None:
     backend = WatchedBackend(n_slots=3, fail_on=b"!")
-    loop = DecoderLoop(backend, options(3))
+    loop = DecoderLoop(lambda: backend, options(3))
     good, bad, other = start_together(
         loop, request("a", "abc"), request("b", "xyz!"), request("c", "c")
     )
@@ -723,7 +724,7 @@ def test_decode_error_in_the_middle_of_a_text() -> None:
     letter = continuation(b"abc", 2)[-1]
     innocent = next(bytes([c]) for c in b"XYZQRST" if letter not in continuation(bytes([c]), 4))
     backend = WatchedBackend(n_slots=2, fail_on=[letter])
-    loop = DecoderLoop(backend, options(2))
+    loop = DecoderLoop(lambda: backend, options(2))
     bad, good = start_together(loop, request("a", "abc"), request("b", innocent.decode()))
     loop.drain(PATIENCE_S)
     assert isinstance(bad.end.error, DecodeError)
@@ -756,6 +757,25 @@ def test_one_good_step_clears_the_backend() -> None:
                 assert isinstance(ask(engine, request(f"bad{i}{bad}", bad)).end.error, DecodeError)
             assert ask(engine, request(f"good{i}", "ok")).token_ids == continuation(b"ok", 4)
         engine.check_health()
+
+
+def test_backend_lives_on_the_decoder_thread() -> None:
+    threads: list[str] = []
+
+    def open_backend() -> FakeBackend:
+        threads.append(threading.current_thread().name)
+        return FakeBackend(lambda _: ord("x"), n_slots=1)
+
+    Engine(open_backend, options(1)).close()
+    assert threads == ["corral-decoder"]
+
+
+def test_backend_that_cannot_be_opened_says_why() -> None:
+    def open_backend() -> FakeBackend:
+        raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        Engine(open_backend, options(1))
 
 
 def test_broken_backend_ends_everything() -> None:
@@ -794,7 +814,7 @@ def test_backend_that_breaks_while_admitting_forgets_nobody(
 
     backend = WatchedBackend(n_slots=1)
     monkeypatch.setattr(backend, method, fail)
-    loop = DecoderLoop(backend, options(1))
+    loop = DecoderLoop(lambda: backend, options(1))
     inboxes = start_together(loop, request("a"), request("b"))
     for inbox in inboxes:
         assert isinstance(inbox.wait().error, EngineFailedError)
@@ -854,7 +874,7 @@ def test_close_past_its_deadline_ends_the_rest_with_an_error(
 
 
 async def test_piled_up_text_is_read_after_close() -> None:
-    engine = Engine(WatchedBackend(n_slots=1), options(1))
+    engine = Engine(lambda: WatchedBackend(n_slots=1), options(1))
     stream = engine.submit(request("a", "abc", max_tokens=5))
     engine.close()
     (delta,) = [delta async for delta in stream]
@@ -866,7 +886,7 @@ async def test_piled_up_text_is_read_after_close() -> None:
 
 def test_close_of_an_idle_engine_twice() -> None:
     backend = WatchedBackend(n_slots=1)
-    engine = Engine(backend, options(1))
+    engine = Engine(lambda: backend, options(1))
     engine.close()
     engine.close()
     assert backend.closed
@@ -885,7 +905,7 @@ def test_close_of_a_failed_engine() -> None:
 
 def test_closed_engine_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    engine = Engine(WatchedBackend(n_slots=1), options(1))
+    engine = Engine(lambda: WatchedBackend(n_slots=1), options(1))
     ask(engine, request("a"))
     engine.close()
     with pytest.raises(EngineClosedError):
@@ -1057,7 +1077,7 @@ def test_every_accepted_request_ends_exactly_once(
     events: list[Submit | Abort | Steps], fails: bool, break_after: int | None, deadline_s: float
 ) -> None:
     backend = PacedBackend(n_slots=2, fail_on=b"!" if fails else b"", break_after=break_after)
-    loop = DecoderLoop(backend, options(2, n_batch=5, max_waiting=3, n_ctx_slot=14))
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=5, max_waiting=3, n_ctx_slot=14))
     accepted: list[tuple[GenerationRequest, Inbox]] = []
     aborted: set[str] = set()
     for event in events:
