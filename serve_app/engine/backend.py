@@ -1,4 +1,4 @@
-"""What the engine needs of a model: five methods. `llama_backend` is the real one, `fake` a scripted one.
+"""What the engine needs of a model: six methods. `llama_backend` is the real one, `fake` a scripted one.
 
 Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
 """
@@ -59,6 +59,9 @@ class Backend(Protocol):
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop the lane's cached tokens from position n_past on. Raises DecodeError, and changes
         nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Make the target's lane a copy of the source's, whatever it held."""
 
     def close(self) -> None:
         """Free everything; nothing is called afterwards."""

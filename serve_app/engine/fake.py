@@ -104,6 +104,10 @@ class FakeBackend:
         """Drop a lane's tail."""
         del self.lanes[seq_id][n_past:]
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a lane."""
+        self.lanes[target] = list(self.lanes[source])
+
     def close(self) -> None:
         """Remember that it was closed."""
         self.closed = True

@@ -44,6 +44,10 @@ class LlamaBackend:
         """See Backend.truncate."""
         self._context.truncate(seq_id, n_past)
 
+    def copy(self, source: int, target: int) -> None:
+        """See Backend.copy."""
+        self._context.copy(source, target)
+
     def close(self) -> None:
         """Free the context. The model is freed with the last object that knows its vocabulary."""
         self._context.close()

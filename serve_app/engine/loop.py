@@ -22,6 +22,8 @@ from serve_app.types import FinishReason, TokenDelta
 
 logger = logging.getLogger("corral.engine")
 
+# Tokens below which a prefix is not worth copying, however short the lane.
+_LEAST_COPY = 16
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
 # Weight of the newest request in the running mean of service times.
@@ -42,7 +44,9 @@ class DecoderLoop:
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
         self._mailbox = Mailbox(options.n_slots + options.max_waiting)
-        self._slots = SlotTable(options.n_slots)
+        self._slots = SlotTable(
+            options.n_slots, min_copy=max(_LEAST_COPY, options.n_ctx_slot // 64)
+        )
         self._scheduler = Scheduler(options.n_batch)
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
@@ -154,14 +158,21 @@ class DecoderLoop:
         return self._has_work or not self._draining
 
     def _admit(self) -> None:
-        """Move waiting sequences into idle slots, first come first served."""
-        while self._waiting and (choice := self._slots.choose(self._waiting[0].tokens)):
-            slot, n_cached = choice
-            sequence = self._waiting[0]
-            n_cached = self._keep(slot, n_cached)
+        """Move waiting sequences into idle slots, first come first served; one that waits for a
+        prefix lets others pass."""
+        for sequence in list(self._waiting):
+            if not self._slots.has_idle:
+                return
+            choice = self._slots.choose(sequence.tokens)
+            if choice is None:
+                continue
+            slot = choice.slot
+            if choice.copy_from is not None:
+                self._backend.copy(choice.copy_from.id, slot.id)
+            n_cached = self._keep(slot, choice.n_cached)
             sampler = self._backend.sampler(sequence.request.sampling, sequence.request.prompt)
             # Until here it waits: a backend that breaks above ends it with all the others.
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             sequence.admit(slot.id, n_cached, sampler)
             self._slots.occupy(slot, sequence)
             self._scheduler.add(sequence)
@@ -244,7 +255,7 @@ class DecoderLoop:
 def _slot_stats(slot: Slot) -> SlotStats:
     sequence = slot.sequence
     if sequence is None:
-        return SlotStats(slot.id, "idle", None, len(slot.tokens), 0, 0)
+        return SlotStats(slot.id, "idle", None, slot.n_past, 0, 0)
     return SlotStats(
         slot.id,
         sequence.state.value,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from serve_app.engine.sequence import Sequence
@@ -13,57 +12,99 @@ class Slot:
     """One lane of the shared context. Outlives its sequences and keeps their cached tokens."""
 
     id: int
-    tokens: list[int] = field(default_factory=list)
+    idle_tokens: list[int] = field(default_factory=list)
     """What the lane's cache holds while it is idle."""
     sequence: Sequence | None = None
     last_used: int = 0
     """Counts releases: the smallest is the least recently used; 0 was never used."""
 
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of its sequence, cached or not yet; those in the cache while it is idle."""
+        return self.idle_tokens if self.sequence is None else self.sequence.tokens
+
+    @property
+    def n_past(self) -> int:
+        """How many of `tokens` are in the cache."""
+        return len(self.idle_tokens) if self.sequence is None else self.sequence.n_past
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a prompt starts."""
+
+    slot: Slot
+    n_cached: int
+    """Its first tokens that need not be computed."""
+    copy_from: Slot | None = None
+    """The slot to copy them from; None if they are in `slot` already."""
+
 
 class SlotTable:
-    """All slots of one context."""
+    """All slots of one context. `min_copy` is the number of tokens from which on copying a lane is
+    cheaper than computing them."""
 
-    def __init__(self, n_slots: int) -> None:
+    def __init__(self, n_slots: int, min_copy: int) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
+        self._min_copy = min_copy
         self._clock = 0
 
-    def choose(self, prompt: Tokens[int]) -> tuple[Slot, int] | None:
-        """The idle slot to start this prompt in, and how many of its tokens it already holds.
+    @property
+    def has_idle(self) -> bool:
+        """Whether some slot has no sequence."""
+        return any(slot.sequence is None for slot in self.slots)
 
-        The longest cached prefix wins, but only if it is at least half of what the slot holds: a few
-        shared first tokens are not worth somebody's conversation. Then the least recently used slot,
-        then the lowest id. At least the prompt's last token is left to decode. None if every slot is
-        busy.
+    def choose(self, prompt: list[int]) -> Choice | None:
+        """Where to start a prompt now; None if it should wait for a prefix that is being computed.
+
+        An idle slot that holds the longest prefix is used in place, but only if that is at least
+        half of what it holds: a few shared first tokens are not worth somebody's conversation. A
+        prefix that another slot, idle or busy, holds is copied into the least recently used idle
+        slot. At least the prompt's last token is left to decode. There must be an idle slot.
         """
+        shared = [min(common_prefix(s.tokens, prompt), len(prompt) - 1) for s in self.slots]
+        ready = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
         idle = [slot for slot in self.slots if slot.sequence is None]
-        if not idle:
+        in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *_age(slot)))
+        source = max(self.slots, key=lambda slot: ready[slot.id])
+        best = max(ready[in_place.id], ready[source.id])
+        if max(shared) - best >= self._min_copy:
             return None
-        shared = {slot.id: common_prefix(slot.tokens, prompt) for slot in idle}
-        best = max(
-            idle,
-            key=lambda slot: (
-                shared[slot.id] if 2 * shared[slot.id] >= len(slot.tokens) else 0,
-                -slot.last_used,
-                -slot.id,
-            ),
-        )
-        return best, min(shared[best.id], len(prompt) - 1)
+        others = [slot for slot in idle if slot is not source]
+        if ready[source.id] - ready[in_place.id] >= self._min_copy and others:
+            return Choice(max(others, key=_age), ready[source.id], copy_from=source)
+        return Choice(in_place, ready[in_place.id])
 
     def occupy(self, slot: Slot, sequence: Sequence) -> None:
         """Hand an idle slot to a sequence."""
-        slot.sequence, slot.tokens = sequence, []
+        slot.sequence, slot.idle_tokens = sequence, []
 
     def release(self, slot: Slot) -> None:
         """Take the slot back; it keeps what its sequence has in the cache."""
-        if slot.sequence is not None:
-            slot.tokens = slot.sequence.tokens[: slot.sequence.n_past]
+        slot.idle_tokens = slot.tokens[: slot.n_past]
         slot.sequence = None
         self._clock += 1
         slot.last_used = self._clock
 
 
-def common_prefix(a: Tokens[int], b: Tokens[int]) -> int:
-    """How many first tokens two lists share."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+def _worth(slot: Slot, n_shared: int) -> int:
+    return n_shared if 2 * n_shared >= len(slot.idle_tokens) else 0
+
+
+def _age(slot: Slot) -> tuple[int, int]:
+    """Larger is older; of slots as old, the lowest id."""
+    return -slot.last_used, -slot.id
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many first tokens two lists share: found by halving, as comparing slices is fast."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] == b[:low], a[:high] != b[:high]
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

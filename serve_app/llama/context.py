@@ -92,6 +92,11 @@ class Context:
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_past, -1):
             raise DecodeError(f"llama.cpp cannot keep the first {n_past} tokens of lane {seq_id}.")
 
+    def copy(self, source: int, target: int) -> None:
+        """Make lane `target` a copy of lane `source`. llama.cpp copies all of the lane's cells,
+        during the next decode; that costs about as much as computing `n_ctx_slot` / 400 tokens."""
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
     def warm_up(self) -> None:
         """One throw-away decode, so that the first request does not pay for page faults."""
         llama_cpp.llama_set_warmup(self.pointer, True)

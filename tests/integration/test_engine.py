@@ -131,6 +131,31 @@ async def test_sixteen_over_four_slots_say_what_they_say_alone(
     assert len({answer.token_ids for answer in together}) > 8
 
 
+async def test_shared_prefix_is_computed_once_and_changes_nothing(
+    load: Callable[..., Engine],
+) -> None:
+    prompts = [f"{LONG}Tell me about number {i}" for i in range(8)]
+    fresh = load(n_slots=1)
+    alone = [await ask(fresh, prompt) for prompt in prompts]
+    engine = load(n_slots=8, n_ctx_slot=512)
+    together = await ask_all(engine, *((prompt, GREEDY) for prompt in prompts))
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+    n_common = len(engine.tokenize(LONG)) - 1  # its last token may grow into the next word
+    assert sum(a.end.usage.cached_tokens >= n_common - 16 for a in together) == 7
+
+
+async def test_prefix_of_a_busy_slot_is_copied(load: Callable[..., Engine]) -> None:
+    engine = load(n_slots=2, n_ctx_slot=512)
+    alone = await ask(load(n_slots=1), f"{LONG}And then")
+    forever = GenerationRequest("busy", engine.tokenize(LONG), replace(GREEDY, max_tokens=None))
+    async with engine.submit(forever) as stream:
+        await anext(stream)
+        copied = await ask(engine, f"{LONG}And then")
+        assert engine.stats().running == 1
+    assert copied.end.usage.cached_tokens >= len(engine.tokenize(LONG)) - 1
+    assert copied.token_ids == alone.token_ids
+
+
 async def test_prompt_in_chunks_equals_prompt_in_one(
     load: Callable[..., Engine], vocabulary: Model
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -576,6 +577,75 @@ def test_answer_is_part_of_the_next_prompts_prefix() -> None:
     assert usage.cached_tokens == 4 + 4
 
 
+COMMON = "one and the same beginning, of no less than sixty letters: "
+
+
+def fed_prompt_tokens(backend: WatchedBackend) -> int:
+    """Prompt tokens that were computed."""
+    return sum(
+        sum(position < len(tenancy.prompt) for _, position in tenancy.fed)
+        for tenancy in backend.tenancies
+    )
+
+
+def test_prefix_of_a_running_sequence_is_copied() -> None:
+    backend = SteppedBackend(n_slots=2)
+    with running(backend, options(2, n_batch=64, n_ctx_slot=99)) as engine:
+        (first,) = start(engine, request("a", COMMON + "a"))
+        backend.wait_for_batch()
+        backend.step()
+        (second,) = start(engine, request("b", COMMON + "b"))
+        backend.resume()
+        assert second.wait().usage.cached_tokens == len(COMMON)
+        first.wait()
+    assert first.token_ids == continuation((COMMON + "a").encode(), 4)
+    assert second.token_ids == continuation((COMMON + "b").encode(), 4)
+    assert_only_own_tokens_were_fed(backend)
+
+
+def test_prefix_that_many_bring_at_once_is_computed_once() -> None:
+    backend = WatchedBackend(n_slots=4)
+    loop = DecoderLoop(lambda: backend, options(4, n_batch=20, n_ctx_slot=99))
+    requests = [request(name, COMMON + name) for name in "abcd"]
+    inboxes = start_together(loop, *requests)
+    loop.drain(PATIENCE_S)
+    for one, inbox in zip(requests, inboxes, strict=True):
+        assert inbox.token_ids == continuation(one.prompt, 4)
+    assert fed_prompt_tokens(backend) == len(COMMON) + 4
+    assert sorted(inbox.end.usage.cached_tokens for inbox in inboxes) == [0, *[len(COMMON)] * 3]
+    assert_only_own_tokens_were_fed(backend)
+
+
+def test_who_waits_for_a_prefix_lets_others_pass_and_survives_its_abort() -> None:
+    backend = SteppedBackend(n_slots=3)
+    with running(backend, options(3, n_batch=8, n_ctx_slot=99)) as engine:
+        (first,) = start(engine, request("a", COMMON + "a"))
+        backend.wait_for_batch()
+        second, other = start(engine, request("b", COMMON + "b"), request("c", "xyz"))
+        backend.step()
+        backend.step()
+        assert (engine.stats().running, engine.stats().waiting) == (2, 1)
+        engine.abort("a")
+        backend.resume()
+        first.wait()
+        n_fed_of_first = len(backend.tenancies[0].fed)
+        assert 0 < second.wait().usage.cached_tokens == n_fed_of_first < len(COMMON)
+        other.wait()
+    assert second.token_ids == continuation((COMMON + "b").encode(), 4)
+    assert other.token_ids == continuation(b"xyz", 4)
+    assert_only_own_tokens_were_fed(backend)
+
+
+def test_conversation_in_an_idle_slot_is_copied_not_overwritten() -> None:
+    backend = WatchedBackend(n_slots=2)
+    with running(backend, options(2, n_ctx_slot=200)) as engine:
+        long_one = COMMON + "a conversation that has gone on for quite a while by now, and goes on"
+        ask(engine, request("a", long_one))
+        assert ask(engine, request("b", COMMON + "b")).end.usage.cached_tokens == len(COMMON)
+        assert ask(engine, request("c", long_one + "!")).end.usage.cached_tokens == len(long_one)
+    assert_only_own_tokens_were_fed(backend)
+
+
 def test_aborted_prompt_leaves_what_was_fed() -> None:
     backend = SteppedBackend(n_slots=1)
     with running(backend, options(1, n_batch=4)) as engine:
@@ -1072,12 +1142,18 @@ class PacedBackend(WatchedBackend):
     fails=st.booleans(),
     break_after=st.none() | st.integers(0, 12),
     deadline_s=st.sampled_from([0.0, PATIENCE_S]),
+    least_copy=st.sampled_from([1, 3]),
 )
 def test_every_accepted_request_ends_exactly_once(
-    events: list[Submit | Abort | Steps], fails: bool, break_after: int | None, deadline_s: float
+    events: list[Submit | Abort | Steps],
+    fails: bool,
+    break_after: int | None,
+    deadline_s: float,
+    least_copy: int,
 ) -> None:
     backend = PacedBackend(n_slots=2, fail_on=b"!" if fails else b"", break_after=break_after)
-    loop = DecoderLoop(lambda: backend, options(2, n_batch=5, max_waiting=3, n_ctx_slot=14))
+    with mock.patch("serve_app.engine.loop._LEAST_COPY", least_copy):
+        loop = DecoderLoop(lambda: backend, options(2, n_batch=5, max_waiting=3, n_ctx_slot=14))
     accepted: list[tuple[GenerationRequest, Inbox]] = []
     aborted: set[str] = set()
     for event in events:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_app.engine.sequence import Sequence
-from serve_app.engine.slots import SlotTable, common_prefix
+from serve_app.engine.slots import Choice, SlotTable, common_prefix
 from serve_app.types import GenerationRequest
 
 BUSY = None
@@ -17,13 +19,13 @@ def sequence(prompt: list[int]) -> Sequence:
     return Sequence(GenerationRequest("a", tuple(prompt)), lambda delta: None)
 
 
-def table(lanes: list[Lane]) -> SlotTable:
-    slots = SlotTable(len(lanes))
+def table(lanes: list[Lane], min_copy: int = 99) -> SlotTable:
+    slots = SlotTable(len(lanes), min_copy)
     for slot, lane in zip(slots.slots, lanes, strict=True):
         if lane is BUSY:
             slots.occupy(slot, sequence([1]))
         else:
-            slot.tokens, slot.last_used = lane
+            slot.idle_tokens, slot.last_used = lane
     return slots
 
 
@@ -51,26 +53,81 @@ def table(lanes: list[Lane]) -> SlotTable:
 )
 def test_choose(lanes: list[Lane], prompt: list[int], chosen: int, n_cached: int) -> None:
     slots = table(lanes)
-    assert slots.choose(prompt) == (slots.slots[chosen], n_cached)
+    assert slots.choose(prompt) == Choice(slots.slots[chosen], n_cached)
+
+
+def busy(tokens: list[int], n_past: int) -> Sequence:
+    made = sequence(tokens)
+    made.n_past = n_past
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lanes", "prompt", "expected"),
+    [
+        pytest.param([busy([1, 2, 3, 4], 4), []], [1, 2, 3, 9], (1, 3, 0), id="from a busy lane"),
+        pytest.param([busy([1, 2, 3], 3), []], [1, 2, 9], (1, 0, None), id="too short to copy"),
+        pytest.param([busy([1, 2, 3, 4], 2), []], [1, 2, 3, 9], (1, 0, None), id="soon: too short"),
+        pytest.param([busy([1, 2, 3, 4], 0), []], [1, 2, 3, 9], None, id="wait for the whole"),
+        pytest.param([busy([1, 2, 3, 4, 5, 6], 3), []], [1, 2, 3, 4, 5, 6, 7], None, id="for more"),
+        pytest.param(
+            [busy([1, 2, 3, 4, 5], 3), []], [1, 2, 3, 4, 5, 6], (1, 3, 0), id="not for a little"
+        ),
+        pytest.param(
+            [busy([1, 2, 3, 4], 4), [1, 2, 3]], [1, 2, 3, 4, 5], (1, 3, None), id="in place is near"
+        ),
+        pytest.param(
+            [[1, 2, 3, 4, 5, 6, 7], []], [1, 2, 3, 9], (1, 3, 0), id="from an idle lane worth more"
+        ),
+        pytest.param(
+            [[1, 2, 3, 4, 5, 6, 7], busy([9], 1)],
+            [1, 2, 3, 9],
+            (0, 3, None),
+            id="the only idle lane",
+        ),
+        pytest.param(
+            [busy([1, 2, 3, 4], 4), [8], []], [1, 2, 3, 9], (2, 3, 0), id="into the oldest lane"
+        ),
+    ],
+)
+def test_prefixes_of_other_lanes(
+    lanes: list[Sequence | list[int]],
+    prompt: list[int],
+    expected: tuple[int, int, int | None] | None,
+) -> None:
+    slots = SlotTable(len(lanes), min_copy=3)
+    for slot, lane in zip(slots.slots, lanes, strict=True):
+        if isinstance(lane, Sequence):
+            slots.occupy(slot, lane)
+        else:
+            slot.idle_tokens, slot.last_used = lane, len(lane)
+    choice = slots.choose(prompt)
+    if expected is None:
+        assert choice is None
+        return
+    assert choice is not None
+    source = None if choice.copy_from is None else choice.copy_from.id
+    assert (choice.slot.id, choice.n_cached, source) == expected
 
 
 def test_no_slot_when_all_are_busy() -> None:
-    assert table([BUSY, BUSY]).choose([1]) is None
+    assert not table([BUSY, BUSY]).has_idle
+    assert table([BUSY, ([], 0)]).has_idle
 
 
 def test_released_slot_keeps_what_is_in_the_cache() -> None:
-    slots = SlotTable(2)
+    slots = SlotTable(2, min_copy=99)
     slot = slots.slots[0]
     ended = sequence([1, 2, 3])
     ended.n_past = 2
     slots.occupy(slot, ended)
-    assert slot.tokens == []
+    assert (slot.tokens, slot.n_past) == ([1, 2, 3], 2)
     slots.release(slot)
     assert (slot.sequence, slot.tokens) == (None, [1, 2])
 
 
 def test_releases_make_the_order_of_age() -> None:
-    slots = SlotTable(3)
+    slots = SlotTable(3, min_copy=99)
     for slot in slots.slots:
         slots.occupy(slot, sequence([1]))
     for i in (1, 2, 0):
@@ -79,8 +136,8 @@ def test_releases_make_the_order_of_age() -> None:
     for _ in range(3):
         choice = slots.choose([9])
         assert choice is not None
-        slots.occupy(choice[0], sequence([9]))
-        order.append(choice[0].id)
+        slots.occupy(choice.slot, sequence([9]))
+        order.append(choice.slot.id)
     assert order == [1, 2, 0]
 
 
@@ -91,3 +148,11 @@ def test_releases_make_the_order_of_age() -> None:
 )
 def test_common_prefix(a: list[int], b: list[int], n: int) -> None:
     assert common_prefix(a, b) == common_prefix(b, a) == n
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_common_prefix_is_what_counting_finds(a: list[int], b: list[int]) -> None:
+    counted = 0
+    while counted < min(len(a), len(b)) and a[counted] == b[counted]:
+        counted += 1
+    assert common_prefix(a, b) == counted
