@@ -1,0 +1,120 @@
+"""Who gets in."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.engine import (
+    CorralError,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    SamplingParams,
+    TokenStream,
+)
+from tests.unit.engine.harness import (
+    WatchedBackend,
+    ask,
+    options,
+    read,
+    request,
+    running,
+    start,
+)
+
+
+async def test_submit_many_refuses_each_for_itself() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend, options(1, max_waiting=1)) as engine:
+        good, empty, twin, waits, late = engine.submit_many(
+            [request("a"), request("b", ""), request("a"), request("c"), request("d")]
+        )
+        assert isinstance(good, TokenStream)
+        assert isinstance(empty, InvalidRequestError)
+        assert isinstance(twin, InvalidRequestError)
+        assert isinstance(waits, TokenStream)
+        assert isinstance(late, QueueFullError)
+        backend.resume()
+        assert (await read(good)).end.reason is FinishReason.LENGTH
+        assert (await read(waits)).end.reason is FinishReason.LENGTH
+
+
+def test_queue_is_bounded() -> None:
+    backend = WatchedBackend(n_slots=2)
+    backend.hold()
+    with running(backend, options(2, max_waiting=1)) as engine:
+        inboxes = start(engine, *(request(name) for name in "abc"))
+        with pytest.raises(QueueFullError) as refused:
+            start(engine, request("d"))
+        assert refused.value.retry_after_s >= 1
+        backend.resume()
+        inboxes[0].wait()
+        assert ask(engine, request("d")).end.reason is FinishReason.LENGTH
+
+
+def test_id_is_taken_while_it_lives() -> None:
+    backend = WatchedBackend(n_slots=2)
+    backend.hold()
+    with running(backend) as engine:
+        (first,) = start(engine, request("a"))
+        with pytest.raises(InvalidRequestError) as refused:
+            start(engine, request("a"))
+        assert refused.value.param == "id"
+        backend.resume()
+        first.wait()
+        assert ask(engine, request("a")).end.reason is FinishReason.LENGTH
+
+
+def test_waiting_requests_are_served_first_come() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend) as engine:
+        inboxes = start(engine, *(request(name, name) for name in "abcd"))
+        backend.resume()
+        for inbox in inboxes:
+            inbox.wait()
+    assert [bytes(tenancy.prompt) for tenancy in backend.tenancies] == [b"a", b"b", b"c", b"d"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "param"),
+    [
+        pytest.param(request("a", ""), InvalidRequestError, "prompt", id="empty prompt"),
+        pytest.param(request("a", "x" * 64), PromptTooLongError, "prompt", id="prompt too long"),
+        pytest.param(
+            GenerationRequest("a", (257,)), InvalidRequestError, "prompt", id="token past the end"
+        ),
+        pytest.param(
+            GenerationRequest("a", (-1,)), InvalidRequestError, "prompt", id="negative token"
+        ),
+        pytest.param(
+            GenerationRequest("a", (1,), SamplingParams(logit_bias=((257, 1.0),))),
+            InvalidRequestError,
+            "logit_bias",
+            id="bias of no token",
+        ),
+        pytest.param(
+            request("a", max_tokens=0), InvalidRequestError, "max_tokens", id="no tokens wanted"
+        ),
+        pytest.param(request("a", stop=("x", "")), InvalidRequestError, "stop", id="empty stop"),
+    ],
+)
+def test_refuses_what_cannot_work(
+    bad: GenerationRequest, kind: type[CorralError], param: str
+) -> None:
+    backend = WatchedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=0)) as engine:
+        with pytest.raises(kind) as refused:
+            start(engine, bad)
+        assert refused.value.param == param
+        assert ask(engine, request("a")).end.reason is FinishReason.LENGTH, "its place was lost"
+    assert len(backend.tenancies) == 1
+
+
+def test_longest_prompt_that_fits() -> None:
+    with running(WatchedBackend(n_slots=1), options(1)) as engine:
+        inbox = ask(engine, request("a", "x" * 63, max_tokens=None))
+    assert (inbox.end.reason, len(inbox.token_ids)) == (FinishReason.LENGTH, 1)

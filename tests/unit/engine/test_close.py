@@ -1,0 +1,106 @@
+"""Draining."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from serve_app.engine import (
+    Engine,
+    EngineClosedError,
+    EngineFailedError,
+    FinishReason,
+)
+from tests.unit.engine.harness import (
+    PATIENCE_S,
+    SteppedBackend,
+    WatchedBackend,
+    ask,
+    continuation,
+    options,
+    request,
+    running,
+    start,
+)
+
+
+def test_close_finishes_what_was_accepted_and_refuses_the_rest(
+    after: Callable[[str], threading.Event],
+) -> None:
+    drained = after("drain")
+    backend = SteppedBackend(n_slots=1)
+    with running(backend) as engine:
+        inboxes = start(engine, request("a"), request("b"))
+        backend.wait_for_batch()
+        closing = threading.Thread(target=engine.close, args=(PATIENCE_S,))
+        closing.start()
+        assert drained.wait(PATIENCE_S)
+        with pytest.raises(EngineClosedError):
+            start(engine, request("c"))
+        backend.resume()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+        assert [inbox.end.reason for inbox in inboxes] == [FinishReason.LENGTH] * 2
+        assert backend.closed
+        with pytest.raises(EngineClosedError):
+            start(engine, request("d"))
+
+
+def test_close_past_its_deadline_ends_the_rest_with_an_error(
+    after: Callable[[str], threading.Event],
+) -> None:
+    drained = after("drain")
+    backend = SteppedBackend(n_slots=1)
+    with running(backend) as engine:
+        inboxes = start(engine, request("a"), request("b"))
+        backend.wait_for_batch()
+        closing = threading.Thread(target=engine.close, args=(0.0,))
+        closing.start()
+        assert drained.wait(PATIENCE_S)
+        backend.resume()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+    assert all(isinstance(inbox.end.error, EngineClosedError) for inbox in inboxes)
+    assert [len(inbox.token_ids) for inbox in inboxes] == [1, 0], "the batch in flight counts"
+
+
+async def test_piled_up_text_is_read_after_close() -> None:
+    engine = Engine(lambda: WatchedBackend(n_slots=1), options(1))
+    stream = engine.submit(request("a", "abc", max_tokens=5))
+    engine.close()
+    (delta,) = [delta async for delta in stream]
+    assert delta.token_ids == tuple(continuation(b"abc", 5))
+    assert delta.text == bytes(continuation(b"abc", 5)).decode()
+    assert delta.end is not None
+    assert delta.end.reason is FinishReason.LENGTH
+
+
+def test_close_of_an_idle_engine_twice() -> None:
+    backend = WatchedBackend(n_slots=1)
+    engine = Engine(lambda: backend, options(1))
+    engine.close()
+    engine.close()
+    assert backend.closed
+    assert backend.batches == []
+    with pytest.raises(EngineClosedError):
+        start(engine, request("a"))
+
+
+def test_close_of_a_failed_engine() -> None:
+    with running(WatchedBackend(n_slots=1, break_after=0)) as engine:
+        ask(engine, request("a"))
+        engine.close()
+        with pytest.raises(EngineFailedError):
+            start(engine, request("b"))
+
+
+def test_closed_engine_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    engine = Engine(lambda: WatchedBackend(n_slots=1), options(1))
+    ask(engine, request("a"))
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        start(engine, request("b"))
+    assert set(threading.enumerate()) <= before
