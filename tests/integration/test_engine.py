@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -337,6 +339,28 @@ async def test_close_with_a_short_deadline(load: Callable[..., Engine]) -> None:
             await read(unfinished)
     with pytest.raises(EngineClosedError):
         engine.submit(GenerationRequest("c", (1,)))
+
+
+def test_only_the_decoder_thread_has_a_team_of_workers(exact_gguf: Path) -> None:
+    # In a process of its own: OpenMP keeps the workers of every engine that ever was.
+    script = f"""
+import os, threading
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+
+def native():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+before = native()
+engine = Engine.load({str(exact_gguf)!r}, EngineOptions(n_slots=1, n_ctx_slot=64, threads=2))
+done = threading.Event()
+request = GenerationRequest("a", engine.tokenize("Hello"), SamplingParams(max_tokens=4))
+engine.submit_callback(request, lambda delta: delta.end and done.set())
+assert done.wait(60)
+print(native() - before)
+engine.close()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.stdout, result.returncode) == ("1\n", 0), result.stderr
 
 
 def test_closed_engine_still_tokenizes(load: Callable[..., Engine]) -> None:
