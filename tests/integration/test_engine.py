@@ -345,6 +345,7 @@ def test_only_the_decoder_thread_has_a_team_of_workers(exact_gguf: Path) -> None
     # In a process of its own: OpenMP keeps the workers of every engine that ever was.
     script = f"""
 import os, threading
+import llama_cpp  # brings NumPy, whose own threads do not count
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 
 def native():
