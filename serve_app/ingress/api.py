@@ -72,6 +72,7 @@ def build_api(models: Mapping[str, ServedModel]) -> FastAPI:
 def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest) -> Response:
+        """Continue a text; `stream` sends server-sent events."""
         model = _find(models, body.model)
         prompt = await _encode_text(model, body.prompt)
         answer = answers.Answer("text", f"cmpl-{uuid.uuid4().hex}", model.id)
@@ -79,6 +80,7 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatCompletionRequest) -> Response:
+        """Answer a chat through the model's own template; `stream` sends server-sent events."""
         model = _find(models, body.model)
         prompt = await _encode_chat(model, body)
         max_tokens = body.max_completion_tokens or body.max_tokens
@@ -89,14 +91,17 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
 def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/v1/models")
     async def list_models() -> ModelList:
+        """The models that are served here, the default first."""
         return ModelList(data=[model.card for model in models.values()])
 
     @app.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:
+        """One model."""
         return _find(models, model_id).card
 
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
+        """Every replica that answers: its slots, queue and counters."""
         replicas = await asyncio.gather(*(model.engine.stats() for model in models.values()))
         return {
             "models": [
@@ -107,6 +112,7 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        """Requests are taken; they may have to wait for an engine that is still starting."""
         return {"status": "ok"}
 
 
