@@ -103,17 +103,18 @@ class Corral:
         engine: dict[str, Any] = replica["engine"]
         return engine
 
-    def processes(self) -> list[str]:
-        """Command lines of the processes that belong to this cluster."""
+    def pids(self, name: str) -> list[int]:
+        """This cluster's processes whose command lines hold `name`."""
         found = []
-        for directory in Path("/proc").iterdir():
+        for directory in Path("/proc").glob("[0-9]*"):
             try:
-                environ = (directory / "environ").read_bytes()
+                environ = (directory / "environ").read_bytes().split(b"\0")
                 command = (directory / "cmdline").read_bytes()
             except OSError:
                 continue
-            if f"RAY_TMPDIR={self.directory}".encode() in environ.split(b"\0") and command:
-                found.append(command.replace(b"\0", b" ").decode(errors="replace"))
+            ours = f"RAY_TMPDIR={self.directory}".encode() in environ
+            if ours and command and name.encode() in command:
+                found.append(int(directory.name))
         return found
 
     def stop(self) -> None:
@@ -122,7 +123,7 @@ class Corral:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         self.process.wait(STOP_TIMEOUT_S)
-        wait_until(lambda: not self.processes(), STOP_TIMEOUT_S, f"stopped: {self.processes()}")
+        wait_until(lambda: not self.pids(""), STOP_TIMEOUT_S, "every process gone")
 
 
 def model(path: Path, model_id: str, **engine: int) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -62,11 +64,29 @@ def test_a_bad_field_stops_the_start_with_one_message(
     assert "Traceback" not in server.log
 
 
+def test_a_replica_that_dies_ends_its_streams_with_an_error_and_is_replaced(
+    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+) -> None:
+    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=4096)])
+    server.wait_ready()
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        (pid,) = server.pids("ray::ServeReplica:corral:engine-m")
+        os.kill(pid, signal.SIGKILL)
+        *_, last = lines
+    assert sse(last)["error"]["code"] == "engine_failed"
+    server.wait_ready()
+    answer = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4})
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
 def test_ctrl_c_ends_every_process(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
     server = start([model(gguf, "m", n_slots=2, n_ctx_slot=512)])
     server.wait_ready()
-    assert any("raylet" in command for command in server.processes())
+    assert server.pids("raylet")
     server.stop()
-    assert server.processes() == []
+    assert server.pids("") == []
