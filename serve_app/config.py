@@ -65,7 +65,7 @@ class EngineConfig(_Section):
     """Threads that llama.cpp computes with. Default: the cores that the replica may really use
     (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
     n_batch: PositiveInt = 512
-    """Most rows (prompt tokens and generated tokens together) in one step; more than n_slots."""
+    """Most prompt tokens in one step; each running sequence's next token comes on top."""
     max_waiting: NonNegativeInt | None = None
     """Requests that may wait for a slot in one replica; the next one is refused with 429.
     Default: twice n_slots."""

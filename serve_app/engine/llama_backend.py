@@ -24,7 +24,7 @@ class LlamaBackend:
                 self.vocabulary,
                 n_seq_max=options.n_slots,
                 n_ctx_slot=options.n_ctx_slot,
-                n_batch=options.n_batch,
+                n_batch=options.n_batch + options.n_slots,
                 threads=options.threads,
                 flash_attn=options.flash_attn,
             )

@@ -18,21 +18,16 @@ class EngineOptions:
     threads: int
     """Threads that llama.cpp computes with."""
     n_batch: int = 512
-    """Most rows in one step."""
+    """Most prompt tokens in one step; each decoding sequence's next token comes on top."""
     max_waiting: int = 16
     """Requests that may wait for a slot; the next one is refused."""
     flash_attn: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("n_slots", "threads"):
+        for name in ("n_slots", "threads", "n_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1.")
         if self.n_ctx_slot < 2:
             raise ConfigError("engine.n_ctx_slot must be at least 2: a prompt token and an answer.")
-        if self.n_batch <= self.n_slots:
-            raise ConfigError(
-                f"engine.n_batch ({self.n_batch}) must be larger than engine.n_slots "
-                f"({self.n_slots}), or prompts would wait while every slot decodes."
-            )
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")

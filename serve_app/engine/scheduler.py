@@ -29,11 +29,11 @@ class StepPlan:
 
 
 class Scheduler:
-    """Plans steps of at most `n_batch` rows over the running sequences, oldest turn first.
+    """Plans steps over the running sequences: every decoding one's next token, and at most `n_batch`
+    prompt tokens.
 
-    Every decoding sequence's next token comes before any prompt token; what is left of the budget
-    goes to prompts, as much as each can use. Whoever was served goes to the back, so sequences that
-    do not fit take turns, and a long prompt does not hold up the short ones behind it.
+    Prompts have the oldest turn first, as much as each can use. Whoever was served goes to the back,
+    so prompts that do not fit take turns, and a long one does not hold up the short ones behind it.
     """
 
     def __init__(self, n_batch: int) -> None:
@@ -56,10 +56,10 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step: empty if nothing runs. Moves whoever is served to the back."""
         budget = self._n_batch
-        served: list[tuple[Sequence, int]] = []
-        decoding = [s for s in self._turns if s.n_pending == 1]
-        prefilling = [s for s in self._turns if s.n_pending > 1]
-        for sequence in (*decoding, *prefilling):
+        served = [(sequence, 1) for sequence in self._turns if sequence.n_pending == 1]
+        for sequence in self._turns:
+            if sequence.n_pending == 1:
+                continue
             if budget == 0:
                 break
             n_rows = min(budget, sequence.n_pending)

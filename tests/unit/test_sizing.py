@@ -53,9 +53,3 @@ def test_context_is_never_longer_than_the_models() -> None:
 def test_without_a_model_both_sizes_must_be_set() -> None:
     with pytest.raises(ConfigError, match=r"engine\.n_slots and engine\.n_ctx_slot"):
         resolve(EngineConfig(n_slots=4), None, cores=2, memory_bytes=GIB)
-
-
-def test_impossible_combination_names_the_fields() -> None:
-    config = EngineConfig(n_slots=64, n_ctx_slot=128, n_batch=64)
-    with pytest.raises(ConfigError, match=r"engine\.n_batch \(64\).*engine\.n_slots"):
-        resolve(config, None, cores=2, memory_bytes=GIB)

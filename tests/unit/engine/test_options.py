@@ -15,7 +15,7 @@ GOOD: dict[str, Any] = {"n_slots": 4, "n_ctx_slot": 128, "threads": 2}
     "changed",
     [
         pytest.param({}, id="defaults"),
-        pytest.param({"n_slots": 1, "n_batch": 2}, id="smallest batch"),
+        pytest.param({"n_slots": 1, "n_batch": 1}, id="smallest batch"),
         pytest.param({"n_ctx_slot": 2}, id="smallest context"),
         pytest.param({"max_waiting": 0}, id="no queue"),
     ],
@@ -30,7 +30,7 @@ def test_accepts(changed: dict[str, Any]) -> None:
         pytest.param({"n_slots": 0}, "engine.n_slots", id="no slot"),
         pytest.param({"threads": 0}, "engine.threads", id="no thread"),
         pytest.param({"n_ctx_slot": 1}, "engine.n_ctx_slot", id="no room for an answer"),
-        pytest.param({"n_batch": 4}, "engine.n_batch", id="batch only for decoders"),
+        pytest.param({"n_batch": 0}, "engine.n_batch", id="no prompt token"),
         pytest.param({"max_waiting": -1}, "engine.max_waiting", id="negative queue"),
     ],
 )
