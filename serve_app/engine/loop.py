@@ -63,8 +63,7 @@ class DecoderLoop:
             target=self._run, args=(open_backend, opened), name="corral-decoder", daemon=True
         )
         self._thread.start()
-        self._backend = opened.result()
-        self.vocabulary = self._backend.vocabulary
+        self.vocabulary = opened.result().vocabulary
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
@@ -123,8 +122,7 @@ class DecoderLoop:
             self._counts["prompt_tokens"] += sequence.advance(chunk.n_rows)
             if token is not None:
                 self._counts["generated_tokens"] += 1
-                vocabulary = self._backend.vocabulary
-                delta = sequence.accept(token, vocabulary, self._options.n_ctx_slot)
+                delta = sequence.accept(token, self._backend.vocabulary, self._options.n_ctx_slot)
                 self._outbox.append((sequence, delta))
 
     def _retry_one_by_one(self, plan: StepPlan) -> None:
@@ -144,6 +142,8 @@ class DecoderLoop:
 
     def _obey(self, commands: Commands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
+        if not (commands.submitted or commands.aborted) and commands.deadline is None:
+            return True
         self._waiting.extend(commands.submitted)
         live = {sequence.id: sequence for sequence in self._live}
         for request_id in commands.aborted:

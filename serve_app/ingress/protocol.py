@@ -200,21 +200,6 @@ class ChatCompletionRequest(GenerationParams):
     """The newer name of max_tokens; counts before it."""
 
 
-class PromptTokensDetails(BaseModel):
-    """Part of `usage`."""
-
-    cached_tokens: int
-
-
-class UsageBody(BaseModel):
-    """`usage`."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
 class ModelCard(BaseModel):
     """One entry of /v1/models."""
 
