@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,27 +12,28 @@ from typing import Any, Literal
 from serve_app import __version__
 from serve_app.errors import CorralError
 from serve_app.ingress.errors import error_body
-from serve_app.types import SequenceEnd, TokenDelta, Usage
+from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
-    """The shape of one answer: which endpoint asked, which model speaks."""
+    """One answer on its way: which endpoint asked, which model speaks."""
 
     kind: Literal["chat", "text"]
     id: str
     model: str
+    parser: HermesParser | None = None
+    """Finds the tool calls in the text, where there are tools."""
     created: int = field(default_factory=lambda: int(time.time()))
+    _n_calls: int = 0
 
     def whole(self, text: str, end: SequenceEnd) -> Json:
         """The answer to a request without `stream`."""
-        content = (
-            {"message": {"role": "assistant", "content": text}}
-            if self.kind == "chat"
-            else {"text": text}
-        )
+        parts = self._split(TokenDelta(text, (), end))
+        content: Json = {"text": text} if self.kind == "text" else {"message": _message(parts)}
         object_name = "chat.completion" if self.kind == "chat" else "text_completion"
         return self._envelope(object_name, [self._choice(content, end)]) | {
             "usage": usage_body(end.usage)
@@ -43,14 +45,42 @@ class Answer:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
-    def part(self, delta: TokenDelta) -> Json | None:
-        """One delta's chunk; None if there is nothing to tell yet."""
-        if not delta.text and delta.end is None:
-            return None
+    def chunks(self, delta: TokenDelta) -> list[Json]:
+        """One delta's chunks; none if there is nothing to tell yet. The last one tells the end."""
+        parts = self._split(delta)
         if self.kind == "text":
-            return self._chunk({"text": delta.text}, delta.end)
-        content = {"content": delta.text} if delta.text else {}
-        return self._chunk({"delta": content}, delta.end)
+            contents = [{"text": part} for part in parts] or [{"text": ""}]
+        else:
+            contents = [
+                {"delta": part if isinstance(part, dict) else {"content": part}} for part in parts
+            ]
+            contents = contents or [{"delta": {}}]
+        if not parts and delta.end is None:
+            return []
+        *others, last = contents
+        return [*(self._chunk(content, None) for content in others), self._chunk(last, delta.end)]
+
+    def _split(self, delta: TokenDelta) -> list[str | Json]:
+        """The delta's text as prose and calls, each call in OpenAI's shape."""
+        if self.parser is None:
+            return [delta.text] if delta.text else []
+        parts = self.parser.feed(delta.text)
+        if delta.end is not None:
+            parts += self.parser.finish()
+        return [part if isinstance(part, str) else self._call(part) for part in parts]
+
+    def _call(self, call: ToolCall) -> Json:
+        self._n_calls += 1
+        return {
+            "tool_calls": [
+                {
+                    "index": self._n_calls - 1,
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+            ]
+        }
 
     def usage(self, usage: Usage) -> Json:
         """The chunk that `stream_options.include_usage` asks for."""
@@ -65,6 +95,8 @@ class Answer:
 
     def _choice(self, content: Json, end: SequenceEnd | None) -> Json:
         reason = None if end is None else end.reason.value
+        if reason == FinishReason.STOP and self._n_calls:
+            reason = "tool_calls"
         return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
     def _envelope(self, object_name: str, choices: list[Json]) -> Json:
@@ -76,6 +108,17 @@ class Answer:
             "system_fingerprint": f"corral-{__version__}",
             "choices": choices,
         }
+
+
+def _message(parts: list[str | Json]) -> Json:
+    """A whole answer's message. A stream's chunks number their calls, a message does not."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    calls = [call for part in parts if isinstance(part, dict) for call in part["tool_calls"]]
+    for call in calls:
+        del call["index"]
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": text or None, "tool_calls": calls}
 
 
 def usage_body(usage: Usage) -> Json:
@@ -107,8 +150,8 @@ async def events(
         if (opening := answer.opening()) is not None:
             yield _event(opening)
         async for delta in deltas:
-            if (part := answer.part(delta)) is not None:
-                yield _event(part)
+            for chunk in answer.chunks(delta):
+                yield _event(chunk)
             if delta.end is not None:
                 if include_usage:
                     yield _event(answer.usage(delta.end.usage))

@@ -24,6 +24,7 @@ from serve_app.ingress.protocol import (
     ModelList,
 )
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tool_calls import HermesParser
 from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
 
 # Longer texts are tokenized on a thread, so that other requests' events are not held up.
@@ -82,9 +83,11 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
     async def chat_completions(body: ChatCompletionRequest) -> Response:
         """Answer a chat through the model's own template; `stream` sends server-sent events."""
         model = _find(models, body.model)
-        prompt = await _encode_chat(model, body)
+        tools = body.tools_for_template()
+        prompt = await _encode_chat(model, body, tools)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        answer = answers.Answer("chat", f"chatcmpl-{uuid.uuid4().hex}", model.id)
+        parser = HermesParser() if tools else None
+        answer = answers.Answer("chat", f"chatcmpl-{uuid.uuid4().hex}", model.id, parser)
         return await _generate(model, body, prompt, max_tokens, answer, "messages")
 
 
@@ -136,11 +139,14 @@ async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int
     return tuple(prompt)
 
 
-async def _encode_chat(model: ServedModel, body: ChatCompletionRequest) -> tuple[int, ...]:
+async def _encode_chat(
+    model: ServedModel, body: ChatCompletionRequest, tools: list[dict[str, Any]]
+) -> tuple[int, ...]:
     messages = [message.for_template() for message in body.messages]
-    if sum(len(message["content"]) for message in messages) <= _TOKENIZE_INLINE_CHARS:
-        return model.tokenizer.encode_chat(messages)
-    return await asyncio.to_thread(model.tokenizer.encode_chat, messages)
+    size = sum(len(message["content"]) for message in messages) + len(str(tools))
+    if size <= _TOKENIZE_INLINE_CHARS:
+        return model.tokenizer.encode_chat(messages, tools)
+    return await asyncio.to_thread(model.tokenizer.encode_chat, messages, tools)
 
 
 async def _generate(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.types import SamplingParams
@@ -150,33 +150,115 @@ class TextPart(BaseModel):
     text: str
 
 
+class FunctionDefinition(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; none means no parameters."""
+    strict: Literal[False] | None = None
+    """Arguments are not held to the schema, so `true` cannot be honoured."""
+
+
+class Tool(BaseModel):
+    """One of `tools`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates read: the fields that were given, in the order they were."""
+        return self.model_dump(exclude_unset=True)
+
+
+class FunctionCall(BaseModel):
+    """The function and the arguments of an earlier call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates read: the arguments as an object. Raises InvalidRequestError."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise InvalidRequestError(
+                f"The arguments of the call of {self.name!r} are not JSON: {error}", "messages"
+            ) from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(
+                f"The arguments of the call of {self.name!r} are no JSON object.", "messages"
+            )
+        return {"name": self.name, "arguments": arguments}
+
+
+class MessageToolCall(BaseModel):
+    """A call that the assistant made in an earlier turn."""
+
+    model_config = ConfigDict(extra="ignore")  # the openai package echoes a stream's `index`
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
     """One turn of a chat."""
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _refuse_other_fields(self) -> ChatMessage:
+    def _check(self) -> ChatMessage:
         # The openai package echoes an assistant's turn with all of its fields, empty ones too.
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []):
                 raise InvalidRequestError(f"{name!r} is not supported in a message.", "messages")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError("Only an assistant's message has 'tool_calls'.", "messages")
+        if (self.role == "tool") is (self.tool_call_id is None):
+            raise InvalidRequestError(
+                "A tool's message, and no other, has a 'tool_call_id'.", "messages"
+            )
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequestError("A message has no 'content'.", "messages")
         return self
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """What chat templates read. A developer is what newer clients call the system."""
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
-        role = "system" if self.role == "developer" else self.role
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": text, **name}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        return message
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class ChatCompletionRequest(GenerationParams):
@@ -184,9 +266,6 @@ class ChatCompletionRequest(GenerationParams):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationParams.NEUTRAL,
-        "tools": (None, []),
-        "tool_choice": (None, "auto", "none"),
-        "parallel_tool_calls": (None, True, False),
         "functions": (None, []),
         "function_call": (None, "auto", "none"),
         "response_format": (None, {"type": "text"}),
@@ -198,6 +277,29 @@ class ChatCompletionRequest(GenerationParams):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens; counts before it."""
+    tools: list[Tool] = Field(default=[])
+    """Functions that the model may call, if its chat template asks for calls in the Hermes format."""
+    tool_choice: Literal["auto", "none"] | None = None
+    """`none` hides the tools from the model; forced calls are not supported."""
+    parallel_tool_calls: bool | None = None
+    """With tools, only as true: a model calls as many functions in a turn as it wants."""
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _null_is_none(cls, value: object) -> object:
+        return [] if value is None else value
+
+    @model_validator(mode="after")
+    def _refuse_single_calls(self) -> ChatCompletionRequest:
+        if self.tools and self.parallel_tool_calls is False:
+            raise InvalidRequestError(
+                "'parallel_tool_calls' is not supported, except as true.", "parallel_tool_calls"
+            )
+        return self
+
+    def tools_for_template(self) -> list[dict[str, Any]]:
+        """What chat templates read; empty if the model shall call nothing."""
+        return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools]
 
 
 class ModelCard(BaseModel):

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.errors import ConfigError, InvalidRequestError
@@ -36,14 +37,30 @@ class ChatTemplate:
         )
         try:
             self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"The model's chat template is not valid: {error}") from error
+        self.calls_tools = "tools" in names and "<tool_call>" in source
+        """Whether it takes tools, and asks for calls in the Hermes format."""
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt that asks for the assistant's next turn. Raises InvalidRequestError, in the
-        template's own words, for messages that it does not take."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt that asks for the assistant's next turn; the conversation alone if
+        `add_generation_prompt` is false. `tools` are functions as OpenAI describes them.
+
+        Raises InvalidRequestError, in the template's own words, for messages that it does not take.
+        """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True)
+            return self._template.render(
+                messages=messages,
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+            )
         except (jinja2.TemplateError, TypeError) as error:
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"

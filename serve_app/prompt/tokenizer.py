@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from serve_app.errors import InvalidRequestError
 from serve_app.llama.model import Model
@@ -24,6 +25,11 @@ class Tokenizer:
         )
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether the model's chat template takes tools, and asks for calls in the Hermes format."""
+        return self._template is not None and self._template.calls_tools
+
+    @property
     def n_vocab(self) -> int:
         """Token ids are 0 to n_vocab - 1."""
         return self._model.n_vocab
@@ -33,14 +39,22 @@ class Tokenizer:
         in the text are recognised, as llama-server does."""
         return tuple(self._model.tokenize(text, add_special=True, parse_special=True))
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """The tokens of a chat, up to where the assistant's turn begins. Raises InvalidRequestError
-        if the model has no chat template, or its template refuses the messages."""
+        if the model has no chat template, or its template refuses the messages or knows no tools."""
         if self._template is None:
             raise InvalidRequestError(
                 "This model has no chat template: use /v1/completions.", "messages"
             )
-        text = self._template.render(messages)
+        if tools and not self.calls_tools:
+            raise InvalidRequestError(
+                "This model's chat template has no tools in the Hermes format, the only one that is "
+                "understood here.",
+                "tools",
+            )
+        text = self._template.render(messages, tools)
         has_bos = bool(self._bos) and text.startswith(self._bos)
         return tuple(self._model.tokenize(text, add_special=not has_bos, parse_special=True))
 

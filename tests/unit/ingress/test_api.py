@@ -2,94 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from serve_app.engine.fake import FakeVocabulary
-from serve_app.errors import CorralError, DecodeError, InvalidRequestError, QueueFullError
-from serve_app.ingress.api import ServedModel, build_api
-from serve_app.types import (
-    FinishReason,
-    GenerationRequest,
-    ReplicaStats,
-    SequenceEnd,
-    Timings,
-    TokenDelta,
-    Usage,
-)
-
-N_CTX_SLOT = 64
-END = SequenceEnd(FinishReason.STOP, Usage(5, 2, 3), Timings(0, 0, 0))
-HELLO = [TokenDelta("Hel", (1,)), TokenDelta("", (2,)), TokenDelta("lo", (3,), END)]
-
-
-class ByteTokenizer:
-    """One token for each byte; a chat is its contents joined."""
-
-    n_vocab = FakeVocabulary.n_vocab
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode())
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        if messages[0]["content"] == "refuse":
-            raise InvalidRequestError("The template refuses.", "messages")
-        return self.encode("|".join(f"{m['role']}:{m['content']}" for m in messages))
-
-
-class ScriptedEngine:
-    """Yields a script, exceptions in it raised, and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.script: list[TokenDelta | Exception] = list(HELLO)
-        self.requests: list[GenerationRequest] = []
-        self.left_early = False
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
-        self.requests.append(request)
-        try:
-            for item in self.script:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        except GeneratorExit:
-            self.left_early = True
-            raise
-
-    async def stats(self) -> list[ReplicaStats]:
-        return [ReplicaStats("r1", "n1", {"n_slots": 4})]
-
-
-@pytest.fixture
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture
-async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
-    models = {
-        name: ServedModel(name, N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
-        for name in ("first", "org/second")
-    }
-    transport = httpx.ASGITransport(build_api(models), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://corral") as client:
-        yield client
-
-
-def chat(content: str = "Hi", **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}], **fields}
-
-
-def events(response: httpx.Response) -> list[Any]:
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    bodies = [line.removeprefix("data: ") for line in lines]
-    return [body if body == "[DONE]" else json.loads(body) for body in bodies]
+from serve_app.errors import CorralError, DecodeError, QueueFullError
+from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, chat, events
 
 
 async def test_chat_whole(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
@@ -240,7 +159,6 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/completions", {"prompt": "x", "stream_options": {}}, "stream_options", "needs"),
     ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
     ("/v1/chat/completions", chat("refuse"), "messages", "The template refuses."),
-    ("/v1/chat/completions", chat(tools=[{}]), "tools", "'tools' is not supported"),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "robot", "content": "x"}]},

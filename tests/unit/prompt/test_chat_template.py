@@ -24,7 +24,7 @@ def render(source: str) -> str:
         ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
         ("{{ messages | tojson }}", '[{"role": "user", "content": "say \\"é\\""}]'),
         ("{{ strftime_now('%') | length > 0 }}", "True"),
-        ("{{ tools is defined }}", "False"),
+        ("{{ documents is defined }} {{ tools is none }}", "False True"),
     ],
     ids=["special", "generation", "trim", "break", "tojson", "strftime", "undefined"],
 )

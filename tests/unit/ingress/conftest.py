@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from serve_app.ingress.api import ServedModel, build_api
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
+    models = {
+        name: ServedModel(name, N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+        for name in ("first", "org/second")
+    }
+    transport = httpx.ASGITransport(build_api(models), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://corral") as client:
+        yield client

@@ -1,0 +1,143 @@
+"""Tools over a scripted engine: into the prompt, and out of the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from tests.unit.ingress.harness import END, ScriptedEngine, chat, events
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CUT = SequenceEnd(FinishReason.LENGTH, Usage(5, 2, 3), Timings(0, 0, 0))
+
+
+def script(text: str, end: SequenceEnd = END) -> list[TokenDelta | Exception]:
+    """The text in deltas of three characters."""
+    pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
+    return [*(TokenDelta(piece, (1,)) for piece in pieces), TokenDelta("", (2,), end)]
+
+
+async def answer(client: httpx.AsyncClient, **fields: Any) -> Any:
+    body = chat("Weather in Oslo?", tools=[WEATHER], **fields)
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+async def streamed(client: httpx.AsyncClient) -> list[Any]:
+    body = chat("Weather in Oslo?", tools=[WEATHER], stream=True)
+    *chunks, done = events(await client.post("/v1/chat/completions", json=body))
+    assert done == "[DONE]"
+    return [chunk["choices"][0] for chunk in chunks]
+
+
+async def test_tools_reach_the_prompt(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    await answer(client)
+    await answer(client, tool_choice="none")
+    prompts = [bytes(request.prompt) for request in engine.requests]
+    assert prompts == [b"[get_weather]user:Weather in Oslo?", b"user:Weather in Oslo?"]
+
+
+async def test_a_call_in_a_whole_answer(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(CALL)
+    choice = await answer(client)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert set(call) == {"id", "type", "function"}
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+
+
+async def test_calls_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(f"I will look.\n{CALL}\n{CALL}")
+    opening, *choices = await streamed(client)
+    assert opening["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(c["delta"].get("content", "") for c in choices) == "I will look."
+    calls = [call for c in choices for call in c["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert len({call["id"] for call in calls}) == 2
+    assert {call["function"]["name"] for call in calls} == {"get_weather"}
+    assert [c["finish_reason"] for c in choices][-2:] == [None, "tool_calls"]
+
+
+async def test_an_answer_without_calls(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script("It is <b>sunny</b>.\n")
+    choice = await answer(client)
+    assert choice["message"] == {"role": "assistant", "content": "It is <b>sunny</b>.\n"}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_a_call_cut_short_is_shown_as_text(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = script(CALL[:40], CUT)
+    choices = await streamed(client)
+    assert "".join(c["delta"].get("content", "") for c in choices) == CALL[:40]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+async def test_text_that_looks_like_a_call_needs_tools_to_be_one(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = script(CALL)
+    choice = await answer(client, tool_choice="none")
+    assert choice["message"] == {"role": "assistant", "content": CALL}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_calls_and_results_of_earlier_turns(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": None, "tool_calls": [call | {"index": 0}]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "done"}]},
+    ]
+    await client.post("/v1/chat/completions", json={"messages": messages})
+    assert bytes(engine.requests[0].prompt) == b"user:Go.|assistant:f{'x': 1}|tool:done"
+
+
+def with_message(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}, message]}
+
+
+def with_arguments(arguments: str) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return with_message(role="assistant", tool_calls=[call])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (chat(tools=[{}]), "Field required"),
+        (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "match pattern"),
+        (chat(tools=[{"type": "function", "function": {"name": "f", "strict": True}}]), "False"),
+        (chat(tools=[WEATHER], tool_choice="required"), "'auto' or 'none'"),
+        (chat(tools=[WEATHER], parallel_tool_calls=False), "'parallel_tool_calls' is not supported"),
+        (with_arguments("{"), "arguments of the call of 'f' are not JSON"),
+        (with_arguments("[]"), "arguments of the call of 'f' are no JSON object"),
+        (with_message(role="tool", content="x"), "has a 'tool_call_id'"),
+        (with_message(role="user", content="x", tool_call_id="c"), "has a 'tool_call_id'"),
+        (with_message(role="assistant"), "no 'content'"),
+        (with_message(role="user", content="x", tool_calls=[
+            {"id": "c", "function": {"name": "f", "arguments": ""}}]), "Only an assistant's"),
+    ],
+)  # fmt: skip
+async def test_bad_tools_are_refused(
+    client: httpx.AsyncClient, engine: ScriptedEngine, body: dict[str, Any], message: str
+) -> None:
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert engine.requests == []
