@@ -24,26 +24,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a Qwen3 model. `n_embd`, `n_ff` and `n_head * head_dim` are multiples of 32."""
-
-    name: str
-    n_layer: int
-    n_embd: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
-    head_dim: int
-    n_vocab: int
-    """Tokens: 256 bytes, then the merged ones, then the 3 control tokens; at least 259."""
-    n_ctx_train: int
-    """The longest context, in tokens, that the model claims to be made for."""
-
+from serve_app.demo_model.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
+from serve_app.demo_model.template import CONTROL_TOKENS
 
 SHAPES: dict[str, ModelShape] = {
     "tiny": ModelShape("random-tiny", 2, 256, 512, 4, 2, 64, 512, 4096),
@@ -59,17 +44,6 @@ TYPES: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
     "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
 """What the matrices can be stored as: the tensor's type and the file's. Norms are always F32."""
-
-CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""The last tokens of every vocabulary, in this order: padding, start of a turn, end of a turn."""
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML, in Jinja, for any role."""
 
 _WORDS = """
     the of and to a in is it you that he was for on are with as his they be at one have this from
@@ -135,8 +109,8 @@ def _write(path: Path, shape: ModelShape, dtype: str, seed: int) -> None:
     tensors = list(_tensors(shape, tokens))
     writer = GGUFWriter(path, "qwen3")
     try:
-        _add_hyperparameters(writer, shape, TYPES[dtype][1])
-        _add_tokenizer(writer, tokens, merges)
+        add_hyperparameters(writer, shape, TYPES[dtype][1], rope_base=1e6)
+        add_tokenizer(writer, tokens, merges)
         for tensor in tensors:
             kind = _kind(tensor, dtype)
             block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -150,36 +124,6 @@ def _write(path: Path, shape: ModelShape, dtype: str, seed: int) -> None:
             writer.write_tensor_data(_draw(tensor, _kind(tensor, dtype), rng))
     finally:
         writer.close()
-
-
-def _add_hyperparameters(writer: GGUFWriter, shape: ModelShape, file_type: LlamaFileType) -> None:
-    writer.add_name(shape.name)
-    writer.add_file_type(file_type)
-    writer.add_quantization_version(2)
-    writer.add_block_count(shape.n_layer)
-    writer.add_context_length(shape.n_ctx_train)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
-
-
-def _add_tokenizer(writer: GGUFWriter, tokens: list[str], merges: list[tuple[str, str]]) -> None:
-    n_text = len(tokens) - len(CONTROL_TOKENS)
-    types = [TokenType.NORMAL] * n_text + [TokenType.CONTROL] * len(CONTROL_TOKENS)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges([f"{left} {right}" for left, right in merges])
-    writer.add_eos_token_id(tokens.index("<|im_end|>"))
-    writer.add_pad_token_id(tokens.index("<|endoftext|>"))
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def _vocabulary(n_vocab: int) -> tuple[list[str], list[tuple[str, str]]]:

@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, TokenType, dequantize
 
-from serve_app.demo_model.random_gguf import (
-    CONTROL_TOKENS,
-    SHAPES,
-    TYPES,
-    ModelShape,
-    parameter_count,
-    write_random_gguf,
-)
+from serve_app.demo_model.gguf_file import ModelShape
+from serve_app.demo_model.random_gguf import SHAPES, TYPES, parameter_count, write_random_gguf
+from serve_app.demo_model.template import CONTROL_TOKENS
 
 TINY = SHAPES["tiny"]
 # Grouped heads that do not add up to n_embd, and a vocabulary past the learned merges.
