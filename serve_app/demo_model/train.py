@@ -1,6 +1,6 @@
 """Trains the built-in model on the corpus and writes its GGUF.
 
-    python -m serve_app.demo_model.train WORK_DIR [--steps 6000] [--device cpu|cuda]
+    python -m serve_app.demo_model.train WORK_DIR [--steps 4600] [--device cpu|cuda]
 
 Needs the `train` extra. Run again with the same folder, it goes on from the last checkpoint. The
 same seed and steps make the same text; on the same machine, nearly the same model.
@@ -33,7 +33,7 @@ SHAPE = ModelShape("corral-demo", 6, 256, 768, 4, 2, 64, 3072, 2048)
 """What is trained: 5.5 million parameters, 5.9 MB as Q8_0."""
 
 TOKENS_PER_STEP = 8192
-_CURRICULUM = ((0.7, (512,)), (1.0, (512, 2048, 1024, 2048)))
+_CURRICULUM = ((0.65, (512,)), (1.0, (512, 2048, 1024, 2048)))
 """Until which part of the training, rows of which lengths take turns."""
 _WARM_UP_STEPS = 100
 _DECAY_FROM = 0.6
@@ -215,7 +215,7 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train Corral's built-in model.")
     parser.add_argument("folder", type=Path, help="for the tokenizer, the checkpoint and the GGUF")
-    parser.add_argument("--steps", type=int, default=6000, help="of 8192 tokens (default: 6000)")
+    parser.add_argument("--steps", type=int, default=4600, help="of 8192 tokens (default: 4600)")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -89,24 +89,24 @@ JSON = Style(
 )
 
 _ANY: tuple[tuple[Callable[[Source], Exchange], float], ...] = (
-    (skills.fact, 22),
-    (skills.arithmetic, 6),
+    (skills.fact, 20),
+    (skills.arithmetic, 11),
     (skills.comparison, 2),
-    (story, 6),
+    (story, 3),
     (skills.listing, 7),
     (skills.sequence, 2),
-    (skills.json_record, 8),
+    (skills.json_record, 9),
     (skills.json_other, 4),
     (skills.repetition, 4),
-    (skills.reading, 6),
-    (skills.small_talk, 7),
+    (skills.reading, 12),
+    (skills.small_talk, 6),
     (skills.unknown, 5),
 )
 _WITH_A_CORE: tuple[tuple[Callable[[Source], Exchange], float], ...] = (
-    (skills.fact, 22),
-    (skills.arithmetic, 5),
+    (skills.fact, 20),
+    (skills.arithmetic, 7),
     (skills.comparison, 2),
-    (skills.reading, 6),
+    (skills.reading, 8),
 )
 
 

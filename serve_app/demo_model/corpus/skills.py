@@ -89,12 +89,13 @@ def comparison(source: Source) -> Exchange:
 
 
 def listing(source: Source) -> Exchange:
-    """A list of so many things of a kind, each once."""
+    """A list of so many things of a kind, each once, in order: what comes next depends on what came
+    last, so nothing comes twice."""
     kind, things = source.choice(_KINDS)
     count = source.integer(2, min(7, len(things)))
     number = source.choice((tables_number(count), str(count)))
     request = source.choice(_LIST_REQUESTS).format(number=number, kind=kind)
-    items = source.sample(things, count)
+    items = _some(source, things, count)
     lines = (f"{index}. {_sentence(item)}" for index, item in enumerate(items, start=1))
     return Exchange("list", _casual(source, request), "\n".join(lines), short=None)
 
@@ -147,7 +148,7 @@ def json_other(source: Source) -> Exchange:
         request = source.choice(
             ("Give me a JSON list of {} {}.", "Write {} {} as a JSON array.", "JSON array of {} {}")
         ).format(source.choice((tables_number(count), str(count))), kind)
-        return Exchange("json", request, json.dumps(source.sample(things, count)), None)
+        return Exchange("json", request, json.dumps(_some(source, things, count)), None)
     if style == 1:
         country = source.choice(list(tables.CAPITALS))
         request = source.choice(
@@ -206,7 +207,7 @@ def reading(source: Source) -> Exchange:
     )  # fmt: skip
     stated, question, answer, draw = attribute
     people: dict[str, str] = {}
-    for _ in range(source.integer(2, 5)):
+    for _ in range(source.integer(2, 4)):
         name, value = source.together(source.name, draw)
         if value not in people.values():
             people[name] = value
@@ -249,6 +250,13 @@ def unknown(source: Source) -> Exchange:
     topic = source.choice((*_TOPICS, *tables.OBJECTS, *tables.INSTRUMENTS, word))
     question = source.choice(_UNKNOWN).format(topic)
     return Exchange("unknown", _casual(source, question), source.choice(_HONEST), None)
+
+
+def _some(source: Source, things: tuple[str, ...], count: int) -> list[str]:
+    """So many of the things: by the calendar, or by the alphabet."""
+    chosen = source.sample(things, count)
+    ordered = things in (tables.DAYS, tables.MONTHS)
+    return sorted(chosen, key=things.index if ordered else str.lower)
 
 
 def tables_number(value: int) -> str:
@@ -330,13 +338,13 @@ def _facts() -> list[tuple[tuple[str, ...], str, str, str]]:
         "{} {}.",
     )
     add(
-        {a(animal): young for animal, young in tables.YOUNG.items()},
+        {a(animal): a(young) for animal, young in tables.YOUNG.items()},
         (
             "What is the young of {} called?",
             "What do you call the young of {}?",
             "What is the baby of {}?",
         ),
-        "the young of {} is called a {}.",
+        "the young of {} is called {}.",
     )
     add(
         {a(animal): home for animal, home in tables.HOMES.items()},
