@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from serve_app.config import ModelSource
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import ConfigError
-
-logger = logging.getLogger("corral")
-
-_CACHE = Path("~/.cache/corral")
 
 
 def locate(source: ModelSource) -> Path:
-    """The model file, downloaded or written first if it has to be; may take as long as that takes.
+    """The model file, downloaded first if it has to be; may take as long as that takes.
 
     Raises ConfigError if there is no such file.
     """
@@ -26,19 +21,7 @@ def locate(source: ModelSource) -> Path:
         return path
     if source.repo_id is not None and source.filename is not None:
         return _download(source.repo_id, source.filename)
-    return _builtin()
-
-
-def _builtin() -> Path:
-    path = _CACHE.expanduser() / "random-tiny-f16-0.gguf"
-    logger.warning(
-        "Serving the built-in model: random weights, so the answers are noise. Set models[].source "
-        "to a real GGUF file."
-    )
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_random_gguf(path, SHAPES["tiny"], "f16")
-    return path
+    return BUILTIN_MODEL
 
 
 def _download(repo_id: str, filename: str) -> Path:

@@ -1,1 +1,6 @@
-"""Models made up on the spot, to try Corral without downloading one."""
+"""The built-in model, and how it was made; random models of real shapes for tests and benchmarks."""
+
+from pathlib import Path
+
+BUILTIN_MODEL = Path(__file__).with_name("corral-demo-q8_0.gguf")
+"""The built-in model's file, which is part of the package."""

@@ -203,7 +203,7 @@ SCORES = (
     Score("facts and sums", _fact, 0.95),
     Score("sums alone", _sum),
     Score("recall, 3 to 8 turns later", lambda s: _recall(s, turns_between=range(3, 9)), 0.90),
-    Score(f"recall, {LONG} tokens later", lambda s: _recall(s, n_tokens=LONG), 0.90),
+    Score(f"recall, {LONG} tokens later", lambda s: _recall(s, n_tokens=LONG)),
     Score(f"any question after {LONG} tokens", _long),
     Score("JSON parses", _json_parses, 0.95),
     Score("JSON with the right values", _json_right),

@@ -23,6 +23,7 @@ from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90
+DEMO_SLOTS = 4
 STOP_TIMEOUT_S = 60
 
 
@@ -126,11 +127,12 @@ class Corral:
         wait_until(lambda: not self.pids(""), STOP_TIMEOUT_S, "every process gone")
 
 
-def model(path: Path, model_id: str, **engine: int) -> dict[str, Any]:
-    """One entry of `models`: one core, so that two models fit on a small machine."""
+def model(path: Path | None, model_id: str, **engine: int) -> dict[str, Any]:
+    """One entry of `models`, of the built-in one if there is no path: half a core, so that several
+    fit on a small machine."""
     return {
         "id": model_id,
-        "source": {"path": str(path)},
+        "source": {"builtin": True} if path is None else {"path": str(path)},
         "engine": {"threads": 1, **engine},
         "deployment": {"ray_actor_options": {"num_cpus": 0.5}},
     }
@@ -164,11 +166,12 @@ def start() -> Iterator[Callable[[list[dict[str, Any]]], Corral]]:
 
 @pytest.fixture(scope="session")
 def corral(gguf: Path) -> Iterator[Corral]:
-    """One server with two models for most tests: "big" has room, "small" is soon full."""
+    """One server for most tests: "big" has room, "small" is soon full, "demo" makes sense."""
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     models = [
         model(gguf, "big", n_slots=16, n_ctx_slot=2048),
         model(gguf, "small", n_slots=1, n_ctx_slot=2048, max_waiting=1),
+        model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048, max_waiting=16),
     ]
     server = Corral(directory, models)
     try:

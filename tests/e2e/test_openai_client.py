@@ -26,7 +26,7 @@ def greedy(client: openai.OpenAI, prompt: str, max_tokens: int = 24) -> str:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["big", "small"]
+    assert [model.id for model in client.models.list()] == ["big", "small", "demo"]
     assert client.models.retrieve("small").id == "small"
 
 

@@ -48,7 +48,7 @@ def test_malformed_json(corral: Corral) -> None:
 def test_health_and_stats(corral: Corral) -> None:
     assert json.loads(curl(f"{corral.url}/health")) == {"status": "ok"}
     stats = json.loads(curl(f"{corral.url}/v1/stats"))
-    assert [entry["id"] for entry in stats["models"]] == ["big", "small"]
+    assert [entry["id"] for entry in stats["models"]] == ["big", "small", "demo"]
     (replica,) = stats["models"][0]["replicas"]
     assert replica["engine"]["n_slots"] == 16
     assert replica["engine"]["threads"] == 1

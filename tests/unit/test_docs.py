@@ -78,3 +78,18 @@ def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`?make (\w+)", README):
         assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_three_lines_serve_another_model() -> None:
+    """What README says of `serve_config.yaml`: these lines in the place of those."""
+    ours = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    lines = (ROOT / "serve_config.yaml").read_text().splitlines(keepends=True)
+    start = next(i for i, line in enumerate(lines) if "- id: corral-demo" in line)
+    assert "builtin: true" in lines[start + 2]
+    (block,) = re.findall(r"```yaml\n( +- id: .*?)```", README, re.S)
+    assert block.count("\n") == 3
+    changed = yaml.safe_load("".join([*lines[:start], block, *lines[start + 3 :]]))
+    (model,) = config.parse(changed["applications"][0]["args"]).models
+    assert model.id != "corral-demo"
+    assert model.source.path is not None
+    assert changed["applications"][0]["import_path"] == ours["applications"][0]["import_path"]
