@@ -55,6 +55,7 @@ class Settings:
             n_slots=slots,
             n_ctx_slot=self.prompt_tokens + self.max_tokens + 1,
             threads=self.threads,
+            max_stall_s=None,  # the bare loop has no such bound
         )
 
 

@@ -71,6 +71,9 @@ class EngineConfig(_Section):
     Default: twice n_slots."""
     flash_attn: bool = True
     """Flash attention."""
+    max_stall_ms: PositiveFloat | None = 250
+    """Longest time, in milliseconds, that a running stream should wait between two tokens because of
+    others' prompts: these get on in chunks that fit, by measured times. null sets no bound."""
 
 
 class Autoscaling(AutoscalingConfig):

@@ -69,6 +69,7 @@ def resolve(
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
         flash_attn=config.flash_attn,
+        max_stall_s=None if config.max_stall_ms is None else config.max_stall_ms / 1000,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the engine needs of a model: six methods. `llama_backend` is the real one, `fake` a scripted one.
+"""What the engine needs of a model: seven methods. `llama_backend` is the real one, `fake` a scripted one.
 
 Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from serve_app.engine.cost_model import Measurements
 from serve_app.types import SamplingParams
 
 Row = tuple[int, int, int, bool]
@@ -62,6 +63,9 @@ class Backend(Protocol):
 
     def copy(self, source: int, target: int) -> None:
         """Make the target's lane a copy of the source's, whatever it held."""
+
+    def measure(self) -> Measurements:
+        """What passes cost. The cache must be empty, and is empty again afterwards."""
 
     def close(self) -> None:
         """Free everything; nothing is called afterwards."""

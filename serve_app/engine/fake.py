@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from serve_app.engine.backend import Row
+from serve_app.engine.cost_model import Measurements
 from serve_app.errors import DecodeError
 from serve_app.types import SamplingParams
 
@@ -51,6 +52,8 @@ class FakeBackend:
         fail_on: Iterable[int] = (),
         break_after: int | None = None,
     ) -> None:
+        self.measurements = Measurements()
+        """What `measure` answers."""
         self.vocabulary = FakeVocabulary()
         self.lanes: list[list[int]] = [[] for _ in range(n_slots)]
         self.batches: list[list[Row]] = []
@@ -107,6 +110,10 @@ class FakeBackend:
     def copy(self, source: int, target: int) -> None:
         """Copy a lane."""
         self.lanes[target] = list(self.lanes[source])
+
+    def measure(self) -> Measurements:
+        """What the test said."""
+        return self.measurements
 
     def close(self) -> None:
         """Remember that it was closed."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Sequence
 
 from serve_app.engine.backend import Row
+from serve_app.engine.cost_model import Measurements
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.sweep import Sweep
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
 from serve_app.types import SamplingParams
+
+logger = logging.getLogger("corral.engine")
+
+_SWEEP_LIMIT_S = 15.0
 
 
 class LlamaBackend:
@@ -19,6 +27,7 @@ class LlamaBackend:
 
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
         self.vocabulary = Model(path)
+        self._options = options
         try:
             self._context = Context(
                 self.vocabulary,
@@ -47,6 +56,20 @@ class LlamaBackend:
     def copy(self, source: int, target: int) -> None:
         """See Backend.copy."""
         self._context.copy(source, target)
+
+    def measure(self) -> Measurements:
+        """See Backend.measure: a sweep of some seconds."""
+        began = time.perf_counter()
+        found = Sweep(
+            self.decode,
+            self.truncate,
+            n_slots=self._options.n_slots,
+            n_ctx_slot=self._options.n_ctx_slot,
+            n_batch=self._options.n_batch,
+            limit_s=_SWEEP_LIMIT_S,
+        ).run()
+        logger.info("Measured what passes cost in %.1f s.", time.perf_counter() - began)
+        return found
 
     def close(self) -> None:
         """Free the context. The model is freed with the last object that knows its vocabulary."""

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from serve_app.engine.backend import Backend
+from serve_app.engine.cost_model import CostModel, Measurements
 from serve_app.engine.mailbox import Commands, Mailbox
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.scheduler import Scheduler, StepPlan, plan_step
+from serve_app.engine.scheduler import Pass, Scheduler, plan_pass
 from serve_app.engine.sequence import NO_SLOT, Sequence
 from serve_app.engine.slots import Slot, SlotTable
 from serve_app.engine.stats import EngineStats, SlotStats
@@ -47,7 +48,6 @@ class DecoderLoop:
         self._slots = SlotTable(
             options.n_slots, min_copy=max(_LEAST_COPY, options.n_ctx_slot // 64)
         )
-        self._scheduler = Scheduler(options.n_batch)
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
@@ -57,7 +57,7 @@ class DecoderLoop:
         self._draining = False
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
-        self.stats = self._snapshot()
+        self.stats: EngineStats
         opened: Future[Backend] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(open_backend, opened), name="corral-decoder", daemon=True
@@ -85,9 +85,13 @@ class DecoderLoop:
     def _run(self, open_backend: Callable[[], Backend], opened: Future[Backend]) -> None:
         try:
             backend = self._backend = open_backend()
+            bounded = self._options.max_stall_s is not None
+            self._costs = CostModel(backend.measure() if bounded else Measurements())
         except BaseException as error:
             opened.set_exception(error)
             return
+        self._scheduler = Scheduler(self._options.n_batch, self._costs, self._options.max_stall_s)
+        self.stats = self._snapshot()
         opened.set_result(backend)
         try:
             while self._obey(self._mailbox.take(wait=not self._has_work)):
@@ -99,23 +103,25 @@ class DecoderLoop:
             backend.close()
 
     def step(self) -> None:
-        """One forward pass: schedule, decode, sample, postprocess."""
+        """Schedule; for each pass, decode, sample and postprocess; deliver."""
         self._admit()
-        plan = self._scheduler.schedule()
-        if plan.rows:
+        passes = self._scheduler.schedule()
+        for planned in passes:
             try:
-                self._forward(plan)
+                self._forward(planned)
             except DecodeError:
-                self._retry_one_by_one(plan)
+                self._retry_one_by_one(planned)
+        self._counts["steps"] += bool(passes)
         self._flush()
 
-    def _forward(self, plan: StepPlan) -> None:
+    def _forward(self, plan: Pass) -> None:
+        began = time.monotonic()
         self._backend.decode(plan.rows)
+        self._learn(plan, time.monotonic() - began)
         sampled = [
             None if chunk.sample_row is None else chunk.sequence.sample(chunk.sample_row)
             for chunk in plan.chunks
         ]
-        self._counts["steps"] += 1
         self._failed_steps = 0
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             sequence = chunk.sequence
@@ -125,7 +131,14 @@ class DecoderLoop:
                 delta = sequence.accept(token, self._backend.vocabulary, self._options.n_ctx_slot)
                 self._outbox.append((sequence, delta))
 
-    def _retry_one_by_one(self, plan: StepPlan) -> None:
+    def _learn(self, plan: Pass, seconds: float) -> None:
+        first = plan.chunks[0]
+        if len(plan.rows) == len(plan.chunks):
+            self._costs.saw_decode(len(plan.rows), seconds)
+        elif len(plan.chunks) == 1:
+            self._costs.saw_prefill(first.n_rows, first.sequence.n_past, seconds)
+
+    def _retry_one_by_one(self, plan: Pass) -> None:
         """The batch failed: decode each sequence alone, so that only the one at fault ends.
 
         Raises EngineFailedError when it is never one sequence's fault."""
@@ -135,7 +148,7 @@ class DecoderLoop:
         for chunk in plan.chunks:
             try:
                 self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
-                self._forward(plan_step([(chunk.sequence, chunk.n_rows)]))
+                self._forward(plan_pass([(chunk.sequence, chunk.n_rows)]))
             except DecodeError as error:
                 logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)
                 self._end(chunk.sequence, FinishReason.ERROR, error)
@@ -248,6 +261,7 @@ class DecoderLoop:
             cached_tokens=self._counts["cached_tokens"],
             generated_tokens=self._counts["generated_tokens"],
             ended=dict(self._ended),
+            step_time=self._costs.curve(),
             slots=tuple(_slot_stats(slot) for slot in self._slots.slots),
         )
 

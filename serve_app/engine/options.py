@@ -22,6 +22,9 @@ class EngineOptions:
     max_waiting: int = 16
     """Requests that may wait for a slot; the next one is refused."""
     flash_attn: bool = True
+    max_stall_s: float | None = 0.25
+    """Longest time that a running sequence should wait between two tokens because of others'
+    prompts; None sets no bound."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):
@@ -29,5 +32,7 @@ class EngineOptions:
                 raise ConfigError(f"engine.{name} must be at least 1.")
         if self.n_ctx_slot < 2:
             raise ConfigError("engine.n_ctx_slot must be at least 2: a prompt token and an answer.")
+        if self.max_stall_s is not None and self.max_stall_s <= 0:
+            raise ConfigError("engine.max_stall_ms must be above 0.")
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")

@@ -36,4 +36,6 @@ class EngineStats:
     generated_tokens: int
     ended: dict[str, int] = field(default_factory=dict)
     """Requests by the reason of their end."""
+    step_time: dict[str, dict[int, float]] = field(default_factory=dict)
+    """What a pass costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by prompt rows."""
     slots: tuple[SlotStats, ...] = ()

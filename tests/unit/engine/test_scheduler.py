@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.backend import Row
+from serve_app.engine.cost_model import CostModel, Measurements
 from serve_app.engine.fake import FakeVocabulary
-from serve_app.engine.scheduler import Scheduler, StepPlan
+from serve_app.engine.scheduler import Pass, Scheduler
 from serve_app.engine.sequence import Sequence
 from serve_app.types import GenerationRequest, SamplingParams
 
@@ -42,17 +43,17 @@ def scheduler(n_batch: int, *sequences: Sequence) -> Scheduler:
     return made
 
 
-def carry_out(plan: StepPlan) -> None:
+def carry_out(plan: list[Pass]) -> None:
     """What a step does to the sequences: their rows are cached, complete ones get a token."""
-    for chunk in plan.chunks:
+    for chunk in (chunk for one in plan for chunk in one.chunks):
         chunk.sequence.advance(chunk.n_rows)
         if chunk.sample_row is not None:
             chunk.sequence.accept(ord("x"), FakeVocabulary(), N_CTX_SLOT)
 
 
-def served(plan: StepPlan) -> list[tuple[int, int]]:
-    """(slot, rows) of each chunk."""
-    return [(chunk.sequence.slot_id, chunk.n_rows) for chunk in plan.chunks]
+def served(plan: list[Pass]) -> list[tuple[int, int]]:
+    """(slot, rows) of each chunk, pass by pass."""
+    return [(chunk.sequence.slot_id, chunk.n_rows) for one in plan for chunk in one.chunks]
 
 
 @pytest.mark.parametrize(
@@ -92,14 +93,14 @@ def test_steps(
 
 def test_only_the_last_row_of_a_complete_prompt_wants_logits() -> None:
     made = scheduler(4, running(0, 2), running(1, 3))
-    plan = made.schedule()
+    (plan,) = made.schedule()
     rows: list[Row] = [(0, 0, 0, False), (1, 1, 0, True), (1000, 0, 1, False), (1001, 1, 1, False)]
     assert plan.rows == rows
     assert [chunk.sample_row for chunk in plan.chunks] == [1, None]
 
 
 def test_cached_tokens_are_not_fed() -> None:
-    plan = scheduler(8, running(0, 4, n_cached=3)).schedule()
+    (plan,) = scheduler(8, running(0, 4, n_cached=3)).schedule()
     assert plan.rows == [(3, 3, 0, True)]
 
 
@@ -134,13 +135,16 @@ def test_every_plan_is_fair_and_fits(n_batch: int, prompts: list[tuple[int, int]
         plan = made.schedule()
         taken = dict(served(plan))
         decoding = sum(n == 1 for n in pending.values())
-        prompt_rows = len(plan.rows) - decoding
+        rows = [row for one in plan for row in one.rows]
+        prompt_rows = len(rows) - decoding
         assert prompt_rows <= n_batch
-        assert [row[2] for row in plan.rows] == sorted(row[2] for row in plan.rows)
+        for one in plan:
+            assert [row[2] for row in one.rows] == sorted(row[2] for row in one.rows)
+            assert len({chunk.n_rows == 1 for chunk in one.chunks}) == 1 or one is plan[-1]
         assert all(taken.get(slot) == 1 for slot, n in pending.items() if n == 1)
         most = sum(n for n in pending.values() if n > 1)
         assert prompt_rows == min(n_batch, most), "room was left unused"
-        for token, position, slot, wants_logits in plan.rows:
+        for token, position, slot, wants_logits in rows:
             assert position == len(lanes[slot])
             assert token == before[slot].tokens[position]
             lanes[slot].append(token)
@@ -148,3 +152,57 @@ def test_every_plan_is_fair_and_fits(n_batch: int, prompts: list[tuple[int, int]
         carry_out(plan)
     assert all(s.n_generated > 0 for s in made.running), "a prompt starved"
     assert all(lanes[s.slot_id] == s.tokens[:-1] for s in made.running)
+
+
+# A pass over n sequences' next tokens takes 20 ms + 10 ms each; of a prompt, 1 ms a row, and 63 rows
+# cost as much as 64.
+SLOW = Measurements(
+    decode_s={1: 0.03, 2: 0.04, 4: 0.06},
+    prefill_s={16: 0.016, 32: 0.032, 48: 0.064, 64: 0.064, 128: 0.128, 256: 0.256},
+)
+
+
+def stalling(max_stall_s: float | None, *sequences: Sequence) -> Scheduler:
+    made = Scheduler(256, CostModel(SLOW), max_stall_s)
+    for sequence in sequences:
+        made.add(sequence)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("max_stall_s", "sequences", "expected"),
+    [
+        pytest.param(0.1, [(0, 500)], [(0, 256)], id="nobody decodes, so nobody waits"),
+        pytest.param(0.1, [(0, 1), (1, 500)], [(0, 1), (1, 64)], id="as much as fits"),
+        pytest.param(None, [(0, 1), (1, 500)], [(0, 1), (1, 256)], id="no bound"),
+        pytest.param(1.0, [(0, 1), (1, 500)], [(0, 1), (1, 256)], id="a wide bound"),
+        pytest.param(0.1, [(0, 1), (1, 20), (2, 90)], [(0, 1), (1, 20), (2, 32)], id="two prompts"),
+        pytest.param(0.085, [(0, 1), (1, 500)], [(0, 1), (1, 32)], id="not 48, which costs 64"),
+        pytest.param(0.01, [(0, 1), (1, 500)], [(0, 1), (1, 16)], id="as long as decoding takes"),
+        pytest.param(
+            0.01, [(0, 1), (1, 1), (2, 500), (3, 5)], [(0, 1), (1, 1), (2, 32)],
+            id="decoding two takes longer, and so may the prompts",
+        ),
+    ],
+)  # fmt: skip
+def test_prompts_get_what_the_stall_budget_leaves(
+    max_stall_s: float | None, sequences: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    made = stalling(max_stall_s, *(running(slot_id, n) for slot_id, n in sequences))
+    assert served(made.schedule()) == expected
+
+
+def test_a_prompt_gets_on_even_if_nothing_fits() -> None:
+    costs = CostModel(Measurements(decode_s={1: 0.001}, prefill_s={16: 9.0, 32: 9.0}))
+    made = Scheduler(256, costs, 0.1)
+    made.add(running(0, 1))
+    made.add(running(1, 100))
+    assert served(made.schedule()) == [(0, 1), (1, 16)]
+
+
+def test_deep_prompts_get_smaller_chunks() -> None:
+    costs = CostModel(Measurements(SLOW.decode_s, SLOW.prefill_s, row_and_cached_token_s=1e-6))
+    made = Scheduler(256, costs, 0.1)
+    made.add(running(0, 1))
+    made.add(running(1, 2000, n_cached=1500))
+    assert served(made.schedule()) == [(0, 1), (1, 16)]
