@@ -25,6 +25,7 @@ from pydantic import (
 from ray.serve.config import AutoscalingConfig
 
 from serve_app.errors import ConfigError
+from serve_app.llama.formats import CacheType, LoadMode
 
 
 class _Section(BaseModel):
@@ -71,6 +72,12 @@ class EngineConfig(_Section):
     Default: twice n_slots."""
     flash_attn: bool = True
     """Flash attention."""
+    cache_type_k: CacheType = "f16"
+    """Format of the keys in the KV cache; quantised ones (`q8_0`, `q4_0`, ...) take less memory."""
+    cache_type_v: CacheType = "f16"
+    """Format of the values in the KV cache; a quantised one needs `flash_attn`."""
+    load_mode: LoadMode = "auto"
+    """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
     max_stall_ms: PositiveFloat | None = 250
     """Longest time, in milliseconds, that a running stream should wait between two tokens because of
     others' prompts: these get on in chunks that fit, by measured times. null sets no bound."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from serve_app.config import EngineConfig
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
+from serve_app.llama.formats import CacheType, block_size, n_bytes
 from serve_app.llama.model import Model
 
 _MAX_DEFAULT_CTX = 4096
@@ -15,7 +16,6 @@ _MIN_DEFAULT_SLOTS, _MAX_DEFAULT_SLOTS = 8, 32
 _SLOTS_PER_CORE = 4
 # Of the memory that the weights leave; compute buffers, Python and the page cache get the rest.
 _KV_SHARE_OF_MEMORY = 0.5
-_BYTES_PER_F16 = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,32 @@ class ModelNeeds:
 
     n_ctx_train: int
     """Tokens."""
-    kv_bytes_per_token: int
+    cache_elements: tuple[int, int]
+    """Of one token's keys and values in the KV cache."""
+    head_sizes: tuple[int, int]
+    """Elements of one head's key and value."""
     weight_bytes: int
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
-        """Read from a GGUF's metadata; the vocabulary is enough. An upper bound for models that
-        keep only a window of their context."""
-        n_head = model.meta_int("attention.head_count", 1)
-        head_dim = model.meta_int("embedding_length", 1) // max(1, n_head)
-        key = model.meta_int("attention.key_length", head_dim)
-        value = model.meta_int("attention.value_length", head_dim)
-        n_head_kv = model.meta_int("attention.head_count_kv", n_head)
-        return cls(
-            n_ctx_train=model.n_ctx_train,
-            kv_bytes_per_token=model.meta_int("block_count", 1)
-            * n_head_kv
-            * (key + value)
-            * _BYTES_PER_F16,
-            weight_bytes=model.path.stat().st_size,
-        )
+        """Read from a GGUF's metadata; the vocabulary is enough."""
+        weight_bytes = model.path.stat().st_size
+        return cls(model.n_ctx_train, model.cache_elements, model.head_sizes, weight_bytes)
+
+    def cache_bytes_per_token(self, type_k: CacheType, type_v: CacheType) -> int:
+        """Bytes of one token in the KV cache. Raises ConfigError for a format that does not divide
+        the model's heads."""
+        total = 0
+        for letter, name, elements, head in zip(
+            "kv", (type_k, type_v), self.cache_elements, self.head_sizes, strict=True
+        ):
+            if head % block_size(name):
+                raise ConfigError(
+                    f"engine.cache_type_{letter}: {name} packs {block_size(name)} numbers together, "
+                    f"and this model's heads have {head}"
+                )
+            total += n_bytes(name, elements)
+        return total
 
 
 def resolve(
@@ -61,7 +67,10 @@ def resolve(
                 "engine.n_slots and engine.n_ctx_slot must both be set, because the model file is "
                 "not on the machine that reads the configuration"
             )
-        n_slots, n_ctx_slot = _fit(n_slots, n_ctx_slot, needs, cores, memory_bytes)
+        per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
+        cache_bytes = int(_KV_SHARE_OF_MEMORY * max(0, memory_bytes - needs.weight_bytes))
+        room = cache_bytes // per_token
+        n_slots, n_ctx_slot = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room)
     return EngineOptions(
         n_slots=n_slots,
         n_ctx_slot=n_ctx_slot,
@@ -69,20 +78,22 @@ def resolve(
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
         flash_attn=config.flash_attn,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        load_mode=config.load_mode,
         max_stall_s=None if config.max_stall_ms is None else config.max_stall_ms / 1000,
     )
 
 
 def _fit(
-    n_slots: int | None, n_ctx_slot: int | None, needs: ModelNeeds, cores: int, memory_bytes: int
+    n_slots: int | None, n_ctx_slot: int | None, n_ctx_train: int, cores: int, room: int
 ) -> tuple[int, int]:
-    kv_bytes = int(_KV_SHARE_OF_MEMORY * max(0, memory_bytes - needs.weight_bytes))
-    tokens = kv_bytes // needs.kv_bytes_per_token
+    """Slots and context for which the memory has room, in tokens."""
     wanted_slots = min(_MAX_DEFAULT_SLOTS, max(_MIN_DEFAULT_SLOTS, _SLOTS_PER_CORE * cores))
-    wanted_ctx = min(needs.n_ctx_train, _MAX_DEFAULT_CTX)
+    wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:
-        least = min(needs.n_ctx_train, _MIN_DEFAULT_CTX)
-        n_ctx_slot = max(least, min(wanted_ctx, tokens // (n_slots or wanted_slots)))
+        least = min(n_ctx_train, _MIN_DEFAULT_CTX)
+        n_ctx_slot = max(least, min(wanted_ctx, room // (n_slots or wanted_slots)))
     if n_slots is None:
-        n_slots = max(1, min(wanted_slots, tokens // n_ctx_slot))
+        n_slots = max(1, min(wanted_slots, room // n_ctx_slot))
     return n_slots, n_ctx_slot

@@ -1,4 +1,4 @@
-"""What the engine needs of a model: seven methods. `llama_backend` is the real one, `fake` a scripted one.
+"""What the engine needs of a model. `llama_backend` is the real one, `fake` a scripted one.
 
 Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
 """
@@ -6,6 +6,7 @@ Except for `Vocabulary`, which is immutable, everything is used by the decoder t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.engine.cost_model import Measurements
@@ -43,12 +44,24 @@ class Sampler(Protocol):
         """Free what it holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a model needs, in bytes; what llama.cpp computes in comes on top."""
+
+    weights_bytes: int
+    cache_bytes_per_slot: int
+
+
 class Backend(Protocol):
     """A model with one KV cache lane for each slot."""
 
     @property
     def vocabulary(self) -> Vocabulary:
         """The model's vocabulary."""
+
+    @property
+    def memory(self) -> MemoryUse:
+        """What it holds."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises DecodeError when these rows cannot be decoded; any other

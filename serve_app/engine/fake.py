@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from serve_app.engine.backend import Row
+from serve_app.engine.backend import MemoryUse, Row
 from serve_app.engine.cost_model import Measurements
 from serve_app.errors import DecodeError
 from serve_app.types import SamplingParams
@@ -52,6 +52,7 @@ class FakeBackend:
         fail_on: Iterable[int] = (),
         break_after: int | None = None,
     ) -> None:
+        self.memory = MemoryUse(0, 0)
         self.measurements = Measurements()
         """What `measure` answers."""
         self.vocabulary = FakeVocabulary()

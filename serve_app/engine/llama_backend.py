@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from serve_app.engine.backend import Row
+from serve_app.engine.backend import MemoryUse, Row
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.sweep import Sweep
@@ -26,7 +26,7 @@ class LlamaBackend:
     """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded."""
 
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
-        self.vocabulary = Model(path)
+        self.vocabulary = Model(path, load_mode=options.load_mode)
         self._options = options
         try:
             self._context = Context(
@@ -36,6 +36,8 @@ class LlamaBackend:
                 n_batch=options.n_batch + options.n_slots,
                 threads=options.threads,
                 flash_attn=options.flash_attn,
+                cache_type_k=options.cache_type_k,
+                cache_type_v=options.cache_type_v,
             )
             self._context.warm_up()
         except DecodeError as error:
@@ -56,6 +58,11 @@ class LlamaBackend:
     def copy(self, source: int, target: int) -> None:
         """See Backend.copy."""
         self._context.copy(source, target)
+
+    @property
+    def memory(self) -> MemoryUse:
+        """See Backend.memory."""
+        return MemoryUse(self.vocabulary.n_bytes, self._context.cache_bytes_per_lane)
 
     def measure(self) -> Measurements:
         """See Backend.measure: a sweep of some seconds."""

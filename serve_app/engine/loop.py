@@ -261,6 +261,9 @@ class DecoderLoop:
             cached_tokens=self._counts["cached_tokens"],
             generated_tokens=self._counts["generated_tokens"],
             ended=dict(self._ended),
+            weights_bytes=self._backend.memory.weights_bytes,
+            cache_bytes=self._options.n_slots * self._backend.memory.cache_bytes_per_slot,
+            cache_bytes_per_slot=self._backend.memory.cache_bytes_per_slot,
             step_time=self._costs.curve(),
             slots=tuple(_slot_stats(slot) for slot in self._slots.slots),
         )

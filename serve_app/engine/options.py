@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.errors import ConfigError
+from serve_app.llama.formats import CacheType, LoadMode, block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,9 @@ class EngineOptions:
     max_waiting: int = 16
     """Requests that may wait for a slot; the next one is refused."""
     flash_attn: bool = True
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
+    load_mode: LoadMode = "auto"
     max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""
@@ -32,6 +36,10 @@ class EngineOptions:
                 raise ConfigError(f"engine.{name} must be at least 1.")
         if self.n_ctx_slot < 2:
             raise ConfigError("engine.n_ctx_slot must be at least 2: a prompt token and an answer.")
+        if block_size(self.cache_type_v) > 1 and not self.flash_attn:
+            raise ConfigError(
+                f"engine.cache_type_v: {self.cache_type_v} needs engine.flash_attn: true."
+            )
         if self.max_stall_s is not None and self.max_stall_s <= 0:
             raise ConfigError("engine.max_stall_ms must be above 0.")
         if self.max_waiting < 0:

@@ -36,6 +36,11 @@ class EngineStats:
     generated_tokens: int
     ended: dict[str, int] = field(default_factory=dict)
     """Requests by the reason of their end."""
+    weights_bytes: int = 0
+    cache_bytes: int = 0
+    """Of all slots."""
+    cache_bytes_per_slot: int = 0
+    """What one slot more would cost."""
     step_time: dict[str, dict[int, float]] = field(default_factory=dict)
     """What a pass costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by prompt rows."""
     slots: tuple[SlotStats, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import llama_cpp
 
 from serve_app.errors import ConfigError, DecodeError
+from serve_app.llama.formats import CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
 
 Row = tuple[int, int, int, bool]
@@ -32,12 +33,15 @@ class Context:
         n_batch: int,
         threads: int,
         flash_attn: bool,
+        cache_type_k: CacheType = "f16",
+        cache_type_v: CacheType = "f16",
     ) -> None:
         self.model = model
         self.n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = n_seq_max * -(-n_ctx_slot // _CELL_PADDING) * _CELL_PADDING
+        cells = -(-n_ctx_slot // _CELL_PADDING) * _CELL_PADDING
+        params.n_ctx = n_seq_max * cells
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = n_seq_max
         # At most one row of each sequence is sampled: llama.cpp need not reserve logits for more.
@@ -48,14 +52,21 @@ class Context:
             if flash_attn
             else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
+        params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
         params.kv_unified = False
         params.no_perf = True
         self.pointer = llama_cpp.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             raise ConfigError(
                 f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
-                f"{model.path.name}: lower engine.n_slots or engine.n_ctx_slot."
+                f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
+                "engine.n_slots or engine.n_ctx_slot."
             )
+        keys, values = model.cache_elements
+        self.cache_bytes_per_lane = cells * (
+            n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
+        )
+        """Bytes of one lane's keys and values."""
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
         for i in range(n_batch):

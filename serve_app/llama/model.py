@@ -13,6 +13,15 @@ import llama_cpp
 
 from serve_app.errors import ConfigError
 from serve_app.llama import library
+from serve_app.llama.formats import LoadMode
+
+_LOAD_MODES: dict[LoadMode, int] = {
+    "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
+    "mmap": llama_cpp.LLAMA_LOAD_MODE_MMAP,
+    "mlock": llama_cpp.LLAMA_LOAD_MODE_MLOCK,
+    "mmap+mlock": llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    "none": llama_cpp.LLAMA_LOAD_MODE_NONE,
+}
 
 
 class Model:
@@ -23,7 +32,13 @@ class Model:
     cannot load it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, vocab_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        vocab_only: bool = False,
+        load_mode: LoadMode = "auto",
+    ) -> None:
         library.init()
         self.path = Path(path)
         if not self.path.is_file():
@@ -31,6 +46,7 @@ class Model:
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = vocab_only
         params.n_gpu_layers = 0
+        params.load_mode = _LOAD_MODES[load_mode]
         pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
             raise ConfigError(
@@ -66,6 +82,33 @@ class Model:
     def n_ctx_train(self) -> int:
         """The context length that the model was trained for, in tokens."""
         return self.meta_int("context_length", 2048)
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Elements of one head's key and value."""
+        default = self.meta_int("embedding_length", 1) // max(1, self._n_head)
+        return (
+            self.meta_int("attention.key_length", default),
+            self.meta_int("attention.value_length", default),
+        )
+
+    @property
+    def cache_elements(self) -> tuple[int, int]:
+        """Elements of all keys and all values that one token has in the KV cache; an upper bound for
+        models that keep only a window of their context."""
+        heads = self.meta_int("attention.head_count_kv", self._n_head)
+        key, value = self.head_sizes
+        per_element = self.meta_int("block_count", 1) * heads
+        return per_element * key, per_element * value
+
+    @property
+    def _n_head(self) -> int:
+        return self.meta_int("attention.head_count", 1)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its tensors; 0 with `vocab_only`."""
+        return int(llama_cpp.llama_model_size(self.pointer))
 
     @property
     def chat_template(self) -> str | None:

@@ -7,7 +7,8 @@ from serve_app.errors import ConfigError
 from serve_app.sizing import ModelNeeds, resolve
 
 GIB = 2**30
-SMALL = ModelNeeds(n_ctx_train=32768, kv_bytes_per_token=112 * 1024, weight_bytes=GIB // 3)
+# The cache of Qwen3-0.6B: 28 layers x 8 heads x 128 elements, keys and values, 112 KiB a token as F16.
+SMALL = ModelNeeds(32768, (28672, 28672), (128, 128), weight_bytes=GIB // 3)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,7 @@ SMALL = ModelNeeds(n_ctx_train=32768, kv_bytes_per_token=112 * 1024, weight_byte
         ({"n_slots": 4}, 2, 2 * GIB, (4, 1950)),
         ({"n_ctx_slot": 8192}, 2, 8 * GIB, (4, 8192)),
         ({"n_slots": 3, "n_ctx_slot": 99}, 2, 0, (3, 99)),
+        ({"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 2, 4 * GIB, (8, 4038)),
     ],
     ids=[
         "roomy",
@@ -33,10 +35,11 @@ SMALL = ModelNeeds(n_ctx_train=32768, kv_bytes_per_token=112 * 1024, weight_byte
         "slots set",
         "context set",
         "both set",
+        "a quantised cache holds more",
     ],
 )
 def test_fits_machine(
-    config: dict[str, int], cores: int, memory: int, expected: tuple[int, int]
+    config: dict[str, int | str], cores: int, memory: int, expected: tuple[int, int]
 ) -> None:
     options = resolve(EngineConfig.model_validate(config), SMALL, cores=cores, memory_bytes=memory)
     assert (options.n_slots, options.n_ctx_slot) == expected
@@ -45,7 +48,7 @@ def test_fits_machine(
 
 
 def test_context_is_never_longer_than_the_models() -> None:
-    needs = ModelNeeds(n_ctx_train=512, kv_bytes_per_token=1, weight_bytes=1)
+    needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=1)
     options = resolve(EngineConfig(), needs, cores=2, memory_bytes=GIB)
     assert options.n_ctx_slot == 512
 
@@ -53,3 +56,16 @@ def test_context_is_never_longer_than_the_models() -> None:
 def test_without_a_model_both_sizes_must_be_set() -> None:
     with pytest.raises(ConfigError, match=r"engine\.n_slots and engine\.n_ctx_slot"):
         resolve(EngineConfig(n_slots=4), None, cores=2, memory_bytes=GIB)
+
+
+def test_a_format_must_divide_the_heads() -> None:
+    odd = ModelNeeds(512, (80, 80), (80, 80), weight_bytes=1)
+    config = EngineConfig(cache_type_v="q8_0")
+    with pytest.raises(ConfigError, match=r"cache_type_v: q8_0 packs 32 .* heads have 80"):
+        resolve(config, odd, cores=2, memory_bytes=GIB)
+
+
+def test_quantised_values_need_flash_attention() -> None:
+    config = EngineConfig(cache_type_v="q4_0", flash_attn=False)
+    with pytest.raises(ConfigError, match=r"cache_type_v: q4_0 needs engine\.flash_attn"):
+        resolve(config, SMALL, cores=2, memory_bytes=GIB)
