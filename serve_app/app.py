@@ -61,6 +61,7 @@ def resolve(model: ModelConfig, share: float) -> ResolvedModel:
         id=model.id,
         source=model.source,
         options=options,
+        system_prompts=tuple(model.engine.system_prompts),
         threads=model.engine.threads,
         num_cpus=model.engine.threads or _whole_or_fraction(share * usable_cores()),
         batch_wait_timeout_s=model.batch_wait_timeout_s,

@@ -76,6 +76,9 @@ class EngineConfig(_Section):
     """Format of the keys in the KV cache; quantised ones (`q8_0`, `q4_0`, ...) take less memory."""
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache; a quantised one needs `flash_attn`."""
+    system_prompts: list[Annotated[str, Field(min_length=1)]] = []
+    """System prompts that every replica computes when it starts and never forgets, each in a KV cache
+    lane of its own: chats that begin with one start from there."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
     max_stall_ms: PositiveFloat | None = 250

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from serve_app.engine import Engine, TokenStream
 from serve_app.errors import CorralError
 from serve_app.logs import forward_to_serve
 from serve_app.placement.machine import usable_cores
+from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
 from serve_app.sources import locate
 from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
@@ -27,8 +29,13 @@ class EngineReplica:
 
     def __init__(self, model: ResolvedModel) -> None:
         forward_to_serve()
-        options = dataclasses.replace(model.options, threads=model.threads or _own_cores())
-        self._engine = Engine.load(locate(model.source), options)
+        path = locate(model.source)
+        options = dataclasses.replace(
+            model.options,
+            threads=model.threads or _own_cores(),
+            pinned=_prefixes(path, model.system_prompts),
+        )
+        self._engine = Engine.load(path, options)
         batching: Any = self._enter  # Serve's setters are not in its decorator's type
         batching.set_max_batch_size(options.n_slots + options.max_waiting)
         batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
@@ -73,6 +80,14 @@ class EngineReplica:
     def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         self._engine.close(timeout_s=0)
+
+
+def _prefixes(path: Path, system_prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """What chats with these system prompts begin with, as tokens."""
+    if not system_prompts:
+        return ()
+    tokenizer = Tokenizer(path)
+    return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
 
 
 def _own_cores() -> int:

@@ -15,6 +15,8 @@ class ResolvedModel:
     id: str
     source: ModelSource
     options: EngineOptions
+    system_prompts: tuple[str, ...]
+    """Which of their tokens are pinned, each replica finds out: it has the vocabulary."""
     threads: int | None
     """Configured threads; None lets each replica count its own cores."""
     num_cpus: float

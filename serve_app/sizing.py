@@ -70,7 +70,8 @@ def resolve(
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         cache_bytes = int(_KV_SHARE_OF_MEMORY * max(0, memory_bytes - needs.weight_bytes))
         room = cache_bytes // per_token
-        n_slots, n_ctx_slot = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room)
+        lanes = len(config.system_prompts)
+        n_slots, n_ctx_slot = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, lanes)
     return EngineOptions(
         n_slots=n_slots,
         n_ctx_slot=n_ctx_slot,
@@ -86,14 +87,19 @@ def resolve(
 
 
 def _fit(
-    n_slots: int | None, n_ctx_slot: int | None, n_ctx_train: int, cores: int, room: int
+    n_slots: int | None,
+    n_ctx_slot: int | None,
+    n_ctx_train: int,
+    cores: int,
+    room: int,
+    pinned: int,
 ) -> tuple[int, int]:
-    """Slots and context for which the memory has room, in tokens."""
+    """Slots and context for which the memory has room, in tokens, beside pinned lanes."""
     wanted_slots = min(_MAX_DEFAULT_SLOTS, max(_MIN_DEFAULT_SLOTS, _SLOTS_PER_CORE * cores))
     wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:
         least = min(n_ctx_train, _MIN_DEFAULT_CTX)
-        n_ctx_slot = max(least, min(wanted_ctx, room // (n_slots or wanted_slots)))
+        n_ctx_slot = max(least, min(wanted_ctx, room // ((n_slots or wanted_slots) + pinned)))
     if n_slots is None:
-        n_slots = max(1, min(wanted_slots, room // n_ctx_slot))
+        n_slots = max(1, min(wanted_slots, room // n_ctx_slot - pinned))
     return n_slots, n_ctx_slot

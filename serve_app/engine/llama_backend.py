@@ -31,7 +31,7 @@ class LlamaBackend:
         try:
             self._context = Context(
                 self.vocabulary,
-                n_seq_max=options.n_slots,
+                n_seq_max=options.n_slots + len(options.pinned),
                 n_ctx_slot=options.n_ctx_slot,
                 n_batch=options.n_batch + options.n_slots,
                 threads=options.threads,

@@ -45,9 +45,8 @@ class DecoderLoop:
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
         self._mailbox = Mailbox(options.n_slots + options.max_waiting)
-        self._slots = SlotTable(
-            options.n_slots, min_copy=max(_LEAST_COPY, options.n_ctx_slot // 64)
-        )
+        min_copy = max(_LEAST_COPY, options.n_ctx_slot // 64)
+        self._slots = SlotTable(options.n_slots, min_copy, options.pinned)
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
@@ -87,6 +86,7 @@ class DecoderLoop:
             backend = self._backend = open_backend()
             bounded = self._options.max_stall_s is not None
             self._costs = CostModel(backend.measure() if bounded else Measurements())
+            self._pin(backend)
         except BaseException as error:
             opened.set_exception(error)
             return
@@ -101,6 +101,14 @@ class DecoderLoop:
             self._fail(EngineFailedError(f"The engine failed: {error}"))
         finally:
             backend.close()
+
+    def _pin(self, backend: Backend) -> None:
+        """Compute what is pinned."""
+        n_batch = self._options.n_batch
+        for lane, tokens in enumerate(self._options.pinned, start=self._options.n_slots):
+            rows = [(token, position, lane, False) for position, token in enumerate(tokens)]
+            for start in range(0, len(rows), n_batch):
+                backend.decode(rows[start : start + n_batch])
 
     def step(self) -> None:
         """Schedule; for each pass, decode, sample and postprocess; deliver."""
@@ -262,7 +270,7 @@ class DecoderLoop:
             generated_tokens=self._counts["generated_tokens"],
             ended=dict(self._ended),
             weights_bytes=self._backend.memory.weights_bytes,
-            cache_bytes=self._options.n_slots * self._backend.memory.cache_bytes_per_slot,
+            cache_bytes=len(self._slots.slots) * self._backend.memory.cache_bytes_per_slot,
             cache_bytes_per_slot=self._backend.memory.cache_bytes_per_slot,
             step_time=self._costs.curve(),
             slots=tuple(_slot_stats(slot) for slot in self._slots.slots),
@@ -272,7 +280,8 @@ class DecoderLoop:
 def _slot_stats(slot: Slot) -> SlotStats:
     sequence = slot.sequence
     if sequence is None:
-        return SlotStats(slot.id, "idle", None, slot.n_past, 0, 0)
+        state = "pinned" if slot.pinned else "idle"
+        return SlotStats(slot.id, state, None, slot.n_past, 0, 0)
     return SlotStats(
         slot.id,
         sequence.state.value,

@@ -23,6 +23,8 @@ class EngineOptions:
     max_waiting: int = 16
     """Requests that may wait for a slot; the next one is refused."""
     flash_attn: bool = True
+    pinned: tuple[tuple[int, ...], ...] = ()
+    """Beginnings of prompts, as token ids: computed at the start, and kept in lanes of their own."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
@@ -36,6 +38,8 @@ class EngineOptions:
                 raise ConfigError(f"engine.{name} must be at least 1.")
         if self.n_ctx_slot < 2:
             raise ConfigError("engine.n_ctx_slot must be at least 2: a prompt token and an answer.")
+        if not all(0 < len(prefix) < self.n_ctx_slot for prefix in self.pinned):
+            raise ConfigError("engine.system_prompts: one is empty, or does not fit n_ctx_slot.")
         if block_size(self.cache_type_v) > 1 and not self.flash_attn:
             raise ConfigError(
                 f"engine.cache_type_v: {self.cache_type_v} needs engine.flash_attn: true."

@@ -15,8 +15,15 @@ class Slot:
     idle_tokens: list[int] = field(default_factory=list)
     """What the lane's cache holds while it is idle."""
     sequence: Sequence | None = None
+    pinned: bool = False
+    """Whether it only keeps `idle_tokens`, for others to copy."""
     last_used: int = 0
     """Counts releases: the smallest is the least recently used; 0 was never used."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it could take a sequence."""
+        return self.sequence is None and not self.pinned
 
     @property
     def tokens(self) -> list[int]:
@@ -41,18 +48,23 @@ class Choice:
 
 
 class SlotTable:
-    """All slots of one context. `min_copy` is the number of tokens from which on copying a lane is
-    cheaper than computing them."""
+    """All slots of one context, then its pinned lanes. `min_copy` is the number of tokens from which on
+    copying a lane is cheaper than computing them."""
 
-    def __init__(self, n_slots: int, min_copy: int) -> None:
+    def __init__(
+        self, n_slots: int, min_copy: int, pinned: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
+        self.slots += [
+            Slot(n_slots + i, list(tokens), pinned=True) for i, tokens in enumerate(pinned)
+        ]
         self._min_copy = min_copy
         self._clock = 0
 
     @property
     def has_idle(self) -> bool:
-        """Whether some slot has no sequence."""
-        return any(slot.sequence is None for slot in self.slots)
+        """Whether some slot could take a sequence."""
+        return any(slot.idle for slot in self.slots)
 
     def choose(self, prompt: list[int]) -> Choice | None:
         """Where to start a prompt now; None if it should wait for a prefix that is being computed.
@@ -64,7 +76,7 @@ class SlotTable:
         """
         shared = [min(common_prefix(s.tokens, prompt), len(prompt) - 1) for s in self.slots]
         ready = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
-        idle = [slot for slot in self.slots if slot.sequence is None]
+        idle = [slot for slot in self.slots if slot.idle]
         in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *_age(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])
         best = max(ready[in_place.id], ready[source.id])

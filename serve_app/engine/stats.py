@@ -11,7 +11,7 @@ class SlotStats:
 
     id: int
     state: str
-    """"idle", "prefill" or "decode"."""
+    """"idle", "prefill" or "decode"; "pinned" for a lane that keeps a system prompt."""
     request_id: str | None
     n_past: int
     """Tokens in the slot's KV cache; an idle slot keeps them for a prompt that begins alike."""
@@ -38,7 +38,7 @@ class EngineStats:
     """Requests by the reason of their end."""
     weights_bytes: int = 0
     cache_bytes: int = 0
-    """Of all slots."""
+    """Of all slots and pinned lanes."""
     cache_bytes_per_slot: int = 0
     """What one slot more would cost."""
     step_time: dict[str, dict[int, float]] = field(default_factory=dict)

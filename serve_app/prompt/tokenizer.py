@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama.model import Model
 from serve_app.prompt.chat_template import ChatTemplate, Message
 
@@ -57,6 +57,21 @@ class Tokenizer:
         text = self._template.render(messages, tools)
         has_bos = bool(self._bos) and text.startswith(self._bos)
         return tuple(self._model.tokenize(text, add_special=not has_bos, parse_special=True))
+
+    def encode_system_prompt(self, text: str) -> tuple[int, ...]:
+        """The tokens that every chat with this system prompt, and without tools, begins with. Raises
+        ConfigError if the model has no chat template, or none for system prompts."""
+        try:
+            one, other = (
+                self.encode_chat(
+                    [{"role": "system", "content": text}, {"role": "user", "content": said}]
+                )
+                for said in ("a", "1")
+            )
+        except InvalidRequestError as error:
+            raise ConfigError(f"engine.system_prompts: {error.message}") from error
+        pairs = enumerate(zip(one, other, strict=False))
+        return one[: next(place for place, (a, b) in pairs if a != b)]
 
     def _special(self, token: int | None) -> str:
         return "" if token is None else self._model.detokenize([token], special=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from serve_app.config import EngineConfig
@@ -24,6 +26,7 @@ SMALL = ModelNeeds(32768, (28672, 28672), (128, 128), weight_bytes=GIB // 3)
         ({"n_ctx_slot": 8192}, 2, 8 * GIB, (4, 8192)),
         ({"n_slots": 3, "n_ctx_slot": 99}, 2, 0, (3, 99)),
         ({"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 2, 4 * GIB, (8, 4038)),
+        ({"system_prompts": ["a", "b"]}, 2, 4 * GIB, (8, 1716)),
     ],
     ids=[
         "roomy",
@@ -36,10 +39,11 @@ SMALL = ModelNeeds(32768, (28672, 28672), (128, 128), weight_bytes=GIB // 3)
         "context set",
         "both set",
         "a quantised cache holds more",
+        "pinned prompts have lanes too",
     ],
 )
 def test_fits_machine(
-    config: dict[str, int | str], cores: int, memory: int, expected: tuple[int, int]
+    config: dict[str, Any], cores: int, memory: int, expected: tuple[int, int]
 ) -> None:
     options = resolve(EngineConfig.model_validate(config), SMALL, cores=cores, memory_bytes=memory)
     assert (options.n_slots, options.n_ctx_slot) == expected

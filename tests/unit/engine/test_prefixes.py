@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine import (
+    ConfigError,
     DecodeError,
 )
+from serve_app.engine.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
 from tests.unit.engine.harness import (
     PATIENCE_S,
@@ -15,6 +17,7 @@ from tests.unit.engine.harness import (
     ask,
     assert_only_own_tokens_were_fed,
     continuation,
+    endless,
     options,
     request,
     running,
@@ -154,3 +157,40 @@ def test_memory_that_cannot_be_cut_is_computed_again() -> None:
         assert isinstance(ask(engine, request("c", "!")).end.error, DecodeError)
         assert ask(engine, request("d", "abxy")).token_ids == branch.token_ids
         engine.check_health()
+
+
+def test_a_pinned_prefix_is_never_forgotten() -> None:
+    """Strangers take both slots again and again; the lane behind the slots keeps it."""
+    pinned = tuple(COMMON.encode())
+    backend = FakeBackend(endless, n_slots=3)
+    sizes = options(2, n_ctx_slot=256, pinned=(pinned,))
+    with running(backend, sizes) as engine:
+        assert backend.lanes[2] == list(pinned)
+        assert [slot.state for slot in engine.stats().slots] == ["idle", "idle", "pinned"]
+        for name in "abc":
+            for stranger in "12":
+                ask(
+                    engine,
+                    request(stranger, f"{stranger}{name} knows nothing of this", max_tokens=2),
+                )
+            inbox = ask(engine, request(name, COMMON + name, max_tokens=3))
+            assert inbox.end.usage.cached_tokens == len(COMMON)
+            assert inbox.token_ids == continuation((COMMON + name).encode(), 3)
+        assert backend.lanes[2] == list(pinned)
+        assert engine.stats().prompt_tokens == 6 * len("1a knows nothing of this") + 3
+
+
+def test_a_pinned_lane_never_serves() -> None:
+    pinned = tuple(COMMON.encode())
+    backend = FakeBackend(endless, n_slots=2)
+    with running(backend, options(1, n_ctx_slot=256, pinned=(pinned,))) as engine:
+        inboxes = start(engine, *(request(name, f"{name} asks", max_tokens=4) for name in "abc"))
+        for inbox in inboxes:
+            inbox.wait()
+    assert {row[2] for batch in backend.batches[4:] for row in batch} == {0}
+
+
+@pytest.mark.parametrize("pinned", [((),), ((1,) * 64,)])
+def test_pinned_prefixes_must_fit(pinned: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ConfigError, match="system_prompts"):
+        options(1, pinned=pinned)
