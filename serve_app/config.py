@@ -79,6 +79,9 @@ class EngineConfig(_Section):
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
     """System prompts that every replica computes when it starts and never forgets, each in a KV cache
     lane of its own: chats that begin with one start from there."""
+    cache_ram_mib: NonNegativeInt | None = None
+    """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
+    from there. Default: an eighth of what the weights leave; 0 keeps none."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
     max_stall_ms: PositiveFloat | None = 250

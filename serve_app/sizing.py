@@ -16,6 +16,7 @@ _MIN_DEFAULT_SLOTS, _MAX_DEFAULT_SLOTS = 8, 32
 _SLOTS_PER_CORE = 4
 # Of the memory that the weights leave; compute buffers, Python and the page cache get the rest.
 _KV_SHARE_OF_MEMORY = 0.5
+_CACHE_RAM_SHARE_OF_MEMORY = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,12 @@ def resolve(
         room = cache_bytes // per_token
         lanes = len(config.system_prompts)
         n_slots, n_ctx_slot = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, lanes)
+    left = max(0, memory_bytes - (0 if needs is None else needs.weight_bytes))
+    cache_ram_bytes = (
+        int(_CACHE_RAM_SHARE_OF_MEMORY * left)
+        if config.cache_ram_mib is None
+        else config.cache_ram_mib * 2**20
+    )
     return EngineOptions(
         n_slots=n_slots,
         n_ctx_slot=n_ctx_slot,
@@ -79,6 +86,7 @@ def resolve(
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
         flash_attn=config.flash_attn,
+        cache_ram_bytes=cache_ram_bytes,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         load_mode=config.load_mode,

@@ -50,6 +50,7 @@ class MemoryUse:
 
     weights_bytes: int
     cache_bytes_per_slot: int
+    cache_bytes_per_token: int
 
 
 class Backend(Protocol):
@@ -76,6 +77,13 @@ class Backend(Protocol):
 
     def copy(self, source: int, target: int) -> None:
         """Make the target's lane a copy of the source's, whatever it held."""
+
+    def save(self, seq_id: int) -> bytes:
+        """The lane's cached tokens as a state that `restore` takes."""
+
+    def restore(self, seq_id: int, state: bytes) -> None:
+        """Make the lane what it was when the state was saved, of this lane or another one, whatever
+        it held. Raises DecodeError if it cannot; the lane is then in no known state."""
 
     def measure(self) -> Measurements:
         """What passes cost. The cache must be empty, and is empty again afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +53,7 @@ class FakeBackend:
         fail_on: Iterable[int] = (),
         break_after: int | None = None,
     ) -> None:
-        self.memory = MemoryUse(0, 0)
+        self.memory = MemoryUse(0, 0, 4)
         self.measurements = Measurements()
         """What `measure` answers."""
         self.vocabulary = FakeVocabulary()
@@ -111,6 +112,14 @@ class FakeBackend:
     def copy(self, source: int, target: int) -> None:
         """Copy a lane."""
         self.lanes[target] = list(self.lanes[source])
+
+    def save(self, seq_id: int) -> bytes:
+        """The lane's tokens, four bytes each."""
+        return struct.pack(f"{len(self.lanes[seq_id])}I", *self.lanes[seq_id])
+
+    def restore(self, seq_id: int, state: bytes) -> None:
+        """Make the lane those tokens."""
+        self.lanes[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
 
     def measure(self) -> Measurements:
         """What the test said."""

@@ -59,10 +59,21 @@ class LlamaBackend:
         """See Backend.copy."""
         self._context.copy(source, target)
 
+    def save(self, seq_id: int) -> bytes:
+        """See Backend.save."""
+        return self._context.save(seq_id)
+
+    def restore(self, seq_id: int, state: bytes) -> None:
+        """See Backend.restore."""
+        self._context.restore(seq_id, state)
+
     @property
     def memory(self) -> MemoryUse:
         """See Backend.memory."""
-        return MemoryUse(self.vocabulary.n_bytes, self._context.cache_bytes_per_lane)
+        context = self._context
+        return MemoryUse(
+            self.vocabulary.n_bytes, context.cache_bytes_per_lane, context.cache_bytes_per_token
+        )
 
     def measure(self) -> Measurements:
         """See Backend.measure: a sweep of some seconds."""

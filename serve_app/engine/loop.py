@@ -14,9 +14,10 @@ from serve_app.engine.backend import Backend
 from serve_app.engine.cost_model import CostModel, Measurements
 from serve_app.engine.mailbox import Commands, Mailbox
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.prefix_store import PrefixStore, StoredPrefix
 from serve_app.engine.scheduler import Pass, Scheduler, plan_pass
 from serve_app.engine.sequence import NO_SLOT, Sequence
-from serve_app.engine.slots import Slot, SlotTable
+from serve_app.engine.slots import Choice, Slot, SlotTable
 from serve_app.engine.stats import EngineStats, SlotStats
 from serve_app.errors import CorralError, DecodeError, EngineClosedError, EngineFailedError
 from serve_app.types import FinishReason, TokenDelta
@@ -47,6 +48,7 @@ class DecoderLoop:
         self._mailbox = Mailbox(options.n_slots + options.max_waiting)
         min_copy = max(_LEAST_COPY, options.n_ctx_slot // 64)
         self._slots = SlotTable(options.n_slots, min_copy, options.pinned)
+        self._stored = PrefixStore(options.cache_ram_bytes)
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
@@ -184,13 +186,15 @@ class DecoderLoop:
         for sequence in list(self._waiting):
             if not self._slots.has_idle:
                 return
-            choice = self._slots.choose(sequence.tokens)
+            n_stored, stored = self._stored.longest(sequence.tokens)
+            choice = self._slots.choose(sequence.tokens, n_stored)
             if choice is None:
                 continue
             slot = choice.slot
-            if choice.copy_from is not None:
-                self._backend.copy(choice.copy_from.id, slot.id)
-            n_cached = self._keep(slot, choice.n_cached)
+            if choice.stored and stored is not None:
+                self._stored.used(stored)
+            self._store(slot, self._slots.loses(choice))
+            n_cached = self._fill(choice, stored)
             sampler = self._backend.sampler(sequence.request.sampling, sequence.request.prompt)
             # Until here it waits: a backend that breaks above ends it with all the others.
             self._waiting.remove(sequence)
@@ -198,6 +202,26 @@ class DecoderLoop:
             self._slots.occupy(slot, sequence)
             self._scheduler.add(sequence)
             self._counts["cached_tokens"] += n_cached
+
+    def _store(self, slot: Slot, tokens: list[int]) -> None:
+        """Save an idle slot's tokens, unless there are none or somebody has them."""
+        n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
+        if tokens and self._stored.wants(tokens, n_bytes):
+            self._stored.put(tokens, self._backend.save(slot.id))
+
+    def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
+        """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
+        slot = choice.slot
+        if choice.stored and stored is not None:
+            try:
+                self._backend.restore(slot.id, stored.state)
+            except DecodeError as error:
+                logger.error("A stored prefix is lost: %s", error)
+                return self._keep(slot, 0)
+            self._counts["restored_tokens"] += choice.n_cached
+        elif choice.copy_from is not None:
+            self._backend.copy(choice.copy_from.id, slot.id)
+        return self._keep(slot, choice.n_cached)
 
     def _keep(self, slot: Slot, n_cached: int) -> int:
         """Drop all but the slot's first `n_cached` tokens, or all of them if the model's memory
@@ -269,6 +293,9 @@ class DecoderLoop:
             cached_tokens=self._counts["cached_tokens"],
             generated_tokens=self._counts["generated_tokens"],
             ended=dict(self._ended),
+            restored_tokens=self._counts["restored_tokens"],
+            stored_prefixes=len(self._stored),
+            stored_bytes=self._stored.n_bytes,
             weights_bytes=self._backend.memory.weights_bytes,
             cache_bytes=len(self._slots.slots) * self._backend.memory.cache_bytes_per_slot,
             cache_bytes_per_slot=self._backend.memory.cache_bytes_per_slot,

@@ -25,6 +25,8 @@ class EngineOptions:
     flash_attn: bool = True
     pinned: tuple[tuple[int, ...], ...] = ()
     """Beginnings of prompts, as token ids: computed at the start, and kept in lanes of their own."""
+    cache_ram_bytes: int = 0
+    """Memory for prefixes that lost their slot; 0 keeps none."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"

@@ -44,7 +44,9 @@ class Choice:
     n_cached: int
     """Its first tokens that need not be computed."""
     copy_from: Slot | None = None
-    """The slot to copy them from; None if they are in `slot` already."""
+    """The slot to copy them from; None if they are in `slot` already, or stored."""
+    stored: bool = False
+    """Whether they come from outside the slots."""
 
 
 class SlotTable:
@@ -66,13 +68,15 @@ class SlotTable:
         """Whether some slot could take a sequence."""
         return any(slot.idle for slot in self.slots)
 
-    def choose(self, prompt: list[int]) -> Choice | None:
+    def choose(self, prompt: list[int], n_stored: int = 0) -> Choice | None:
         """Where to start a prompt now; None if it should wait for a prefix that is being computed.
+        Its first `n_stored` tokens can also be had from outside the slots.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A
         prefix that another slot, idle or busy, holds is copied into the least recently used idle
-        slot. At least the prompt's last token is left to decode. There must be an idle slot.
+        slot; so is one that is stored. At least the prompt's last token is left to decode. There must be
+        an idle slot.
         """
         shared = [min(common_prefix(s.tokens, prompt), len(prompt) - 1) for s in self.slots]
         ready = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
@@ -80,12 +84,30 @@ class SlotTable:
         in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *_age(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])
         best = max(ready[in_place.id], ready[source.id])
-        if max(shared) - best >= self._min_copy:
+        if max(shared) - max(best, n_stored) >= self._min_copy:
             return None
+        if n_stored - best >= self._min_copy:
+            return Choice(max(idle, key=_age), n_stored, stored=True)
         others = [slot for slot in idle if slot is not source]
         if ready[source.id] - ready[in_place.id] >= self._min_copy and others:
             return Choice(max(others, key=_age), ready[source.id], copy_from=source)
         return Choice(in_place, ready[in_place.id])
+
+    def loses(self, choice: Choice) -> list[int]:
+        """The tokens of which some would be gone for good with this choice; none if they are few."""
+        slot = choice.slot
+        in_place = choice.copy_from is None and not choice.stored
+        n_kept = choice.n_cached if in_place else 0
+        if len(slot.idle_tokens) - n_kept < self._min_copy:
+            return []
+        others = (other for other in self.slots if other is not slot)
+        kept = any(self._holds(other, slot.idle_tokens) for other in others)
+        return [] if kept else slot.idle_tokens
+
+    @staticmethod
+    def _holds(slot: Slot, tokens: list[int]) -> bool:
+        n = len(tokens)
+        return slot.n_past >= n and slot.tokens[:n] == tokens
 
     def occupy(self, slot: Slot, sequence: Sequence) -> None:
         """Hand an idle slot to a sequence."""

@@ -36,6 +36,11 @@ class EngineStats:
     generated_tokens: int
     ended: dict[str, int] = field(default_factory=dict)
     """Requests by the reason of their end."""
+    restored_tokens: int = 0
+    """Of the cached tokens, those that came back from the prefix store."""
+    stored_prefixes: int = 0
+    """Prefixes that lost their slot and are kept in memory."""
+    stored_bytes: int = 0
     weights_bytes: int = 0
     cache_bytes: int = 0
     """Of all slots and pinned lanes."""

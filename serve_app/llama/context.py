@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import llama_cpp
+import numpy as np
 
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama.formats import CacheType, ggml_type, n_bytes
@@ -63,9 +65,9 @@ class Context:
                 "engine.n_slots or engine.n_ctx_slot."
             )
         keys, values = model.cache_elements
-        self.cache_bytes_per_lane = cells * (
-            n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
-        )
+        self.cache_bytes_per_token = n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
+        """Bytes of one token's keys and values."""
+        self.cache_bytes_per_lane = cells * self.cache_bytes_per_token
         """Bytes of one lane's keys and values."""
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
@@ -107,6 +109,24 @@ class Context:
         """Make lane `target` a copy of lane `source`. llama.cpp copies all of the lane's cells,
         during the next decode; that costs about as much as computing `n_ctx_slot` / 400 tokens."""
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def save(self, seq_id: int) -> bytes:
+        """A lane's cached tokens as llama.cpp's sequence state, to be used with the same model and the
+        same cache formats."""
+        size = llama_cpp.llama_state_seq_get_size(self.pointer, seq_id)
+        buffer = np.empty(size, np.uint8)
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        n_written = llama_cpp.llama_state_seq_get_data(self.pointer, pointer, size, seq_id)
+        return buffer[:n_written].tobytes()
+
+    def restore(self, seq_id: int, state: bytes) -> None:
+        """Fill a lane with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
+        the lane is empty then."""
+        self.truncate(seq_id, 0)
+        pointer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if not llama_cpp.llama_state_seq_set_data(self.pointer, pointer, len(state), seq_id):
+            self.truncate(seq_id, 0)
+            raise DecodeError(f"llama.cpp does not take back the saved state of lane {seq_id}.")
 
     def warm_up(self) -> None:
         """One throw-away decode, so that the first request does not pay for page faults."""

@@ -73,3 +73,10 @@ def test_quantised_values_need_flash_attention() -> None:
     config = EngineConfig(cache_type_v="q4_0", flash_attn=False)
     with pytest.raises(ConfigError, match=r"cache_type_v: q4_0 needs engine\.flash_attn"):
         resolve(config, SMALL, cores=2, memory_bytes=GIB)
+
+
+@pytest.mark.parametrize(("mib", "expected"), [(None, GIB // 2), (0, 0), (100, 100 * 2**20)])
+def test_memory_for_prefixes_without_a_slot(mib: int | None, expected: int) -> None:
+    needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=4 * GIB)
+    config = EngineConfig(cache_ram_mib=mib)
+    assert resolve(config, needs, cores=2, memory_bytes=8 * GIB).cache_ram_bytes == expected
