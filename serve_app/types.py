@@ -61,6 +61,10 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     """Token ids of the model's own vocabulary, at least one, shorter than a slot's context."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    client: str = ""
+    """Whose it is: slots are shared fairly among clients."""
+    priority: int = 0
+    """Lower ones get a slot first, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from serve_app.engine.backend import Backend
 from serve_app.engine.cost_model import CostModel, Measurements
+from serve_app.engine.fair_queue import FairQueue
 from serve_app.engine.mailbox import Commands, Mailbox
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.prefix_store import PrefixStore, StoredPrefix
@@ -49,7 +50,7 @@ class DecoderLoop:
         min_copy = max(_LEAST_COPY, options.n_ctx_slot // 64)
         self._slots = SlotTable(options.n_slots, min_copy, options.pinned)
         self._stored = PrefixStore(options.cache_ram_bytes)
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = FairQueue(self._cost)
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -181,9 +182,9 @@ class DecoderLoop:
         return self._has_work or not self._draining
 
     def _admit(self) -> None:
-        """Move waiting sequences into idle slots, first come first served; one that waits for a
-        prefix lets others pass."""
-        for sequence in list(self._waiting):
+        """Move waiting sequences into idle slots, in the order that is fair to their clients; one
+        that waits for a prefix lets others pass."""
+        for sequence in self._waiting:
             if not self._slots.has_idle:
                 return
             n_stored, stored = self._stored.longest(sequence.tokens)
@@ -197,11 +198,18 @@ class DecoderLoop:
             n_cached = self._fill(choice, stored)
             sampler = self._backend.sampler(sequence.request.sampling, sequence.request.prompt)
             # Until here it waits: a backend that breaks above ends it with all the others.
-            self._waiting.remove(sequence)
+            self._waiting.admit(sequence)
             sequence.admit(slot.id, n_cached, sampler)
             self._slots.occupy(slot, sequence)
             self._scheduler.add(sequence)
             self._counts["cached_tokens"] += n_cached
+
+    def _cost(self, n_prompt: int, n_generated: int) -> float:
+        """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
+        n_slots = self._options.n_slots
+        seconds = self._costs.prefill_s(n_prompt, 0)
+        seconds += n_generated * self._costs.decode_s(n_slots) / n_slots
+        return seconds or n_prompt + n_generated
 
     def _store(self, slot: Slot, tokens: list[int]) -> None:
         """Save an idle slot's tokens, unless there are none or somebody has them."""
@@ -255,8 +263,8 @@ class DecoderLoop:
 
     def _release(self, sequence: Sequence, reason: FinishReason) -> None:
         self._ended[reason] += 1
+        self._waiting.end(sequence)
         if sequence.slot_id == NO_SLOT:
-            self._waiting.remove(sequence)
             return
         mean = sequence.service_s if self._service_s is None else self._service_s
         self._service_s = mean + _SERVICE_TIME_WEIGHT * (sequence.service_s - mean)

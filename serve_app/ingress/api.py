@@ -168,7 +168,9 @@ async def _generate(
             f"logit_bias: token ids of this model are below {model.tokenizer.n_vocab}.",
             "logit_bias",
         )
-    deltas = model.engine.generate(GenerationRequest(answer.id, prompt, sampling))
+    deltas = model.engine.generate(
+        GenerationRequest(answer.id, prompt, sampling, body.user or "", body.priority)
+    )
     if not body.stream:
         return JSONResponse(await answers.collect(answer, deltas))
     # The status line can still say what went wrong until the first delta is here.

@@ -76,7 +76,9 @@ class GenerationParams(BaseModel):
     """One string, or up to 16."""
     ignore_eos: bool = False
     user: str | None = None
-    """Accepted and not used."""
+    """Whose request it is: slots are shared fairly among users."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    """vLLM's: lower ones get a slot first."""
     metadata: dict[str, Any] | None = None
     """Accepted and not used."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from serve_app.engine import (
@@ -15,6 +17,7 @@ from serve_app.engine import (
     TokenStream,
 )
 from tests.unit.engine.harness import (
+    SteppedBackend,
     WatchedBackend,
     ask,
     options,
@@ -118,3 +121,20 @@ def test_longest_prompt_that_fits() -> None:
     with running(WatchedBackend(n_slots=1), options(1)) as engine:
         inbox = ask(engine, request("a", "x" * 63, max_tokens=None))
     assert (inbox.end.reason, len(inbox.token_ids)) == (FinishReason.LENGTH, 1)
+
+
+def test_slots_are_shared_among_clients() -> None:
+    """One slot; a has four requests there before b's one, and c's is urgent."""
+    backend = SteppedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=8)) as engine:
+        requests = [replace(request(f"a{n}", f"a{n} asks"), client="a") for n in range(4)]
+        requests.append(replace(request("b", "b asks"), client="b"))
+        requests.append(replace(request("c", "c asks"), client="c", priority=-1))
+        inboxes = start(engine, *requests[:1])
+        backend.wait_for_batch()
+        inboxes += start(engine, *requests[1:])
+        backend.resume()
+        for inbox in inboxes:
+            inbox.wait()
+    order = [bytes(tenancy.prompt).decode().split()[0] for tenancy in backend.tenancies]
+    assert order == ["a0", "c", "b", "a1", "a2", "a3"]

@@ -99,6 +99,14 @@ async def test_parameters_reach_the_engine(
     assert {name: getattr(sampling, name) for name in fields} == expected
 
 
+async def test_client_and_priority_reach_the_engine(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    await client.post("/v1/completions", json={"prompt": "x"})
+    await client.post("/v1/completions", json={"prompt": "x", "user": "ana", "priority": -2})
+    assert [(r.client, r.priority) for r in engine.requests] == [("", 0), ("ana", -2)]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
