@@ -84,9 +84,9 @@ class EngineConfig(_Section):
     from there. Default: an eighth of what the weights leave; 0 keeps none."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
-    max_stall_ms: PositiveFloat | None = 250
+    max_stall_ms: PositiveFloat | None = None
     """Longest time, in milliseconds, that a running stream should wait between two tokens because of
-    others' prompts: these get on in chunks that fit, by measured times. null sets no bound."""
+    others' prompts: these get on in chunks that fit, by measured times. Default: no bound."""
 
 
 class Autoscaling(AutoscalingConfig):

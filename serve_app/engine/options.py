@@ -30,7 +30,7 @@ class EngineOptions:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
-    max_stall_s: float | None = 0.25
+    max_stall_s: float | None = None
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""
 

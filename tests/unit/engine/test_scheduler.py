@@ -173,7 +173,7 @@ def stalling(max_stall_s: float | None, *sequences: Sequence) -> Scheduler:
     ("max_stall_s", "sequences", "expected"),
     [
         pytest.param(0.1, [(0, 500)], [(0, 256)], id="nobody decodes, so nobody waits"),
-        pytest.param(0.1, [(0, 1), (1, 500)], [(0, 1), (1, 64)], id="as much as fits"),
+        pytest.param(0.11, [(0, 1), (1, 500)], [(0, 1), (1, 64)], id="as much as fits"),
         pytest.param(None, [(0, 1), (1, 500)], [(0, 1), (1, 256)], id="no bound"),
         pytest.param(1.0, [(0, 1), (1, 500)], [(0, 1), (1, 256)], id="a wide bound"),
         pytest.param(0.1, [(0, 1), (1, 20), (2, 90)], [(0, 1), (1, 20), (2, 32)], id="two prompts"),
