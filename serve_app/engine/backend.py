@@ -76,7 +76,8 @@ class Backend(Protocol):
         nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
 
     def copy(self, source: int, target: int) -> None:
-        """Make the target's lane a copy of the source's, whatever it held."""
+        """Make the target's lane a copy of the source's, whatever it held. The copy may be made as late
+        as with the next `decode`: until then, neither lane may be saved or restored."""
 
     def save(self, seq_id: int) -> bytes:
         """The lane's cached tokens as a state that `restore` takes."""

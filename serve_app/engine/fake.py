@@ -41,7 +41,8 @@ class FakeBackend:
     `script(tokens)` gives the token that follows a lane's tokens. `fail_on` names token ids: a batch
     with one of them raises DecodeError after its rows were fed, as llama.cpp may. `break_after`
     batches, the backend breaks for good. `hold()` stops decoding until `resume()`. Rows that
-    llama.cpp could not take (a position that does not continue the lane) raise AssertionError.
+    llama.cpp could not take (a position that does not continue the lane) raise AssertionError, and so
+    do saving and restoring a lane of a copy that llama.cpp has not made yet.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class FakeBackend:
         self._break_after = break_after
         self._may_run = threading.Event()
         self._may_run.set()
+        self._copying: set[int] = set()
         self._at_row: dict[int, list[int]] = {}
 
     def hold(self) -> None:
@@ -86,6 +88,7 @@ class FakeBackend:
         if self._break_after is not None and len(self.batches) > self._break_after:
             raise RuntimeError("scripted break")
         self._at_row = {}
+        self._copying.clear()
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):
             lane = self.lanes[seq_id]
             if position != len(lane):
@@ -111,15 +114,22 @@ class FakeBackend:
 
     def copy(self, source: int, target: int) -> None:
         """Copy a lane."""
+        self._copying |= {source, target}
         self.lanes[target] = list(self.lanes[source])
 
     def save(self, seq_id: int) -> bytes:
         """The lane's tokens, four bytes each."""
+        self._expect_settled(seq_id)
         return struct.pack(f"{len(self.lanes[seq_id])}I", *self.lanes[seq_id])
 
     def restore(self, seq_id: int, state: bytes) -> None:
         """Make the lane those tokens."""
+        self._expect_settled(seq_id)
         self.lanes[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
+
+    def _expect_settled(self, seq_id: int) -> None:
+        if seq_id in self._copying:
+            raise AssertionError(f"lane {seq_id} is still to be copied by the next decode")
 
     def measure(self) -> Measurements:
         """What the test said."""

@@ -51,6 +51,8 @@ class DecoderLoop:
         self._slots = SlotTable(options.n_slots, min_copy, options.pinned)
         self._stored = PrefixStore(options.cache_ram_bytes)
         self._waiting = FairQueue(self._cost)
+        self._copying: set[int] = set()
+        """Lanes of copies that the backend makes with the next decode."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -128,6 +130,7 @@ class DecoderLoop:
     def _forward(self, plan: Pass) -> None:
         began = time.monotonic()
         self._backend.decode(plan.rows)
+        self._copying.clear()
         self._learn(plan, time.monotonic() - began)
         sampled = [
             None if chunk.sample_row is None else chunk.sequence.sample(chunk.sample_row)
@@ -212,15 +215,19 @@ class DecoderLoop:
         return seconds or n_prompt + n_generated
 
     def _store(self, slot: Slot, tokens: list[int]) -> None:
-        """Save an idle slot's tokens, unless there are none or somebody has them."""
+        """Save an idle slot's tokens, unless there are none or somebody has them, or they are not
+        really there yet."""
         n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
-        if tokens and self._stored.wants(tokens, n_bytes):
+        settled = slot.id not in self._copying
+        if tokens and settled and self._stored.wants(tokens, n_bytes):
             self._stored.put(tokens, self._backend.save(slot.id))
 
     def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
         """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
         slot = choice.slot
         if choice.stored and stored is not None:
+            if slot.id in self._copying:  # written to now, the copy would be of the new content
+                return self._keep(slot, 0)
             try:
                 self._backend.restore(slot.id, stored.state)
             except DecodeError as error:
@@ -229,6 +236,7 @@ class DecoderLoop:
             self._counts["restored_tokens"] += choice.n_cached
         elif choice.copy_from is not None:
             self._backend.copy(choice.copy_from.id, slot.id)
+            self._copying |= {choice.copy_from.id, slot.id}
         return self._keep(slot, choice.n_cached)
 
     def _keep(self, slot: Slot, n_cached: int) -> int:

@@ -106,8 +106,9 @@ class Context:
             raise DecodeError(f"llama.cpp cannot keep the first {n_past} tokens of lane {seq_id}.")
 
     def copy(self, source: int, target: int) -> None:
-        """Make lane `target` a copy of lane `source`. llama.cpp copies all of the lane's cells,
-        during the next decode; that costs about as much as computing `n_ctx_slot` / 400 tokens."""
+        """Make lane `target` a copy of lane `source`. llama.cpp copies all of the lane's cells
+        during the next decode, so until then neither may be saved or restored. That costs about as much
+        as computing `n_ctx_slot` / 400 tokens."""
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def save(self, seq_id: int) -> bytes:
