@@ -9,6 +9,7 @@
     |-- EngineUnavailableError    503 engine_unavailable
     |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
+    |   `-- CacheFullError        500 decode_failed, if it cannot be helped
     `-- EngineFailedError         500 engine_failed
 
 Errors cross processes: every subclass hands all of its arguments, positionally, to
@@ -145,6 +146,10 @@ class DecodeError(CorralError):
     """llama.cpp could not decode this sequence's rows; its neighbours were not touched."""
 
     code = "decode_failed"
+
+
+class CacheFullError(DecodeError):
+    """The KV cache has no room for a batch; nothing was decoded."""
 
 
 class EngineFailedError(CorralError):

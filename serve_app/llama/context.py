@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 
 import llama_cpp
 import numpy as np
 
-from serve_app.errors import ConfigError, DecodeError
+from serve_app.errors import CacheFullError, ConfigError, DecodeError
+from serve_app.llama import library
 from serve_app.llama.formats import CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
 
+State = bytes | memoryview
+"""The saved state of a sequence."""
+
 # llama.cpp rounds a lane's length up to this many cells.
 _CELL_PADDING = 256
+_CACHE_FULL = 1  # what llama_decode returns when it finds no cells; nothing was changed then
+_COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
 class Context:
     """Decodes batches of rows. Only one thread, always the same, may use it.
 
-    The KV cache is split: each of `n_seq_max` lanes has `n_ctx_slot` cells of its own, so that one
-    sequence can never take another's room. Raises ConfigError when llama.cpp cannot allocate it.
+    The KV cache is split or unified. Split, each of `n_seq_max` lanes has `n_ctx_slot` cells of its own,
+    and no sequence can take another's room. Unified, all lanes share `n_ctx` cells, and those with a
+    common beginning share its cells too. Raises ConfigError when llama.cpp cannot allocate it.
     """
 
     def __init__(
@@ -35,19 +43,24 @@ class Context:
         n_batch: int,
         threads: int,
         flash_attn: bool,
+        kv_unified: bool = False,
+        n_ctx: int | None = None,
+        n_outputs: int | None = None,
         cache_type_k: CacheType = "f16",
         cache_type_v: CacheType = "f16",
     ) -> None:
+        """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each lane. `n_outputs`
+        is how many rows of a batch may want logits; default: one for each lane."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
+        lane_cells = _padded(n_ctx_slot)
+        cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * lane_cells
         params = llama_cpp.llama_context_default_params()
-        cells = -(-n_ctx_slot // _CELL_PADDING) * _CELL_PADDING
-        params.n_ctx = n_seq_max * cells
+        params.n_ctx = cells
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = n_seq_max
-        # At most one row of each sequence is sampled: llama.cpp need not reserve logits for more.
-        params.n_outputs_max = n_seq_max
+        params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -55,21 +68,32 @@ class Context:
             else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
         params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
-        params.kv_unified = False
+        params.kv_unified = kv_unified
         params.no_perf = True
-        self.pointer = llama_cpp.llama_init_from_model(model.pointer, params)
+        with library.captured() as lines:
+            self.pointer = llama_cpp.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             raise ConfigError(
                 f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
                 f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
                 "engine.n_slots or engine.n_ctx_slot."
             )
+        self.compute_bytes = sum(
+            int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
+        )
+        """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
         keys, values = model.cache_elements
         self.cache_bytes_per_token = n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
         """Bytes of one token's keys and values."""
-        self.cache_bytes_per_lane = cells * self.cache_bytes_per_token
-        """Bytes of one lane's keys and values."""
+        self.cache_bytes_per_lane = lane_cells * self.cache_bytes_per_token
+        """Bytes of one lane's keys and values; of a unified cache, what one lane more would add."""
+        self.cache_bytes = cells * self.cache_bytes_per_token
+        """Bytes of all keys and values."""
         self._memory = llama_cpp.llama_get_memory(self.pointer)
+        self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
+        """Whether `shift` works: not with every kind of position encoding."""
+        self.window = int(llama_cpp.llama_model_n_swa(model.pointer))
+        """Tokens that sliding-window layers look back on; 0 if there are none."""
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
         for i in range(n_batch):
             self._batch.n_seq_id[i] = 1
@@ -84,8 +108,9 @@ class Context:
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass over at most `n_batch` rows; blocks for its length, without the GIL.
 
-        Rows should be ordered by sequence id: llama.cpp computes runs of consecutive ids together.
-        Raises DecodeError; what the failed call left in the cache is for the caller to `truncate`.
+        Rows should be ordered by sequence id: with a split cache, llama.cpp computes runs of consecutive
+        ids together. Raises CacheFullError, and changes nothing, if there are no cells for them;
+        another DecodeError may leave some of them in the cache, for the caller to `truncate`.
         """
         if not 0 < len(rows) <= self._n_batch:  # llama.cpp would abort the whole process
             raise DecodeError(
@@ -97,30 +122,46 @@ class Context:
             token[i], pos[i], seq_id[i][0], logits[i] = row
         batch.n_tokens = len(rows)
         status = llama_cpp.llama_decode(self.pointer, batch)
+        if status == _CACHE_FULL:
+            raise CacheFullError(f"The KV cache has no room for {len(rows)} tokens more.")
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop a sequence's cached tokens from position `n_past` on; 0 empties its lane."""
-        if not llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_past, -1):
+        """Drop a sequence's cached tokens from position `n_past` on; 0 empties its lane. Raises
+        DecodeError if what would be left is not all that the next token attends to: recurrent layers
+        keep no past states, and a saved state of sliding-window layers holds their last window only."""
+        oldest = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
+        windowed = n_past > 0 and oldest > max(0, n_past - self.window)
+        if windowed or not llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_past, -1):
             raise DecodeError(f"llama.cpp cannot keep the first {n_past} tokens of lane {seq_id}.")
 
+    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+        """Drop `n_discard` tokens after the first `n_keep`, and move those behind up. llama.cpp turns
+        their keys during the next decode: until then the lane may be neither saved nor restored. Only if
+        `can_shift`."""
+        behind = n_keep + n_discard
+        llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_keep, behind)
+        llama_cpp.llama_memory_seq_add(self._memory, seq_id, behind, -1, -n_discard)
+
     def copy(self, source: int, target: int) -> None:
-        """Make lane `target` a copy of lane `source`. llama.cpp copies all of the lane's cells
-        during the next decode, so until then neither may be saved or restored. That costs about as much
-        as computing `n_ctx_slot` / 400 tokens."""
+        """Make lane `target` a copy of lane `source`, whatever it held. In a unified cache they share
+        the cells. Otherwise llama.cpp copies all of the lane's cells during the next decode: until then
+        neither may be saved or restored, and it costs about as much as computing `n_ctx_slot` / 400 tokens.
+        """
+        llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
-    def save(self, seq_id: int) -> bytes:
+    def save(self, seq_id: int) -> memoryview:
         """A lane's cached tokens as llama.cpp's sequence state, to be used with the same model and the
-        same cache formats."""
+        same cache formats. Not as `bytes`: that copy would take ten times as long as llama.cpp does."""
         size = llama_cpp.llama_state_seq_get_size(self.pointer, seq_id)
         buffer = np.empty(size, np.uint8)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n_written = llama_cpp.llama_state_seq_get_data(self.pointer, pointer, size, seq_id)
-        return buffer[:n_written].tobytes()
+        return buffer[:n_written].data
 
-    def restore(self, seq_id: int, state: bytes) -> None:
+    def restore(self, seq_id: int, state: State) -> None:
         """Fill a lane with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
         the lane is empty then."""
         self.truncate(seq_id, 0)
@@ -135,3 +176,7 @@ class Context:
         self.decode([(0, 0, 0, True)])
         llama_cpp.llama_set_warmup(self.pointer, False)
         self.truncate(0, 0)
+
+
+def _padded(n_tokens: int) -> int:
+    return -(-n_tokens // _CELL_PADDING) * _CELL_PADDING

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import llama_cpp
 
@@ -20,6 +22,8 @@ class _LogForwarder:
     """Joins llama.cpp's line fragments and forwards whole lines. llama.cpp may call on any thread."""
 
     def __init__(self) -> None:
+        self.copies: dict[int, list[str]] = {}
+        """Lists that want the lines too, by their identity."""
         self._level = logging.DEBUG
         self._line = ""
 
@@ -31,10 +35,24 @@ class _LogForwarder:
             line, self._line = self._line.strip(), ""
             if line.strip("."):
                 logger.log(self._level, "%s", line)
+                for copy in [*self.copies.values()]:
+                    copy.append(line)
 
 
 # Kept at module level: llama.cpp holds a bare pointer, and the process dies if the object is collected.
-_log_callback = llama_cpp.llama_log_callback(_LogForwarder())
+_forwarder = _LogForwarder()
+_log_callback = llama_cpp.llama_log_callback(_forwarder)
+
+
+@contextmanager
+def captured() -> Iterator[list[str]]:
+    """llama.cpp's log lines while this is open: what it tells nowhere else."""
+    lines: list[str] = []
+    _forwarder.copies[id(lines)] = lines
+    try:
+        yield lines
+    finally:
+        del _forwarder.copies[id(lines)]
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 
 import llama_cpp
@@ -22,6 +23,11 @@ _LOAD_MODES: dict[LoadMode, int] = {
     "mmap+mlock": llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
     "none": llama_cpp.LLAMA_LOAD_MODE_NONE,
 }
+
+# What `Model.fingerprint` reads of a file: its ends, and blocks in between.
+_END_BYTES = 2**20
+_N_BLOCKS = 64
+_BLOCK_BYTES = 4096
 
 
 class Model:
@@ -109,6 +115,30 @@ class Model:
     def n_bytes(self) -> int:
         """Bytes of its tensors; 0 with `vocab_only`."""
         return int(llama_cpp.llama_model_size(self.pointer))
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that tell this file's content from other models', wherever it lies.
+
+        Of the size, both ends and evenly spaced blocks, 2.25 MiB in all: to read a file of many GB
+        would take minutes at every start. The beginning is the metadata, and other weights differ
+        nearly everywhere; a change that leaves the size and all that is read is not noticed, nor one
+        in the further files of a split model. Raises OSError when the file is gone.
+        """
+        size = self.path.stat().st_size
+        spans = [(0, _END_BYTES), (max(0, size - _END_BYTES), _END_BYTES)]
+        spans += [(size * i // _N_BLOCKS, _BLOCK_BYTES) for i in range(_N_BLOCKS)]
+        digest = blake2b(size.to_bytes(8, "little"), digest_size=32)
+        with self.path.open("rb") as file:
+            for start, n_bytes in spans:
+                file.seek(start)
+                digest.update(file.read(n_bytes))
+        return digest.digest()
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the last tokens of a sequence can be dropped: recurrent layers keep no past states."""
+        recurrent = llama_cpp.llama_model_is_recurrent(self.pointer)
+        return not (recurrent or llama_cpp.llama_model_is_hybrid(self.pointer))
 
     @property
     def chat_template(self) -> str | None:

@@ -22,6 +22,7 @@ EXAMPLES: list[CorralError] = [
     errors.EngineUnavailableError("loading"),
     errors.EngineClosedError("closed"),
     errors.DecodeError("status 1"),
+    errors.CacheFullError("no room for 3 tokens more"),
     errors.EngineFailedError("failed"),
 ]
 

@@ -1,0 +1,54 @@
+"""What a model tells about its file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.llama.model import Model
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "q8_0")
+    return path
+
+
+def fingerprint(path: Path) -> bytes:
+    return Model(path, vocab_only=True).fingerprint()
+
+
+def test_a_fingerprint_is_of_the_content(path: Path) -> None:
+    copied = path.with_name("copy.gguf")
+    shutil.copyfile(path, copied)
+    assert fingerprint(copied) == Model(path).fingerprint()
+    assert len(fingerprint(path)) == 32
+
+
+def test_models_of_one_shape_have_different_fingerprints(path: Path) -> None:
+    other = path.with_name("other.gguf")
+    write_random_gguf(other, SHAPES["tiny"], "q8_0", seed=1)
+    assert other.stat().st_size == path.stat().st_size
+    assert fingerprint(other) != fingerprint(path)
+
+
+@pytest.mark.parametrize("at", [-1, 0.5])
+def test_a_changed_byte_that_is_read_is_noticed(path: Path, at: float) -> None:
+    before, size = fingerprint(path), path.stat().st_size
+    with path.open("r+b") as file:
+        place = file.seek(size - 1 if at < 0 else int(size * at))
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    assert fingerprint(path) != before
+
+
+def test_a_longer_file_has_another_fingerprint(path: Path) -> None:
+    before = fingerprint(path)
+    with path.open("ab") as file:
+        file.write(bytes(1))
+    assert fingerprint(path) != before
