@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import CacheType, LoadMode, block_size
@@ -22,7 +23,12 @@ class EngineOptions:
     """Most prompt tokens in one step; each decoding sequence's next token comes on top."""
     max_waiting: int = 16
     """Requests that may wait for a slot; the next one is refused."""
-    flash_attn: bool = True
+    n_ctx: int | None = None
+    """Tokens that all slots hold together, if their KV cache is unified; None: `n_ctx_slot` each."""
+    flash_attn: bool | None = None
+    """None lets measurements decide."""
+    kv_unified: bool | None = None
+    """Whether all slots share the KV cache's cells; None lets measurements decide."""
     pinned: tuple[tuple[int, ...], ...] = ()
     """Beginnings of prompts, as token ids: computed at the start, and kept in lanes of their own."""
     cache_ram_bytes: int = 0
@@ -30,9 +36,22 @@ class EngineOptions:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
-    max_stall_s: float | None = None
+    max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""
+    speculate: bool = True
+    """Whether to draft tokens from a sequence's own text, where that is measured to pay."""
+    context_shift: bool = False
+    """Whether a sequence that has filled its context goes on with its oldest tokens dropped, if its
+    request does not say."""
+    n_keep: int = 0
+    """First tokens that a context shift keeps, if the request does not say; -1: all of the prompt."""
+    sweep_limit_s: float = 24.0
+    """Most time at the start for measuring what passes cost; 0 measures nothing."""
+    sweep_folder: Path | None = None
+    """Where measurements are kept for the next start."""
+    prefix_folder: Path | None = None
+    """Where the prefixes that lost their slot are kept for the next start."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):
@@ -42,11 +61,20 @@ class EngineOptions:
             raise ConfigError("engine.n_ctx_slot must be at least 2: a prompt token and an answer.")
         if not all(0 < len(prefix) < self.n_ctx_slot for prefix in self.pinned):
             raise ConfigError("engine.system_prompts: one is empty, or does not fit n_ctx_slot.")
-        if block_size(self.cache_type_v) > 1 and not self.flash_attn:
+        if block_size(self.cache_type_v) > 1 and self.flash_attn is False:
             raise ConfigError(
                 f"engine.cache_type_v: {self.cache_type_v} needs engine.flash_attn: true."
             )
         if self.max_stall_s is not None and self.max_stall_s <= 0:
             raise ConfigError("engine.max_stall_ms must be above 0.")
+        if self.n_ctx is not None:
+            if self.kv_unified is False:
+                raise ConfigError(
+                    "engine.n_ctx is for a unified cache: leave out kv_unified: false."
+                )
+            if self.n_ctx < self.n_ctx_slot:
+                raise ConfigError("engine.n_ctx must not be below engine.n_ctx_slot.")
+        if self.n_keep < -1:
+            raise ConfigError("engine.n_keep must be -1 (the prompt) or more.")
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")

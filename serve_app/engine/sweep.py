@@ -4,89 +4,184 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from serve_app.engine.backend import Row
+from serve_app.engine.backend import Row, State
 from serve_app.engine.cost_model import Measurements
 
-_CHUNKS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
-# Kernels work on whole tiles: of the first rows after a prefix, as many as this cost about the same.
-_PROBE = 32
+# Numbers of rows: the most telling ones first, what is between them if there is time.
+_CHUNKS, _MORE_CHUNKS = (16, 32, 64), (8, 24, 48, 40, 56, 128, 96, 256)
+_DEEP_CHUNKS, _MORE_DEEP_CHUNKS = (16, 32, 64), (8, 48, 128)
+_VERIFIES = (2, 4, 8, 3, 6)
+_DECODES, _MORE_DECODES = (1, 2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
+_MOST_DEPTH = 512
+# Passes shorter than this are measured twice: the shorter, the noisier.
+_SHORT_S = 0.35
+# So do those that take so many times longer than smaller ones, by row: something else may have run.
+_ODD = 1.2
+
+
+class Lanes(Protocol):
+    """The KV cache lanes of one context; see `serve_app.engine.backend.Backend`."""
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """One forward pass."""
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """Drop the lane's tokens from position n_past on."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Make the target's lane a copy of the source's."""
+
+    def save(self, seq_id: int) -> State:
+        """The lane's tokens as a state."""
+
+    def restore(self, seq_id: int, state: State) -> None:
+        """Fill a lane with a state."""
 
 
 class Sweep:
     """One sweep over an empty cache, which it leaves empty. Decoder thread only.
 
-    It grows from small passes to large ones and stops when the next would take it past `limit_s`:
-    what was not measured is predicted from what was.
+    The most important passes come first; when the next would take it past `limit_s` it is left out, and
+    predicted from those that were measured. At depth, all lanes hold tokens: their own, or with `shared`
+    one beginning that all have in common.
     """
 
     def __init__(
         self,
-        decode: Callable[[Sequence[Row]], None],
-        truncate: Callable[[int, int], None],
+        lanes: Lanes,
         *,
         n_slots: int,
         n_ctx_slot: int,
         n_batch: int,
         limit_s: float,
+        shared: bool = False,
+        unified: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._decode, self._truncate = decode, truncate
+        self._lanes = lanes
         self._n_slots = n_slots
-        self._sizes = [size for size in _CHUNKS if size <= min(n_batch, n_ctx_slot - _PROBE)]
+        self._n_ctx_slot = n_ctx_slot
+        self._n_batch = n_batch
+        self._shared = shared
+        self._unified = unified
         self._clock = clock
+        self._limit_s = limit_s
         self._deadline = clock() + limit_s
+        self._decode: dict[int, float] = {}
+        self._verify: dict[int, float] = {}
+        self._prefill: dict[int, float] = {}
+        self._deep_decode: dict[int, float] = {}
+        self._deep_prefill: dict[int, float] = {}
 
     def run(self) -> Measurements:
-        """Measure decoding first: it is what every step is made of."""
-        decode_s = self._measure_decode()
-        prefill_s = self._measure_prefill()
-        return Measurements(decode_s, prefill_s, self._measure_attention(prefill_s))
+        """Measure, at the latest until `limit_s` is over but for the passes that always run."""
+        self._measure(self._decode, self._lane_counts(_DECODES), self._decode_pass, 0)
+        self._measure(self._prefill, self._fitting(_CHUNKS, 0), self._prefill_pass, 0)
+        depth, copy_s = self._fill(), 0.0
+        if depth:
+            copy_s = self._spread(depth)
+            ends_first = sorted({self._n_slots, 1}, reverse=True)
+            ends_first += [n for n in self._lane_counts(_DECODES) if n not in ends_first]
+            self._measure(self._deep_decode, ends_first, self._decode_pass, depth)
+            chunks = self._fitting(_DEEP_CHUNKS, depth) + self._fitting(_MORE_DEEP_CHUNKS, depth)
+            self._measure(self._deep_prefill, chunks, self._prefill_pass, depth)
+        for lane in range(self._n_slots):
+            self._lanes.truncate(lane, 0)
+        self._measure(self._verify, self._fitting(_VERIFIES, 0), self._verify_pass, 0)
+        self._measure(self._decode, self._lane_counts(_MORE_DECODES), self._decode_pass, 0)
+        self._measure(self._prefill, self._fitting(_MORE_CHUNKS, 0), self._prefill_pass, 0)
+        return Measurements(
+            decode_s=self._decode,
+            prefill_s=self._prefill,
+            verify_s=self._verify,
+            depth=depth * (self._n_slots if self._unified and not self._shared else 1),
+            deep_decode_s=self._deep_decode,
+            deep_prefill_s=self._deep_prefill,
+            copy_s=copy_s,
+        )
 
-    def _measure_decode(self) -> dict[int, float]:
-        lanes = [2**n for n in range(self._n_slots.bit_length()) if 2**n < self._n_slots]
-        found: dict[int, float] = {}
-        for n_lanes in [*lanes, self._n_slots]:
-            if found and not self._time_for(2 * max(found.values()) * 2):
-                break
-            found[n_lanes] = min(self._timed([(lane, 1) for lane in range(n_lanes)]) for _ in "ab")
-        return found
+    def _lane_counts(self, counts: Sequence[int]) -> list[int]:
+        fitting = [n for n in counts if n <= self._n_slots]
+        return fitting if counts is not _DECODES else sorted({*fitting, self._n_slots})
 
-    def _measure_prefill(self) -> dict[int, float]:
-        found: dict[int, float] = {}
-        for size in self._sizes:
-            if found and not self._time_for(2 * max(found.values()) * 2):
-                break
-            found[size] = min(self._timed([(0, size)]) for _ in "ab")
-        return found
+    def _fitting(self, sizes: Sequence[int], depth: int) -> list[int]:
+        return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot - depth)]
 
-    def _measure_attention(self, prefill_s: dict[int, float]) -> float:
-        """Seconds that a row costs more for each token before it."""
-        if _PROBE not in prefill_s:
+    def _fill(self) -> int:
+        """Compute a beginning in the first lane, as long as there is time for; returns its tokens."""
+        if not self._prefill:
+            return 0
+        row_s = min(seconds / n for n, seconds in self._prefill.items())
+        most = min(_MOST_DEPTH, self._n_batch, self._n_ctx_slot - 1)
+        depth = int(min(most, self._limit_s / 4 / row_s)) // 8 * 8
+        if depth < 8 or not self._time_for(depth * row_s):
+            return 0
+        self._prefill[depth] = self._timed(lambda: self._prefill_pass(depth, 0))
+        return depth
+
+    def _spread(self, depth: int) -> float:
+        """Give every lane what the first one has; returns what a copy costs."""
+        if self._n_slots == 1:
             return 0.0
-        n_past = max(prefill_s)
-        self._pass([(0, n_past)])
-        deep_s = min(self._timed([(0, _PROBE)], n_past) for _ in "ab")
-        self._truncate(0, 0)
-        return max(0.0, deep_s - prefill_s[_PROBE]) / (_PROBE * n_past)
+        alone_s = self._timed(lambda: self._decode_pass(1, depth))
+        self._lanes.truncate(0, depth)
+        self._lanes.copy(0, 1)
+        with_copy_s = self._timed(lambda: self._decode_pass(1, depth))
+        self._lanes.truncate(0, depth)
+        state = b"" if self._shared else self._lanes.save(0)
+        for lane in range(1, self._n_slots):
+            if self._shared:
+                self._lanes.copy(0, lane)
+            else:
+                self._lanes.truncate(lane, 0)
+                self._lanes.restore(lane, state)
+        if self._shared:
+            self._decode_pass(1, depth)  # the copies are made with it
+            self._lanes.truncate(0, depth)
+        return max(0.0, with_copy_s - alone_s)
+
+    def _measure(
+        self,
+        found: dict[int, float],
+        sizes: Sequence[int],
+        run: Callable[[int, int], None],
+        depth: int,
+    ) -> None:
+        for n in sizes:
+            known = {size: seconds for size, seconds in found.items() if size <= n}
+            if found and not self._time_for(
+                2 * n * min(s / m for m, s in (known or found).items())
+            ):
+                continue
+            seconds = self._trial(n, run, depth)
+            odd = bool(known) and seconds > _ODD * n * min(s / m for m, s in known.items())
+            if (odd or seconds < _SHORT_S) and self._time_for(seconds):
+                seconds = min(seconds, self._trial(n, run, depth))
+            found[n] = seconds
+
+    def _trial(self, n: int, run: Callable[[int, int], None], depth: int) -> float:
+        """Seconds of one pass, whose rows are forgotten again."""
+        seconds = self._timed(lambda: run(n, depth))
+        for lane in range(n if run == self._decode_pass else 1):
+            self._lanes.truncate(lane, depth)
+        return seconds
+
+    def _timed(self, run: Callable[[], None]) -> float:
+        began = self._clock()
+        run()
+        return self._clock() - began
 
     def _time_for(self, seconds: float) -> bool:
         return self._clock() + seconds < self._deadline
 
-    def _timed(self, lanes: list[tuple[int, int]], n_past: int = 0) -> float:
-        """Seconds of one pass over so many rows of each lane, which are forgotten again."""
-        began = self._clock()
-        self._pass(lanes, n_past)
-        seconds = self._clock() - began
-        for lane, _ in lanes:
-            self._truncate(lane, n_past)
-        return seconds
+    def _decode_pass(self, n_lanes: int, depth: int) -> None:
+        self._lanes.decode([(0, depth, lane, True) for lane in range(n_lanes)])
 
-    def _pass(self, lanes: list[tuple[int, int]], n_past: int = 0) -> None:
-        self._decode(
-            [
-                (0, n_past + position, lane, position == n_rows - 1)
-                for lane, n_rows in lanes
-                for position in range(n_rows)
-            ]
-        )
+    def _prefill_pass(self, n_rows: int, depth: int) -> None:
+        end = depth + n_rows
+        self._lanes.decode([(0, i, 0, i == end - 1) for i in range(depth, end)])
+
+    def _verify_pass(self, n_rows: int, depth: int) -> None:
+        self._lanes.decode([(0, i, 0, True) for i in range(depth, depth + n_rows)])

@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from serve_app.engine.backend import Row
+from serve_app.engine.backend import Row, State
 from serve_app.engine.sweep import Sweep
 
 
 class Machine:
-    """A pass takes 10 ms, 1 ms a row, and 1 microsecond for each row and token before it."""
+    """A pass takes 10 ms, 1 ms a row, and 1 microsecond for each row and token before it; and 7 ms more for
+    each lane that was copied before it."""
 
     def __init__(self, n_slots: int, n_ctx_slot: int, n_batch: int) -> None:
         self.now = 0.0
         self.lanes = [0] * n_slots
         self.n_ctx_slot, self.n_batch = n_ctx_slot, n_batch
-        self.passes = 0
+        self.n_copied = 0
+        self.restored: list[int] = []
 
     def decode(self, rows: Sequence[Row]) -> None:
         assert 0 < len(rows) <= self.n_batch + len(self.lanes)
-        self.passes += 1
         for _, position, lane, _ in rows:
             assert position == self.lanes[lane] < self.n_ctx_slot
             self.lanes[lane] += 1
-        outputs = Counter(lane for _, _, lane, wants_logits in rows if wants_logits)
-        assert outputs == Counter({lane for _, _, lane, _ in rows})
-        self.now += 0.01 + sum(0.001 + 1e-6 * row[1] for row in rows)
+        self.now += 0.01 + sum(0.001 + 1e-6 * row[1] for row in rows) + 0.007 * self.n_copied
+        self.n_copied = 0
 
-    def truncate(self, lane: int, n_past: int) -> None:
-        self.lanes[lane] = n_past
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        self.lanes[seq_id] = min(self.lanes[seq_id], n_past)
 
-    def sweep(self, limit_s: float) -> Sweep:
+    def copy(self, source: int, target: int) -> None:
+        self.lanes[target] = self.lanes[source]
+        self.n_copied += 1
+
+    def save(self, seq_id: int) -> State:
+        assert not self.n_copied
+        return bytes(self.lanes[seq_id])
+
+    def restore(self, seq_id: int, state: State) -> None:
+        assert self.lanes[seq_id] == self.n_copied == 0
+        self.lanes[seq_id] = len(state)
+        self.restored.append(seq_id)
+
+    def sweep(self, limit_s: float, *, shared: bool = False, unified: bool = False) -> Sweep:
         return Sweep(
-            self.decode,
-            self.truncate,
+            self,
             n_slots=len(self.lanes),
             n_ctx_slot=self.n_ctx_slot,
             n_batch=self.n_batch,
             limit_s=limit_s,
+            shared=shared,
+            unified=unified,
             clock=lambda: self.now,
         )
 
@@ -50,12 +63,31 @@ def test_a_whole_sweep(n_slots: int) -> None:
     machine = Machine(n_slots, 2048, 512)
     measured = machine.sweep(limit_s=60).run()
     assert machine.lanes == [0] * n_slots
+    assert machine.restored == list(range(1, n_slots))
     for n, seconds in measured.decode_s.items():
         assert seconds == pytest.approx(0.01 + 0.001 * n)
+    assert min(measured.decode_s) == 1
     assert max(measured.decode_s) == n_slots
-    assert list(measured.prefill_s) == [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    expected = {8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 256, 512}
+    assert set(measured.prefill_s) == expected
     assert measured.prefill_s[64] == pytest.approx(0.074, rel=0.05)
-    assert measured.row_and_cached_token_s == pytest.approx(1e-6, rel=0.01)
+    assert set(measured.verify_s) == {2, 3, 4, 6, 8}
+    assert measured.verify_s[4] == pytest.approx(0.014, rel=0.05)
+    assert measured.depth == 512
+    assert measured.deep_decode_s[n_slots] == pytest.approx(0.01 + n_slots * 0.001512)
+    assert measured.deep_prefill_s[32] == pytest.approx(0.042 + 32 * 528e-6, rel=0.01)
+    assert measured.copy_s == pytest.approx(0.007 if n_slots > 1 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shared", "unified", "depth"),
+    [(False, False, 512), (True, False, 512), (True, True, 512), (False, True, 4 * 512)],
+)
+def test_depth_counts_what_rows_attend_past(shared: bool, unified: bool, depth: int) -> None:
+    machine = Machine(4, 2048, 512)
+    assert machine.sweep(60, shared=shared, unified=unified).run().depth == depth
+    assert machine.restored == ([] if shared else [1, 2, 3])
+    assert machine.lanes == [0] * 4
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1, 0.5, 2.0])
@@ -64,8 +96,8 @@ def test_it_keeps_to_its_time(limit_s: float) -> None:
     measured = machine.sweep(limit_s).run()
     assert measured.decode_s
     assert measured.prefill_s
-    # The first passes of each kind are always made; the probe at depth follows the largest.
-    assert machine.now <= limit_s + 1.0
+    # One pass of each kind is always made; what copies at depth cost is known by two more.
+    assert machine.now <= limit_s + 0.2
     assert len(measured.prefill_s) < 12
 
 

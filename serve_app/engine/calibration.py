@@ -1,0 +1,70 @@
+"""Measurements kept on disk, so that a start need not measure again what has not changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import platform
+import tempfile
+from pathlib import Path
+
+from serve_app.engine.cost_model import Measurements
+
+logger = logging.getLogger("corral.engine")
+
+_FORMAT = 1
+
+
+def key(**measured_with: object) -> str:
+    """A name for measurements made under these conditions, on this kind of processor."""
+    conditions = {"format": _FORMAT, "cpu": _processor(), **measured_with}
+    text = json.dumps(conditions, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load(folder: Path, name: str) -> Measurements | None:
+    """What was kept under that name; None if nothing was, or if the file is damaged."""
+    path = folder / f"{name}.json"
+    try:
+        return _parse(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("Measurements in %s cannot be used, and are made again: %s", path, error)
+        return None
+
+
+def save(folder: Path, name: str, measured: Measurements) -> None:
+    """Keep them; a folder that cannot be written to is only worth a warning."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(json.dumps(dataclasses.asdict(measured)).encode())
+        Path(file.name).replace(folder / f"{name}.json")
+    except OSError as error:
+        logger.warning("Measurements cannot be kept in %s: %s", folder, error)
+
+
+def _parse(document: object) -> Measurements:
+    """Raises ValueError or TypeError for anything but what `save` writes."""
+    if not isinstance(document, dict):
+        raise TypeError("it holds no measurements")
+    fields = {}
+    for name, value in document.items():
+        if isinstance(value, dict):
+            value = {int(n): float(seconds) for n, seconds in value.items()}
+        elif not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}")
+        fields[name] = value
+    return Measurements(**fields)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

@@ -1,0 +1,119 @@
+"""Which kind of attention and of KV cache is faster here. Pure: no model, no threads, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serve_app.engine.cost_model import CostModel, Measurements
+from serve_app.engine.options import EngineOptions
+from serve_app.llama.formats import block_size
+
+# Modes in which a request takes up to so much longer than in the best one are as good.
+_SAME = 0.12
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a context can be made as."""
+
+    flash_attn: bool
+    kv_unified: bool
+
+    def __str__(self) -> str:
+        cache = "unified" if self.kv_unified else "split"
+        return f"{cache} KV cache, flash attention {'on' if self.flash_attn else 'off'}"
+
+
+def sweeps(options: EngineOptions) -> int:
+    """How many modes are to be measured in all."""
+    flash, unified = _open(options)
+    return len(flash) + len(unified) - 1
+
+
+def candidates(
+    options: EngineOptions, measured: Mapping[Mode, Measurements] | None = None
+) -> list[Mode]:
+    """The modes to measure next, the likelier first; none if that is enough. Whether flash attention pays
+    is found out with the likelier kind of cache; the other kind is measured with what is better there."""
+    flash, unified = _open(options)
+    if not measured:
+        return [Mode(f, unified[0]) for f in flash]
+    if len(unified) == 1 or any(mode.kv_unified is unified[1] for mode in measured):
+        return []
+    return [Mode(choose(measured, options)[0].flash_attn, unified[1])]
+
+
+def _open(options: EngineOptions) -> tuple[list[bool], list[bool]]:
+    """What flash attention and a unified cache may be: the likelier first."""
+    flash = [True, False] if options.flash_attn is None else [options.flash_attn]
+    if block_size(options.cache_type_v) > 1:
+        flash = [True]
+    likely = bool(options.pinned)
+    unified = [likely, not likely] if options.kv_unified is None else [options.kv_unified]
+    if options.n_ctx is not None:
+        unified = [True]
+    elif options.n_slots == 1:
+        unified = unified[:1]
+    return flash, unified
+
+
+def request_s(measured: Measurements, options: EngineOptions, *, kv_unified: bool) -> float:
+    """Seconds of the machine that a request is expected to take in this mode: of two, one has a prompt of
+    an eighth of a slot, the other of three quarters, and the geometric mean counts, or short ones would
+    hardly. With something pinned, prompts are that and an eighth. Answers take an eighth. 0 if nothing was
+    measured."""
+    costs = CostModel(measured)
+    pinned = max((len(tokens) for tokens in options.pinned), default=0)
+    shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
+    ends = [pinned + int(share * options.n_ctx_slot) for share in shares]
+    each = [_seconds(costs, options, pinned, end, kv_unified) for end in ends]
+    return math.prod(each) ** (1 / len(each))
+
+
+def _seconds(
+    costs: CostModel, options: EngineOptions, begin: int, end: int, kv_unified: bool
+) -> float:
+    """A prompt's tokens from `begin` to `end`, half of them computed while half of the slots decode, the
+    rest while nobody does; and an answer, decoded with all slots busy."""
+    in_use = begin + options.n_slots * (end - begin) if kv_unified else end
+    n_beside = max(1, options.n_slots // 2)
+    beside_s = costs.steps_s(n_beside, in_use)
+    within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)
+    bounded_s = free_s = 0.0
+    n_past = begin
+    while n_past < end:
+        n_most = min(end - n_past, options.n_batch)
+        if kv_unified:
+            fits = costs.mixed_chunk(n_most, n_beside, 0, in_use, within_s=within_s + beside_s)
+            n_rows = fits or costs.smallest_chunk(n_most)
+            more_s = costs.mixed_s(n_beside, n_rows, in_use) - beside_s
+            bounded_s += max(more_s, n_rows * costs.prompt_token_s)
+        else:
+            fits = costs.chunk(n_most, n_past, within_s=within_s, beside_s=beside_s)
+            n_rows = fits or costs.smallest_chunk(n_most)
+            bounded_s += costs.prefill_s(n_rows, n_past)
+        n_past += n_rows
+    for n_past in range(begin, end, options.n_batch):
+        free_s += costs.prefill_s(min(options.n_batch, end - n_past), n_past)
+    n_generated = options.n_ctx_slot // 8
+    answer_s = n_generated * costs.steps_s(options.n_slots, in_use) / options.n_slots
+    return (bounded_s + free_s) / 2 + answer_s
+
+
+def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> tuple[Mode, str]:
+    """The mode in which a request takes least, and why in one line: of those that are about as fast, the
+    first."""
+    if len(measured) == 1:
+        (mode,) = measured
+        return mode, f"{mode}: as configured"
+    seconds = {
+        mode: request_s(found, options, kv_unified=mode.kv_unified)
+        for mode, found in measured.items()
+    }
+    least = min(seconds.values())
+    best = next(mode for mode in seconds if seconds[mode] <= (1 + _SAME) * least)
+    others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
+    workload = "a common system prompt" if options.pinned else "prompts of their own"
+    return best, f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from serve_app.engine import calibration
+from serve_app.engine.cost_model import Measurements
+
+MEASURED = Measurements({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007)
+
+
+def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
+    folder = tmp_path / "sweeps"
+    assert calibration.load(folder, "a") is None
+    calibration.save(folder, "a", MEASURED)
+    assert calibration.load(folder, "a") == MEASURED
+    assert calibration.load(folder, "b") is None
+    assert [path.name for path in folder.iterdir()] == ["a.json"]
+
+
+def test_other_conditions_have_another_name() -> None:
+    names = {
+        calibration.key(model="m", threads=2),
+        calibration.key(model="m", threads=4),
+        calibration.key(model="n", threads=2),
+        calibration.key(model="m", threads=2, n_batch=512),
+    }
+    assert len(names) == 4
+    assert calibration.key(threads=2, model="m") in names
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"decode_s": 3, "odd": 1}', '{"decode_s": {"x": 1}}', '{"depth": "7"}']
+)
+def test_a_damaged_file_is_said_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert calibration.load(tmp_path, "a") is None
+    assert "cannot be used" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_only_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        calibration.save(tmp_path / "file" / "sweeps", "a", MEASURED)
+    assert "cannot be kept" in caplog.text

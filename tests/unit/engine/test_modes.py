@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from serve_app.engine.cost_model import Measurements
+from serve_app.engine.modes import Mode, candidates, choose, request_s, sweeps
+from serve_app.engine.options import EngineOptions
+
+OPEN = EngineOptions(n_slots=4, n_ctx_slot=1024, threads=1)
+PINNED = replace(OPEN, pinned=((1,) * 512,))
+SPLIT_ON, SPLIT_OFF = Mode(True, False), Mode(False, False)
+UNIFIED_ON, UNIFIED_OFF = Mode(True, True), Mode(False, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "second"),
+    [
+        (OPEN, [SPLIT_ON, SPLIT_OFF], [UNIFIED_OFF]),
+        (PINNED, [UNIFIED_ON, UNIFIED_OFF], [SPLIT_OFF]),
+        (replace(OPEN, flash_attn=False), [SPLIT_OFF], [UNIFIED_OFF]),
+        (replace(OPEN, kv_unified=True), [UNIFIED_ON, UNIFIED_OFF], []),
+        (replace(OPEN, cache_type_v="q8_0"), [SPLIT_ON], [UNIFIED_ON]),
+        (replace(OPEN, n_ctx=2048), [UNIFIED_ON, UNIFIED_OFF], []),
+        (replace(OPEN, n_slots=1), [SPLIT_ON, SPLIT_OFF], []),
+        (replace(OPEN, n_slots=1, kv_unified=True), [UNIFIED_ON, UNIFIED_OFF], []),
+    ],
+)
+def test_what_is_measured(options: EngineOptions, first: list[Mode], second: list[Mode]) -> None:
+    """Here flash attention does not pay."""
+    assert candidates(options) == first
+    found = {mode: measured(0.002 if mode.flash_attn else 0.001, 0.0) for mode in first}
+    assert candidates(options, found) == second
+    found |= {mode: measured(0.001, 0.0) for mode in second}
+    assert candidates(options, found) == []
+    assert sweeps(options) == len(found)
+
+
+def measured(row_s: float, token_s: float) -> Measurements:
+    """So much for each row, and so much more for each row and token in the cache."""
+    rows = (1, 2, 4, 16, 64, 512)
+    shallow = {n: 0.01 + n * row_s for n in rows}
+    deep = {n: shallow[n] + n * 1000 * token_s for n in rows}
+    return Measurements(shallow, shallow, {}, 1000, deep, deep)
+
+
+def test_seconds_of_a_request() -> None:
+    """Without a bound: 128 rows, or 512 and 256, the same beside others as alone; then 128 tokens with 4
+    slots busy. Of both, the geometric mean."""
+    options = replace(OPEN, max_stall_s=None)
+    cheap = measured(0.001, 0.0)
+    answer = 128 * 0.014 / 4
+    expected = math.sqrt((0.138 + answer) * (0.522 + 0.266 + answer))
+    assert request_s(cheap, options, kv_unified=False) == pytest.approx(expected, rel=0.01)
+    assert request_s(Measurements(), OPEN, kv_unified=False) == 0.0
+
+
+def test_prompts_of_their_own_want_a_split_cache_and_a_common_one_a_unified() -> None:
+    """A unified cache's rows attend past all cells, but there a common beginning is only once, and so
+    cheap that this does not matter."""
+    own = {SPLIT_ON: measured(0.001, 1e-7), UNIFIED_ON: measured(0.001, 1e-7)}
+    assert choose(own, OPEN)[0] == SPLIT_ON
+    common = {UNIFIED_ON: measured(0.001, 1e-8), SPLIT_ON: measured(0.001, 4e-7)}
+    mode, reason = choose(common, PINNED)
+    assert mode == UNIFIED_ON
+    assert "with a common system prompt" in reason
+
+
+def test_a_bound_makes_small_chunks_count() -> None:
+    """Flash attention that is good with many rows and bad with few."""
+    options = replace(OPEN, n_ctx_slot=4096, kv_unified=False)
+    plain = measured(0.001, 2e-7)
+    flash = replace(plain, deep_prefill_s={1: 0.5, 16: 0.5, 64: 0.5, 512: 0.53})
+    found = {SPLIT_ON: flash, SPLIT_OFF: plain}
+    assert choose(found, replace(options, max_stall_s=None))[0] == SPLIT_ON
+    assert choose(found, replace(options, max_stall_s=0.1))[0] == SPLIT_OFF
+
+
+def test_of_those_that_are_as_good_the_first() -> None:
+    found = {SPLIT_ON: measured(0.00107, 0), SPLIT_OFF: measured(0.001, 0)}
+    assert choose(found, OPEN)[0] == SPLIT_ON
+    assert choose({SPLIT_OFF: Measurements()}, OPEN) == (SPLIT_OFF, f"{SPLIT_OFF}: as configured")
