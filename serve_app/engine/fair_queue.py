@@ -39,15 +39,16 @@ class FairQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of admission."""
+        """In the order of admission: who was preempted goes before everybody new."""
         start: dict[str, float] = {}
-        ranked: list[tuple[int, float, int, Sequence]] = []
+        ranked: list[tuple[bool, int, float, int, Sequence]] = []
         for arrival, sequence in enumerate(self._waiting):
             client = sequence.request.client
             at = start.get(client, self._virtual[client])
             start[client] = at + self._expected(sequence)
-            ranked.append((sequence.request.priority, at, arrival, sequence))
-        return iter([entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:3])])
+            fresh = sequence.admitted is None
+            ranked.append((fresh, sequence.request.priority, at, arrival, sequence))
+        return iter([entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:4])])
 
     def extend(self, sequences: Iterable[Sequence]) -> None:
         """Requests came."""
@@ -58,9 +59,15 @@ class FairQueue:
             self._live[client] = self._live.get(client, 0) + 1
             self._waiting.append(sequence)
 
+    def put_back(self, sequence: Sequence) -> None:
+        """It lost its slot, and waits for another one; its client has been charged."""
+        self._waiting.append(sequence)
+
     def admit(self, sequence: Sequence) -> None:
-        """It got a slot: its client is charged what it will probably cost."""
+        """It got a slot: its client is charged what it will probably cost, the first time."""
         self._waiting.remove(sequence)
+        if sequence.admitted is not None:
+            return
         client = sequence.request.client
         self._now = max(self._now, self._virtual[client])
         self._virtual[client] += self._expected(sequence)
@@ -70,7 +77,7 @@ class FairQueue:
         client = sequence.request.client
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        else:
+        if sequence.admitted is not None:
             computed = sequence.n_prompt - sequence.n_cached
             real = self._cost(computed, sequence.n_generated)
             self._virtual[client] += real - self._expected(sequence)

@@ -1,0 +1,56 @@
+"""Drafts from a sequence's own tokens. Pure: no model, no threads, no clock.
+
+What followed the last three tokens the last time they occurred may follow again: in answers that quote,
+edit or repeat. Source: Saxena, "Prompt Lookup Decoding", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_N_GRAM = 3
+_FIRST_GUESS = 0.5
+# Weight of the newest drafted token in the running rate.
+_NEWEST = 0.1
+# How fast a bad rate is forgotten, at each chance that was not taken: the text may have changed.
+_FORGIVING = 0.01
+
+
+class PromptLookup:
+    """One sequence's n-grams, and how its drafts fared. Decoder thread only."""
+
+    def __init__(self) -> None:
+        self.acceptance = _FIRST_GUESS
+        """Running rate of drafted tokens that were right."""
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = _N_GRAM
+
+    def draft(self, tokens: Sequence[int], n_most: int) -> tuple[int, ...]:
+        """Up to `n_most` tokens that may follow; none if the last ones are new. `tokens` may only have
+        grown since the last call."""
+        for position in range(self._indexed, len(tokens)):
+            self._after[tuple(tokens[position - _N_GRAM : position])] = position
+        self._indexed = max(self._indexed, len(tokens))
+        start = self._after.get(tuple(tokens[-_N_GRAM:]))
+        if start is None or n_most < 1:
+            return ()
+        return tuple(tokens[start : start + n_most])
+
+    def forget(self) -> None:
+        """The tokens changed otherwise."""
+        self._after, self._indexed = {}, _N_GRAM
+
+    def expected(self, n_drafted: int) -> float:
+        """Tokens that a pass over so many drafted ones, and the one before them, is worth."""
+        return float(sum(self.acceptance**n for n in range(n_drafted + 1)))
+
+    def fared(self, n_drafted: int, n_accepted: int) -> None:
+        """Learn from a draft of which the first `n_accepted` were right; the rest went unseen."""
+        for _ in range(n_accepted):
+            self.acceptance += _NEWEST * (1 - self.acceptance)
+        if n_accepted < n_drafted:
+            self.acceptance -= _NEWEST * self.acceptance
+
+    def passed(self) -> None:
+        """A draft was not used."""
+        self.acceptance += _FORGIVING * (_FIRST_GUESS - self.acceptance)
