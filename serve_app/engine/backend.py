@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.engine.cost_model import Measurements
+from serve_app.engine.modes import Mode
 from serve_app.types import SamplingParams
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
+
+
+State = bytes | memoryview
+"""The saved state of a lane."""
 
 
 class Vocabulary(Protocol):
@@ -46,11 +51,16 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a model needs, in bytes; what llama.cpp computes in comes on top."""
+    """What a model needs, in bytes."""
 
     weights_bytes: int
+    cache_bytes: int
+    """Of all lanes' keys and values."""
     cache_bytes_per_slot: int
+    """What one slot more would add."""
     cache_bytes_per_token: int
+    compute_bytes: int
+    """What passes are computed in."""
 
 
 class Backend(Protocol):
@@ -64,9 +74,35 @@ class Backend(Protocol):
     def memory(self) -> MemoryUse:
         """What it holds."""
 
+    @property
+    def mode(self) -> Mode:
+        """What kind of attention and cache it uses."""
+
+    @property
+    def mode_reason(self) -> str:
+        """Why, in one line."""
+
+    @property
+    def measurements(self) -> Measurements:
+        """What passes cost; empty if that was not measured."""
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the last few tokens of a lane can always be dropped."""
+
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether only consecutive lanes are computed together, and rows can be added to those between and
+        dropped again without a trace."""
+
+    @property
+    def state_key(self) -> bytes:
+        """What saved states depend on: they can be restored where this is the same."""
+
     def decode(self, rows: Sequence[Row]) -> None:
-        """One forward pass. Raises DecodeError when these rows cannot be decoded; any other
-        exception means that the backend is broken."""
+        """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for
+        these rows, and another DecodeError if they cannot be decoded; any other exception means that the
+        backend is broken."""
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
         """A sampler for one sequence."""
@@ -79,15 +115,17 @@ class Backend(Protocol):
         """Make the target's lane a copy of the source's, whatever it held. The copy may be made as late
         as with the next `decode`: until then, neither lane may be saved or restored."""
 
-    def save(self, seq_id: int) -> bytes:
+    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+        """Drop `n_discard` tokens after the first `n_keep`, and give those behind the positions before
+        theirs. As with `copy`, the lane may be neither saved nor restored until the next `decode`. Raises
+        DecodeError if it cannot; the lane is then in no known state."""
+
+    def save(self, seq_id: int) -> State:
         """The lane's cached tokens as a state that `restore` takes."""
 
-    def restore(self, seq_id: int, state: bytes) -> None:
+    def restore(self, seq_id: int, state: State) -> None:
         """Make the lane what it was when the state was saved, of this lane or another one, whatever
         it held. Raises DecodeError if it cannot; the lane is then in no known state."""
-
-    def measure(self) -> Measurements:
-        """What passes cost. The cache must be empty, and is empty again afterwards."""
 
     def close(self) -> None:
         """Free everything; nothing is called afterwards."""

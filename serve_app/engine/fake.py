@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from serve_app.engine.backend import MemoryUse, Row
+from serve_app.engine.backend import MemoryUse, Row, State
 from serve_app.engine.cost_model import Measurements
-from serve_app.errors import DecodeError
+from serve_app.engine.modes import Mode
+from serve_app.errors import CacheFullError, DecodeError
 from serve_app.types import SamplingParams
 
 Script = Callable[[Sequence[int]], int]
@@ -40,9 +41,9 @@ class FakeBackend:
 
     `script(tokens)` gives the token that follows a lane's tokens. `fail_on` names token ids: a batch
     with one of them raises DecodeError after its rows were fed, as llama.cpp may. `break_after`
-    batches, the backend breaks for good. `hold()` stops decoding until `resume()`. Rows that
-    llama.cpp could not take (a position that does not continue the lane) raise AssertionError, and so
-    do saving and restoring a lane of a copy that llama.cpp has not made yet.
+    batches, the backend breaks for good. All lanes together hold `n_cells` tokens. `hold()` stops
+    decoding until `resume()`. Rows that llama.cpp could not take (a position that does not continue
+    the lane) raise AssertionError, and so do saving and restoring a lane that llama.cpp has yet to write.
     """
 
     def __init__(
@@ -53,10 +54,16 @@ class FakeBackend:
         step_s: float = 0.0,
         fail_on: Iterable[int] = (),
         break_after: int | None = None,
+        n_cells: int | None = None,
     ) -> None:
-        self.memory = MemoryUse(0, 0, 4)
+        self.memory = MemoryUse(0, 0, 0, 4, 0)
+        self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
+        self.mode_reason = "scripted"
         self.measurements = Measurements()
-        """What `measure` answers."""
+        self.can_rewind = True
+        self.can_shift = True
+        self.fills_gaps = n_cells is None
+        self.state_key = b"fake"
         self.vocabulary = FakeVocabulary()
         self.lanes: list[list[int]] = [[] for _ in range(n_slots)]
         self.batches: list[list[Row]] = []
@@ -67,9 +74,10 @@ class FakeBackend:
         self._step_s = step_s
         self._fail_on = frozenset(fail_on)
         self._break_after = break_after
+        self._n_cells = n_cells
         self._may_run = threading.Event()
         self._may_run.set()
-        self._copying: set[int] = set()
+        self._unsettled: set[int] = set()
         self._at_row: dict[int, list[int]] = {}
 
     def hold(self) -> None:
@@ -87,8 +95,10 @@ class FakeBackend:
         self.batches.append(list(rows))
         if self._break_after is not None and len(self.batches) > self._break_after:
             raise RuntimeError("scripted break")
+        if self._n_cells is not None and sum(map(len, self.lanes)) + len(rows) > self._n_cells:
+            raise CacheFullError("scripted cache is full")
         self._at_row = {}
-        self._copying.clear()
+        self._unsettled.clear()
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):
             lane = self.lanes[seq_id]
             if position != len(lane):
@@ -113,27 +123,32 @@ class FakeBackend:
         del self.lanes[seq_id][n_past:]
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a lane."""
-        self._copying |= {source, target}
+        """Copy a lane; without a unified cache, the next decode does it, as in llama.cpp."""
+        if not self.mode.kv_unified:
+            self._unsettled |= {source, target}
         self.lanes[target] = list(self.lanes[source])
+
+    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+        """Drop tokens in a lane's middle."""
+        self._expect_settled(seq_id)
+        if not self.can_shift:
+            raise DecodeError("scripted lanes that cannot be shifted")
+        self._unsettled.add(seq_id)
+        del self.lanes[seq_id][n_keep : n_keep + n_discard]
 
     def save(self, seq_id: int) -> bytes:
         """The lane's tokens, four bytes each."""
         self._expect_settled(seq_id)
         return struct.pack(f"{len(self.lanes[seq_id])}I", *self.lanes[seq_id])
 
-    def restore(self, seq_id: int, state: bytes) -> None:
+    def restore(self, seq_id: int, state: State) -> None:
         """Make the lane those tokens."""
         self._expect_settled(seq_id)
         self.lanes[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
 
     def _expect_settled(self, seq_id: int) -> None:
-        if seq_id in self._copying:
-            raise AssertionError(f"lane {seq_id} is still to be copied by the next decode")
-
-    def measure(self) -> Measurements:
-        """What the test said."""
-        return self.measurements
+        if seq_id in self._unsettled:
+            raise AssertionError(f"lane {seq_id} is still to be written by the next decode")
 
     def close(self) -> None:
         """Remember that it was closed."""

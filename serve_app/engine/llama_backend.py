@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from serve_app.engine.backend import MemoryUse, Row
+from serve_app.engine import calibration, modes
+from serve_app.engine.backend import MemoryUse, Row, State
 from serve_app.engine.cost_model import Measurements
+from serve_app.engine.modes import Mode
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler import MAX_DRAFTED_ROWS
 from serve_app.engine.sweep import Sweep
 from serve_app.errors import ConfigError, DecodeError
+from serve_app.llama import library
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
@@ -19,29 +25,114 @@ from serve_app.types import SamplingParams
 
 logger = logging.getLogger("corral.engine")
 
-_SWEEP_LIMIT_S = 15.0
+# Lanes of contexts that are only measured are no longer than this: a beginning, and a chunk behind it.
+_SWEEP_CTX = 640
 
 
 class LlamaBackend:
-    """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded."""
+    """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded.
+
+    What the options leave open (flash attention, a split or a unified cache) is decided by measuring each
+    on this machine, or by what was measured at an earlier start.
+    """
 
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
         self.vocabulary = Model(path, load_mode=options.load_mode)
         self._options = options
         try:
-            self._context = Context(
-                self.vocabulary,
-                n_seq_max=options.n_slots + len(options.pinned),
-                n_ctx_slot=options.n_ctx_slot,
-                n_batch=options.n_batch + options.n_slots,
-                threads=options.threads,
-                flash_attn=options.flash_attn,
-                cache_type_k=options.cache_type_k,
-                cache_type_v=options.cache_type_v,
-            )
-            self._context.warm_up()
+            measured = self._measure()
+            self.mode, self.mode_reason = modes.choose(measured, options)
+            self.measurements = self._for_whole_lanes(measured[self.mode])
+            self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
+        self.can_rewind = self.vocabulary.can_rewind
+        self.fills_gaps = self.can_rewind and not (self.mode.kv_unified or self._context.window)
+        logger.info("%s.", self.mode_reason)
+
+    # -- opening ----------------------------------------------------------------------------------
+
+    @property
+    def _n_ctx(self) -> int | None:
+        """Cells of a unified cache: those of the slots, and of what is pinned."""
+        if self._options.n_ctx is None:
+            return None
+        return self._options.n_ctx + sum(len(tokens) for tokens in self._options.pinned)
+
+    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None) -> Context:
+        options = self._options
+        context = Context(
+            self.vocabulary,
+            n_seq_max=options.n_slots + len(options.pinned),
+            n_ctx_slot=n_ctx_slot,
+            n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
+            n_outputs=options.n_slots + MAX_DRAFTED_ROWS,
+            threads=options.threads,
+            flash_attn=mode.flash_attn,
+            kv_unified=mode.kv_unified,
+            n_ctx=n_ctx,
+            cache_type_k=options.cache_type_k,
+            cache_type_v=options.cache_type_v,
+        )
+        context.warm_up()
+        return context
+
+    def _measure(self) -> dict[Mode, Measurements]:
+        """What passes cost in each mode that is open."""
+        options = self._options
+        if options.sweep_limit_s <= 0:
+            return {modes.candidates(options)[0]: Measurements()}
+        limit_s = options.sweep_limit_s / modes.sweeps(options)
+        measured: dict[Mode, Measurements] = {}
+        while candidates := modes.candidates(options, measured):
+            measured |= {mode: self._measured(mode, limit_s) for mode in candidates}
+        return measured
+
+    def _for_whole_lanes(self, measured: Measurements) -> Measurements:
+        """The sweep's lanes may be shorter, and llama.cpp copies whole ones."""
+        longer = max(1.0, self._options.n_ctx_slot / _SWEEP_CTX)
+        return replace(measured, copy_s=longer * measured.copy_s)
+
+    def _measured(self, mode: Mode, limit_s: float) -> Measurements:
+        options, folder = self._options, self._options.sweep_folder
+        name = calibration.key(
+            model=self.vocabulary.fingerprint().hex(),
+            llama_cpp=library.version(),
+            mode=mode,
+            threads=options.threads,
+            slots=(options.n_slots, len(options.pinned), min(options.n_ctx_slot, _SWEEP_CTX)),
+            n_batch=options.n_batch,
+            cache=(options.cache_type_k, options.cache_type_v),
+            limit_s=limit_s,
+        )
+        known = calibration.load(folder, name) if folder else None
+        if known is not None:
+            return known
+        began = time.perf_counter()
+        measured = self._sweep(mode, limit_s)
+        logger.info("Measured passes with %s in %.1f s.", mode, time.perf_counter() - began)
+        if folder:
+            calibration.save(folder, name, measured)
+        return measured
+
+    def _sweep(self, mode: Mode, limit_s: float) -> Measurements:
+        options = self._options
+        n_ctx_slot = min(options.n_ctx_slot, _SWEEP_CTX)
+        context = self._open(mode, n_ctx_slot, None)
+        try:
+            return Sweep(
+                context,
+                n_slots=options.n_slots,
+                n_ctx_slot=n_ctx_slot,
+                n_batch=options.n_batch,
+                limit_s=limit_s,
+                shared=bool(options.pinned),
+                unified=mode.kv_unified,
+            ).run()
+        finally:
+            context.close()
+
+    # -- running ----------------------------------------------------------------------------------
 
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
@@ -59,35 +150,42 @@ class LlamaBackend:
         """See Backend.copy."""
         self._context.copy(source, target)
 
-    def save(self, seq_id: int) -> bytes:
+    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+        """See Backend.shift."""
+        if not self._context.can_shift:
+            raise DecodeError("This model's positions cannot be shifted.")
+        if self.mode.kv_unified:  # cells may be shared with other lanes, which must not see this
+            self._context.restore(seq_id, self._context.save(seq_id))
+        self._context.shift(seq_id, n_keep, n_discard)
+
+    def save(self, seq_id: int) -> State:
         """See Backend.save."""
         return self._context.save(seq_id)
 
-    def restore(self, seq_id: int, state: bytes) -> None:
+    def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""
         self._context.restore(seq_id, state)
+
+    @property
+    def state_key(self) -> bytes:
+        """See Backend.state_key."""
+        options = self._options
+        n_streams = 1 if self.mode.kv_unified else options.n_slots + len(options.pinned)
+        types = (options.cache_type_k, options.cache_type_v)
+        parts = (library.version(), n_streams, self.mode.flash_attn, types)
+        return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
 
     @property
     def memory(self) -> MemoryUse:
         """See Backend.memory."""
         context = self._context
         return MemoryUse(
-            self.vocabulary.n_bytes, context.cache_bytes_per_lane, context.cache_bytes_per_token
+            weights_bytes=self.vocabulary.n_bytes,
+            cache_bytes=context.cache_bytes,
+            cache_bytes_per_slot=context.cache_bytes_per_lane,
+            cache_bytes_per_token=context.cache_bytes_per_token,
+            compute_bytes=context.compute_bytes,
         )
-
-    def measure(self) -> Measurements:
-        """See Backend.measure: a sweep of some seconds."""
-        began = time.perf_counter()
-        found = Sweep(
-            self.decode,
-            self.truncate,
-            n_slots=self._options.n_slots,
-            n_ctx_slot=self._options.n_ctx_slot,
-            n_batch=self._options.n_batch,
-            limit_s=_SWEEP_LIMIT_S,
-        ).run()
-        logger.info("Measured what passes cost in %.1f s.", time.perf_counter() - began)
-        return found
 
     def close(self) -> None:
         """Free the context. The model is freed with the last object that knows its vocabulary."""

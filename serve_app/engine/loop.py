@@ -11,16 +11,26 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from serve_app.engine.backend import Backend
-from serve_app.engine.cost_model import CostModel, Measurements
+from serve_app.engine.backlog import Backlog
+from serve_app.engine.cost_model import CostModel
 from serve_app.engine.fair_queue import FairQueue
+from serve_app.engine.lanes import Lanes
 from serve_app.engine.mailbox import Commands, Mailbox
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.prefix_store import PrefixStore, StoredPrefix
-from serve_app.engine.scheduler import Pass, Scheduler, plan_pass
-from serve_app.engine.sequence import NO_SLOT, Sequence
-from serve_app.engine.slots import Choice, Slot, SlotTable
+from serve_app.engine.passes import Chunk, Pass, Turn, plan_pass
+from serve_app.engine.prefix_files import PrefixFiles
+from serve_app.engine.prefix_store import PrefixStore
+from serve_app.engine.scheduler import Scheduler
+from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
+from serve_app.engine.slots import Slot, SlotTable, Wait
 from serve_app.engine.stats import EngineStats, SlotStats
-from serve_app.errors import CorralError, DecodeError, EngineClosedError, EngineFailedError
+from serve_app.errors import (
+    CacheFullError,
+    CorralError,
+    DecodeError,
+    EngineClosedError,
+    EngineFailedError,
+)
 from serve_app.types import FinishReason, TokenDelta
 
 logger = logging.getLogger("corral.engine")
@@ -29,8 +39,10 @@ logger = logging.getLogger("corral.engine")
 _LEAST_COPY = 16
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
-# Weight of the newest request in the running mean of service times.
-_SERVICE_TIME_WEIGHT = 0.1
+# Slots shorter than this end when they are full, whatever was asked for: there is nothing to shift.
+_LEAST_SHIFTED_CTX = 8
+# After so many seconds without work, what idle slots hold is stored ahead.
+_REST_S = 2.0
 
 
 class DecoderLoop:
@@ -47,16 +59,17 @@ class DecoderLoop:
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
         self._mailbox = Mailbox(options.n_slots + options.max_waiting)
-        min_copy = max(_LEAST_COPY, options.n_ctx_slot // 64)
-        self._slots = SlotTable(options.n_slots, min_copy, options.pinned)
-        self._stored = PrefixStore(options.cache_ram_bytes)
         self._waiting = FairQueue(self._cost)
-        self._copying: set[int] = set()
-        """Lanes of copies that the backend makes with the next decode."""
+        self._cramped = False
+        """Whether nobody is admitted until somebody ends: the last one had to give way."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
-        self._service_s: float | None = None
+        self._seconds = dict.fromkeys(("steps", "decoding", "sampling"), 0.0)
+        self._worked = 0.0
+        """When the last step ended."""
+        self._retry_after_s = 1
+        self._files: PrefixFiles | None = None
         self._failed_steps = 0
         self._draining = False
         self.failure: EngineFailedError | None = None
@@ -71,9 +84,7 @@ class DecoderLoop:
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
-        # A place frees each time one of the n_slots running requests ends.
-        retry_after_s = max(1, math.ceil((self._service_s or 0) / self._options.n_slots))
-        return self._mailbox.submit(sequences, retry_after_s)
+        return self._mailbox.submit(sequences, self._retry_after_s)
 
     def abort(self, request_id: str) -> None:
         """End a request, waiting or running, before the next step. Idempotent."""
@@ -89,70 +100,158 @@ class DecoderLoop:
     def _run(self, open_backend: Callable[[], Backend], opened: Future[Backend]) -> None:
         try:
             backend = self._backend = open_backend()
-            bounded = self._options.max_stall_s is not None
-            self._costs = CostModel(backend.measure() if bounded else Measurements())
-            self._pin(backend)
+            self._set_up(backend)
         except BaseException as error:
             opened.set_exception(error)
             return
-        self._scheduler = Scheduler(self._options.n_batch, self._costs, self._options.max_stall_s)
-        self.stats = self._snapshot()
         opened.set_result(backend)
         try:
-            while self._obey(self._mailbox.take(wait=not self._has_work)):
-                self.step()
+            while self._obey(self._mailbox.take(self._wait_s())):
+                if self._has_work:
+                    self.step()
+                elif self._rested:
+                    self._lanes.store_ahead()
+                    self.stats = self._snapshot()
+            if self._files:
+                self._lanes.store_all()
         except Exception as error:
             logger.exception("The engine failed; every request it had is ended.")
             self._fail(EngineFailedError(f"The engine failed: {error}"))
         finally:
             backend.close()
+            if self._files:
+                self._files.close()
 
-    def _pin(self, backend: Backend) -> None:
-        """Compute what is pinned."""
-        n_batch = self._options.n_batch
-        for lane, tokens in enumerate(self._options.pinned, start=self._options.n_slots):
-            rows = [(token, position, lane, False) for position, token in enumerate(tokens)]
-            for start in range(0, len(rows), n_batch):
-                backend.decode(rows[start : start + n_batch])
+    @property
+    def _rested(self) -> bool:
+        return time.monotonic() >= self._worked + _REST_S
+
+    def _wait_s(self) -> float | None:
+        """How long to sleep if nothing arrives; None for ever."""
+        if self._has_work:
+            return 0.0
+        return max(0.0, self._worked + _REST_S - time.monotonic()) if self._lanes.behind else None
+
+    def _set_up(self, backend: Backend) -> None:
+        options = self._options
+        self._costs = costs = CostModel(backend.measurements)
+        self._backlog = Backlog(costs, options.n_slots)
+        self._scheduler = Scheduler(
+            options.n_batch,
+            costs,
+            options.max_stall_s,
+            speculate=options.speculate and backend.can_rewind,
+            n_ctx_slot=options.n_ctx_slot,
+            mixed=backend.mode.kv_unified,
+        )
+        copy_tokens = math.ceil(costs.copy_s / costs.prompt_token_s) if costs else 0
+        table = SlotTable(
+            options.n_slots,
+            max(_LEAST_COPY, copy_tokens),
+            options.pinned,
+            consecutive=not backend.mode.kv_unified,
+        )
+        if options.prefix_folder is not None and options.cache_ram_bytes:
+            self._files = PrefixFiles(options.prefix_folder, backend.state_key)
+        kept = self._files.load(options.cache_ram_bytes) if self._files else ()
+        stored = PrefixStore(options.cache_ram_bytes, kept, self._files)
+        self._lanes = Lanes(backend, table, stored)
+        self._lanes.pin(options.n_batch)
+        self.stats = self._snapshot()
 
     def step(self) -> None:
         """Schedule; for each pass, decode, sample and postprocess; deliver."""
+        began = time.monotonic()
         self._admit()
-        passes = self._scheduler.schedule()
+        table = self._lanes.table
+        ends = table.lane_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
+        passes = self._scheduler.schedule(began, table.n_cells, ends)
         for planned in passes:
-            try:
-                self._forward(planned)
-            except DecodeError:
-                self._retry_one_by_one(planned)
+            if not self._attempt(planned):
+                break
+        else:
+            self._scheduler.took(passes, time.monotonic() - began)
         self._counts["steps"] += bool(passes)
         self._flush()
+        self._worked = time.monotonic()
+        self._seconds["steps"] += self._worked - began
+
+    def _attempt(self, planned: Pass) -> bool:
+        """Carry out a pass; False if the cache has no room for it, and somebody gave way instead."""
+        try:
+            self._forward(planned)
+        except CacheFullError as error:
+            return self._make_room(planned, error)
+        except DecodeError:
+            return self._retry_one_by_one(planned)
+        return True
 
     def _forward(self, plan: Pass) -> None:
         began = time.monotonic()
-        self._backend.decode(plan.rows)
-        self._copying.clear()
-        self._learn(plan, time.monotonic() - began)
-        sampled = [
-            None if chunk.sample_row is None else chunk.sequence.sample(chunk.sample_row)
-            for chunk in plan.chunks
-        ]
+        settled = self._lanes.settled
+        try:
+            self._backend.decode(plan.rows)
+        finally:
+            for lane, end in plan.fillers:
+                self._backend.truncate(lane, end)
+        self._lanes.decoded()
+        decoded = time.monotonic()
+        if settled:
+            self._learn(plan, decoded - began)
+        sampled = [self._sample(chunk) for chunk in plan.chunks]
+        self._seconds["decoding"] += decoded - began
+        self._seconds["sampling"] += time.monotonic() - decoded
         self._failed_steps = 0
-        for chunk, token in zip(plan.chunks, sampled, strict=True):
-            sequence = chunk.sequence
-            self._counts["prompt_tokens"] += sequence.advance(chunk.n_rows)
-            if token is not None:
-                self._counts["generated_tokens"] += 1
-                delta = sequence.accept(token, self._backend.vocabulary, self._options.n_ctx_slot)
-                self._outbox.append((sequence, delta))
+        for chunk, tokens in zip(plan.chunks, sampled, strict=True):
+            self._advance(chunk, tokens)
+
+    def _sample(self, chunk: Chunk) -> list[int]:
+        """The tokens that follow: one, and one more for each drafted one that it confirms."""
+        if chunk.sample_row is None:
+            return []
+        sampler = chunk.sequence.sampler
+        tokens = [sampler.sample(chunk.sample_row)]
+        for row, drafted in enumerate(chunk.draft, chunk.sample_row + 1):
+            if tokens[-1] != drafted:
+                break
+            tokens.append(sampler.sample(row))
+        return tokens
+
+    def _advance(self, chunk: Chunk, sampled: list[int]) -> None:
+        """Book what a sequence computed, and take its sampled tokens."""
+        sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
+        if sequence.state is SequenceState.PREFILL:
+            self._counts["prompt_tokens"] += chunk.n_rows
+        sequence.advance(chunk.n_rows)
+        if not sampled:
+            return
+        n_before = sequence.n_generated
+        shifts = self._shifts(sequence)
+        delta = sequence.accept(sampled, self._backend.vocabulary, n_ctx_slot, shifts=shifts)
+        n_taken = sequence.n_generated - n_before
+        self._counts["generated_tokens"] += n_taken
+        if chunk.draft:
+            n_right = min(n_taken, len(sampled) - 1)
+            sequence.advance(n_right)
+            sequence.lookup.fared(len(chunk.draft), len(sampled) - 1)
+            self._counts["drafted_tokens"] += len(chunk.draft)
+            self._counts["accepted_tokens"] += n_right
+            self._backend.truncate(sequence.slot_id, sequence.n_past)
+        self._outbox.append((sequence, delta))
+        if shifts and not sequence.finished and len(sequence.tokens) >= n_ctx_slot:
+            self._shift(sequence)
 
     def _learn(self, plan: Pass, seconds: float) -> None:
-        first = plan.chunks[0]
-        if len(plan.rows) == len(plan.chunks):
-            self._costs.saw_decode(len(plan.rows), seconds)
+        if not plan.prefills:
+            n_lanes = len(plan.chunks) + len(plan.fillers)
+            self._costs.saw_decode(n_lanes, len(plan.rows), plan.depth, seconds)
+        elif plan.decodes:
+            n_prompt = sum(chunk.n_rows for chunk in plan.chunks if chunk.sequence.n_pending > 1)
+            self._costs.saw_mixed(len(plan.rows) - n_prompt, n_prompt, plan.depth, seconds)
         elif len(plan.chunks) == 1:
-            self._costs.saw_prefill(first.n_rows, first.sequence.n_past, seconds)
+            self._costs.saw_prefill(len(plan.rows), plan.depth, seconds)
 
-    def _retry_one_by_one(self, plan: Pass) -> None:
+    def _retry_one_by_one(self, plan: Pass) -> bool:
         """The batch failed: decode each sequence alone, so that only the one at fault ends.
 
         Raises EngineFailedError when it is never one sequence's fault."""
@@ -160,12 +259,60 @@ class DecoderLoop:
         if failed_before == _MAX_FAILED_STEPS:
             raise EngineFailedError(f"Nothing could be decoded in {failed_before} steps.")
         for chunk in plan.chunks:
+            alone = plan_pass([Turn(chunk.sequence, chunk.n_rows)])
             try:
                 self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
-                self._forward(plan_pass([(chunk.sequence, chunk.n_rows)]))
+                self._forward(alone)
+            except CacheFullError as error:
+                return self._make_room(alone, error)
             except DecodeError as error:
                 logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)
+                self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
                 self._end(chunk.sequence, FinishReason.ERROR, error)
+        return True
+
+    # -- when the cache or a context is full ------------------------------------------------------
+
+    def _make_room(self, plan: Pass, error: CacheFullError) -> bool:
+        """Take cells from whoever needs them least: an idle slot, or else the sequence that got its slot
+        last, which waits then. Returns False: the pass is to be planned anew."""
+        if self._lanes.evict_idle():
+            return False
+        running = [one for one in self._scheduler.running if not one.finished]
+        if len(running) < len(self._scheduler.running):
+            return False  # some have just ended
+        if len(running) == 1:
+            self._end(plan.chunks[0].sequence, FinishReason.ERROR, error)
+            return False
+        youngest = max(running, key=lambda one: one.admitted or 0.0)
+        self._scheduler.remove(youngest)
+        self._lanes.preempt(youngest)
+        self._waiting.put_back(youngest)
+        self._cramped = True
+        self._counts["preemptions"] += 1
+        return False
+
+    def _shifts(self, sequence: Sequence) -> bool:
+        """Whether it goes on when its context is full: only up to its `max_tokens`, or it might never
+        end."""
+        asked = sequence.request.context_shift
+        wanted = self._options.context_shift if asked is None else asked
+        return (
+            wanted
+            and sequence.n_left is not None
+            and self._options.n_ctx_slot >= _LEAST_SHIFTED_CTX
+        )
+
+    def _shift(self, sequence: Sequence) -> None:
+        """Make room in a full context."""
+        asked = sequence.request.n_keep
+        n_keep = self._options.n_keep if asked is None else asked
+        n_keep = sequence.n_prompt if n_keep < 0 else n_keep
+        most = self._options.n_ctx_slot - _LEAST_SHIFTED_CTX // 2
+        self._lanes.shift(sequence, max(1, min(n_keep, most)))
+        self._counts["context_shifts"] += 1
+
+    # -- commands, admission and ends -------------------------------------------------------------
 
     def _obey(self, commands: Commands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
@@ -187,25 +334,28 @@ class DecoderLoop:
     def _admit(self) -> None:
         """Move waiting sequences into idle slots, in the order that is fair to their clients; one
         that waits for a prefix lets others pass."""
+        for sequence in self._scheduler.running:
+            sequence.n_awaited = 0
+        if self._cramped:
+            return
         for sequence in self._waiting:
-            if not self._slots.has_idle:
+            if not self._lanes.table.has_idle:
                 return
-            n_stored, stored = self._stored.longest(sequence.tokens)
-            choice = self._slots.choose(sequence.tokens, n_stored)
-            if choice is None:
+            place = self._lanes.place(sequence)
+            if isinstance(place, Wait):
+                if (owner := place.slot.sequence) is not None:
+                    owner.n_awaited = max(owner.n_awaited, place.n_tokens)
                 continue
-            slot = choice.slot
-            if choice.stored and stored is not None:
-                self._stored.used(stored)
-            self._store(slot, self._slots.loses(choice))
-            n_cached = self._fill(choice, stored)
-            sampler = self._backend.sampler(sequence.request.sampling, sequence.request.prompt)
+            sampler = None
+            if sequence.admitted is None:  # one that was preempted goes on with its own
+                sampler = self._backend.sampler(sequence.request.sampling, sequence.request.prompt)
             # Until here it waits: a backend that breaks above ends it with all the others.
             self._waiting.admit(sequence)
-            sequence.admit(slot.id, n_cached, sampler)
-            self._slots.occupy(slot, sequence)
+            sequence.admit(place.slot.id, place.n_cached, sampler)
+            self._lanes.table.occupy(place.slot, sequence)
             self._scheduler.add(sequence)
-            self._counts["cached_tokens"] += n_cached
+            self._counts["cached_tokens"] += place.n_cached
+            self._counts["restored_tokens"] += place.n_restored
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
@@ -213,41 +363,6 @@ class DecoderLoop:
         seconds = self._costs.prefill_s(n_prompt, 0)
         seconds += n_generated * self._costs.decode_s(n_slots) / n_slots
         return seconds or n_prompt + n_generated
-
-    def _store(self, slot: Slot, tokens: list[int]) -> None:
-        """Save an idle slot's tokens, unless there are none or somebody has them, or they are not
-        really there yet."""
-        n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
-        settled = slot.id not in self._copying
-        if tokens and settled and self._stored.wants(tokens, n_bytes):
-            self._stored.put(tokens, self._backend.save(slot.id))
-
-    def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
-        """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
-        slot = choice.slot
-        if choice.stored and stored is not None:
-            if slot.id in self._copying:  # written to now, the copy would be of the new content
-                return self._keep(slot, 0)
-            try:
-                self._backend.restore(slot.id, stored.state)
-            except DecodeError as error:
-                logger.error("A stored prefix is lost: %s", error)
-                return self._keep(slot, 0)
-            self._counts["restored_tokens"] += choice.n_cached
-        elif choice.copy_from is not None:
-            self._backend.copy(choice.copy_from.id, slot.id)
-            self._copying |= {choice.copy_from.id, slot.id}
-        return self._keep(slot, choice.n_cached)
-
-    def _keep(self, slot: Slot, n_cached: int) -> int:
-        """Drop all but the slot's first `n_cached` tokens, or all of them if the model's memory
-        cannot be cut there (recurrent layers keep no past states); returns how many it kept."""
-        try:
-            self._backend.truncate(slot.id, n_cached)
-        except DecodeError:
-            self._backend.truncate(slot.id, 0)
-            return 0
-        return n_cached
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None
@@ -272,13 +387,14 @@ class DecoderLoop:
     def _release(self, sequence: Sequence, reason: FinishReason) -> None:
         self._ended[reason] += 1
         self._waiting.end(sequence)
+        sequence.close()
+        if sequence.admitted is not None:
+            self._backlog.ended(sequence)
         if sequence.slot_id == NO_SLOT:
             return
-        mean = sequence.service_s if self._service_s is None else self._service_s
-        self._service_s = mean + _SERVICE_TIME_WEIGHT * (sequence.service_s - mean)
+        self._cramped = False
         self._scheduler.remove(sequence)
-        self._slots.release(self._slots.slots[sequence.slot_id])
-        sequence.close()
+        self._lanes.release(sequence)
 
     def _fail(self, failure: EngineFailedError) -> None:
         """The backend is broken: end everything, and refuse what comes."""
@@ -297,26 +413,41 @@ class DecoderLoop:
         return bool(self._waiting or self._scheduler.running)
 
     def _snapshot(self) -> EngineStats:
+        live, memory, counts = self._live, self._backend.memory, self._counts
+        self._retry_after_s = self._backlog.place_free_s(live)
         return EngineStats(
             n_slots=self._options.n_slots,
             n_ctx_slot=self._options.n_ctx_slot,
             threads=self._options.threads,
+            flash_attn=self._backend.mode.flash_attn,
+            kv_unified=self._backend.mode.kv_unified,
+            mode_reason=self._backend.mode_reason,
             running=len(self._scheduler.running),
             waiting=len(self._waiting),
+            backlog_s=round(self._backlog.seconds(live), 3),
             draining=self._draining,
-            steps=self._counts["steps"],
-            prompt_tokens=self._counts["prompt_tokens"],
-            cached_tokens=self._counts["cached_tokens"],
-            generated_tokens=self._counts["generated_tokens"],
+            steps=counts["steps"],
+            prompt_tokens=counts["prompt_tokens"],
+            cached_tokens=counts["cached_tokens"],
+            generated_tokens=counts["generated_tokens"],
+            drafted_tokens=counts["drafted_tokens"],
+            accepted_tokens=counts["accepted_tokens"],
+            preemptions=counts["preemptions"],
+            context_shifts=counts["context_shifts"],
             ended=dict(self._ended),
-            restored_tokens=self._counts["restored_tokens"],
-            stored_prefixes=len(self._stored),
-            stored_bytes=self._stored.n_bytes,
-            weights_bytes=self._backend.memory.weights_bytes,
-            cache_bytes=len(self._slots.slots) * self._backend.memory.cache_bytes_per_slot,
-            cache_bytes_per_slot=self._backend.memory.cache_bytes_per_slot,
+            step_s=self._seconds["steps"],
+            decode_s=self._seconds["decoding"],
+            sample_s=self._seconds["sampling"],
+            restored_tokens=counts["restored_tokens"],
+            stored_prefixes=len(self._lanes.stored),
+            stored_bytes=self._lanes.stored.n_bytes,
+            stored_bytes_limit=self._options.cache_ram_bytes,
+            weights_bytes=memory.weights_bytes,
+            cache_bytes=memory.cache_bytes,
+            cache_bytes_per_slot=memory.cache_bytes_per_slot,
+            compute_bytes=memory.compute_bytes,
             step_time=self._costs.curve(),
-            slots=tuple(_slot_stats(slot) for slot in self._slots.slots),
+            slots=tuple(_slot_stats(slot) for slot in self._lanes.table.slots),
         )
 
 

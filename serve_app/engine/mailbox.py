@@ -74,13 +74,13 @@ class Mailbox:
             self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
             self._changed.notify()
 
-    def take(self, *, wait: bool) -> Commands:
-        """Decoder thread: what has arrived; with `wait`, sleeps until there is something."""
+    def take(self, wait_s: float | None) -> Commands:
+        """Decoder thread: what has arrived. If that is nothing, sleeps until there is something, for
+        `wait_s` at most; None is for ever."""
         with self._changed:
-            if wait:
-                self._changed.wait_for(
-                    lambda: self._submitted or self._aborted or self._deadline is not None
-                )
+            self._changed.wait_for(
+                lambda: self._submitted or self._aborted or self._deadline is not None, wait_s
+            )
             commands = Commands(self._submitted, self._aborted, self._deadline)
             self._submitted, self._aborted = [], set()
             return commands

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
+from serve_app.engine.backend import State
 from serve_app.engine.slots import common_prefix
 
 
@@ -12,15 +15,32 @@ class StoredPrefix:
     """Tokens, and what a backend needs to have them in a lane again."""
 
     tokens: list[int]
-    state: bytes
+    state: State
+
+
+class Mirror(Protocol):
+    """Whoever wants to know what is stored; see `serve_app.engine.prefix_files`."""
+
+    def add(self, prefix: StoredPrefix) -> None:
+        """It was stored, or used again."""
+
+    def discard(self, prefix: StoredPrefix) -> None:
+        """It is stored no more."""
 
 
 class PrefixStore:
     """The prefixes used last whose states fit into `budget_bytes`. Decoder thread only."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        prefixes: Iterable[StoredPrefix] = (),
+        mirror: Mirror | None = None,
+    ) -> None:
+        """Begins with `prefixes`, the least recently used first, which the mirror knows."""
         self._budget_bytes = budget_bytes
-        self._prefixes: list[StoredPrefix] = []  # the least recently used first
+        self._prefixes = list(prefixes)  # the least recently used first
+        self._mirror = mirror
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -36,14 +56,25 @@ class PrefixStore:
             common_prefix(known.tokens, tokens) == len(tokens) for known in self._prefixes
         )
 
-    def put(self, tokens: list[int], state: bytes) -> None:
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether a state of that size would fit without another one going."""
+        return self.n_bytes + n_bytes <= self._budget_bytes
+
+    def put(self, tokens: list[int], state: State) -> None:
         """Keep a prefix; those it continues go, and then the least recently used, for room."""
-        self._prefixes = [
-            known for known in self._prefixes if known.tokens != tokens[: len(known.tokens)]
-        ]
-        self._prefixes.append(StoredPrefix(list(tokens), state))
+        for known in [p for p in self._prefixes if p.tokens == tokens[: len(p.tokens)]]:
+            self._drop(known)
+        prefix = StoredPrefix(list(tokens), state)
+        self._prefixes.append(prefix)
+        if self._mirror:
+            self._mirror.add(prefix)
         while self.n_bytes > self._budget_bytes:
-            del self._prefixes[0]
+            self._drop(self._prefixes[0])
+
+    def _drop(self, prefix: StoredPrefix) -> None:
+        self._prefixes.remove(prefix)
+        if self._mirror:
+            self._mirror.discard(prefix)
 
     def longest(self, prompt: list[int]) -> tuple[int, StoredPrefix | None]:
         """How many of the prompt's first tokens the best prefix has, and that prefix. At least the
@@ -59,3 +90,5 @@ class PrefixStore:
         """Make it the most recently used."""
         self._prefixes.remove(prefix)
         self._prefixes.append(prefix)
+        if self._mirror:
+            self._mirror.add(prefix)

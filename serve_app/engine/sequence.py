@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from enum import Enum
 
 from serve_app.engine.backend import Sampler, Vocabulary
+from serve_app.engine.lookup import PromptLookup
 from serve_app.engine.text import TextAssembler
 from serve_app.errors import CorralError
 from serve_app.types import (
@@ -38,9 +40,9 @@ class SequenceState(Enum):
 class Sequence:
     """One request's tokens, and how many of them are in the KV cache. Decoder thread only.
 
-    `tokens` is the prompt and everything sampled since; `tokens[:n_past]` are in the cache. A step
-    feeds some of `tokens[n_past:]` and nothing else, so a sequence cannot feed a token that is not
-    its own, and samples when the last of them is fed.
+    `tokens` is the prompt and everything sampled since, less what context shifts dropped;
+    `tokens[:n_past]` are in the cache. A step feeds some of `tokens[n_past:]`, and drafts of what may
+    follow; so a sequence cannot feed a token that is not its own, and it samples when the last is fed.
     """
 
     def __init__(self, request: GenerationRequest, sink: Sink) -> None:
@@ -49,15 +51,24 @@ class Sequence:
         self.sink = sink
         self.tokens = list(request.prompt)
         self.n_prompt = len(request.prompt)
+        self.n_generated = 0
+        """Tokens sampled so far."""
         self.n_past = 0
         self.n_cached = 0
+        self.n_awaited = 0
+        """First tokens that others start from as soon as they are in the cache."""
+        self.n_exact: int | None = None
+        """After a context shift: how many first tokens are in the cache as if they had been computed
+        anew, for others to start from."""
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
+        self.lookup = PromptLookup()
+        self.submitted = time.monotonic()
+        self.admitted: float | None = None
+        """When it first got a slot."""
+        self._first_token: float | None = None
         self._sampler: Sampler | None = None
         self._text = TextAssembler(request.sampling.stop)
-        self._submitted = time.monotonic()
-        self._admitted: float | None = None
-        self._first_token: float | None = None
 
     @property
     def n_pending(self) -> int:
@@ -65,9 +76,10 @@ class Sequence:
         return len(self.tokens) - self.n_past
 
     @property
-    def n_generated(self) -> int:
-        """Tokens sampled so far."""
-        return len(self.tokens) - self.n_prompt
+    def n_left(self) -> int | None:
+        """Tokens that it may still generate by its `max_tokens`; None if that is not set."""
+        most = self.request.sampling.max_tokens
+        return None if most is None else most - self.n_generated
 
     @property
     def finished(self) -> bool:
@@ -75,43 +87,72 @@ class Sequence:
         return self.state is SequenceState.FINISHED
 
     @property
-    def service_s(self) -> float:
-        """Seconds since it got a slot; 0 if it never did."""
-        return 0.0 if self._admitted is None else time.monotonic() - self._admitted
-
-    def admit(self, slot_id: int, n_cached: int, sampler: Sampler) -> None:
-        """Give it a slot whose cache already holds its first `n_cached` tokens."""
-        self.slot_id, self._sampler = slot_id, sampler
-        self.n_past = self.n_cached = n_cached
-        self.state = SequenceState.PREFILL
-        self._admitted = time.monotonic()
-
-    def sample(self, row: int) -> int:
-        """The next token, from that row of the batch just decoded. Only between admit and close."""
+    def sampler(self) -> Sampler:
+        """What picks its tokens. Only between the first admit and close."""
         if self._sampler is None:
             raise RuntimeError(f"Sequence {self.id} has no sampler.")
-        return self._sampler.sample(row)
+        return self._sampler
 
-    def advance(self, n_rows: int) -> int:
-        """Its next `n_rows` tokens are in the cache now; returns how many were the prompt's."""
-        n_prompt_rows = max(0, min(self.n_prompt - self.n_past, n_rows))
+    def admit(self, slot_id: int, n_cached: int, sampler: Sampler | None) -> None:
+        """Give it a slot whose cache already holds its first `n_cached` tokens. It gets its sampler the
+        first time, and keeps it when it is preempted."""
+        if sampler is not None:
+            self._sampler, self.n_cached = sampler, n_cached
+            self.admitted = time.monotonic()
+        self.slot_id, self.n_past = slot_id, n_cached
+        self.state = SequenceState.PREFILL
+
+    def preempt(self) -> None:
+        """Take its slot away: it waits for another one."""
+        self.slot_id, self.n_past, self.n_exact = NO_SLOT, 0, None
+        self.state = SequenceState.WAITING
+
+    def draft(self, n_most: int, n_ctx_slot: int) -> tuple[int, ...]:
+        """Tokens that may follow its own, so many as it may still have."""
+        room = n_ctx_slot - len(self.tokens) - 1
+        if self.n_left is not None:
+            room = min(room, self.n_left - 1)
+        return self.lookup.draft(self.tokens, min(n_most, room))
+
+    def advance(self, n_rows: int) -> None:
+        """Its next `n_rows` tokens are in the cache now."""
         self.n_past += n_rows
-        return n_prompt_rows
 
-    def accept(self, token: int, vocabulary: Vocabulary, n_ctx_slot: int) -> TokenDelta:
-        """Take a sampled token; the delta carries the end if this was the last one."""
+    def accept(
+        self, tokens: Tokens[int], vocabulary: Vocabulary, n_ctx_slot: int, *, shifts: bool = False
+    ) -> TokenDelta:
+        """Take sampled tokens, up to the one that ends it, if one does: the delta carries the end then.
+
+        With `shifts`, a full context does not end it: see `shift`."""
         self.state = SequenceState.DECODE
         self._first_token = self._first_token or time.monotonic()
-        self.tokens.append(token)
+        text = ""
+        for n, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            self.n_generated += 1
+            reason, shown = self._take(token, vocabulary)
+            text += shown
+            full = len(self.tokens) >= n_ctx_slot and not shifts
+            if reason is None and (full or self.n_left == 0):
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                return self.finish(reason, text, tuple(tokens[:n]))
+        return TokenDelta(text, tuple(tokens))
+
+    def _take(self, token: int, vocabulary: Vocabulary) -> tuple[FinishReason | None, str]:
         if vocabulary.is_eog(token):
-            return self.finish(FinishReason.STOP, "", (token,))
+            return FinishReason.STOP, ""
         text = self._text.push(vocabulary.piece(token))
-        if self._text.stop is not None:
-            return self.finish(FinishReason.STOP, text, (token,))
-        max_tokens = self.request.sampling.max_tokens
-        if self.n_generated == max_tokens or len(self.tokens) >= n_ctx_slot:
-            return self.finish(FinishReason.LENGTH, text, (token,))
-        return TokenDelta(text, (token,))
+        return (None if self._text.stop is None else FinishReason.STOP), text
+
+    def shift(self, n_keep: int, n_discard: int, *, cached: bool) -> None:
+        """Forget `n_discard` tokens after the first `n_keep`. Either the cache has forgotten them too, and
+        moved up what is behind; or it holds nothing, and all the rest is to be computed again."""
+        del self.tokens[n_keep : n_keep + n_discard]
+        self.n_past = self.n_past - n_discard if cached else 0
+        if cached:
+            self.n_exact = n_keep if self.n_exact is None else min(n_keep, self.n_exact)
+        self.lookup.forget()
 
     def finish(
         self,
@@ -134,13 +175,13 @@ class Sequence:
 
     def _end(self, reason: FinishReason, error: CorralError | None) -> SequenceEnd:
         now = time.monotonic()
-        admitted = self._admitted or now
+        admitted = self.admitted or now
         first_token = self._first_token or now
         return SequenceEnd(
             reason=reason,
             usage=Usage(self.n_prompt, self.n_generated, self.n_cached),
             timings=Timings(
-                queue_s=admitted - self._submitted,
+                queue_s=admitted - self.submitted,
                 prefill_s=first_token - admitted,
                 decode_s=now - first_token,
             ),

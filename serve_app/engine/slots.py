@@ -17,6 +17,8 @@ class Slot:
     sequence: Sequence | None = None
     pinned: bool = False
     """Whether it only keeps `idle_tokens`, for others to copy."""
+    n_shared: int = 0
+    """First tokens whose cells are another lane's too, in a unified cache."""
     last_used: int = 0
     """Counts releases: the smallest is the least recently used; 0 was never used."""
 
@@ -27,13 +29,20 @@ class Slot:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of its sequence, cached or not yet; those in the cache while it is idle."""
-        return self.idle_tokens if self.sequence is None else self.sequence.tokens
+        """What others may start from: the tokens of its sequence, cached or not yet, up to a context
+        shift; those in the cache while it is idle."""
+        if self.sequence is None:
+            return self.idle_tokens
+        tokens, n_exact = self.sequence.tokens, self.sequence.n_exact
+        return tokens if n_exact is None else tokens[:n_exact]
 
     @property
     def n_past(self) -> int:
         """How many of `tokens` are in the cache."""
-        return len(self.idle_tokens) if self.sequence is None else self.sequence.n_past
+        if self.sequence is None:
+            return len(self.idle_tokens)
+        n_exact = self.sequence.n_exact
+        return self.sequence.n_past if n_exact is None else min(n_exact, self.sequence.n_past)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +57,40 @@ class Choice:
     stored: bool = False
     """Whether they come from outside the slots."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the slot has them already."""
+        return self.copy_from is None and not self.stored
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A prompt should start later."""
+
+    slot: Slot
+    """Where its prefix is being computed."""
+    n_tokens: int
+    """How long that will be."""
+
 
 class SlotTable:
     """All slots of one context, then its pinned lanes. `min_copy` is the number of tokens from which on
-    copying a lane is cheaper than computing them."""
+    copying a lane is cheaper than computing them; with `consecutive`, busy lanes should be."""
 
     def __init__(
-        self, n_slots: int, min_copy: int, pinned: tuple[tuple[int, ...], ...] = ()
+        self,
+        n_slots: int,
+        min_copy: int,
+        pinned: tuple[tuple[int, ...], ...] = (),
+        *,
+        consecutive: bool = False,
     ) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
         self.slots += [
             Slot(n_slots + i, list(tokens), pinned=True) for i, tokens in enumerate(pinned)
         ]
         self._min_copy = min_copy
+        self._consecutive = consecutive
         self._clock = 0
 
     @property
@@ -68,36 +98,55 @@ class SlotTable:
         """Whether some slot could take a sequence."""
         return any(slot.idle for slot in self.slots)
 
-    def choose(self, prompt: list[int], n_stored: int = 0) -> Choice | None:
-        """Where to start a prompt now; None if it should wait for a prefix that is being computed.
+    @property
+    def n_cells(self) -> int:
+        """Cells in use, if the cache is unified: what lanes share counts once."""
+        return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
+
+    def lane_ends(self, n_ctx_slot: int) -> dict[int, int]:
+        """The tokens in the cache of every lane that has room for one more."""
+        ends = {
+            slot.id: len(slot.idle_tokens) if slot.sequence is None else slot.sequence.n_past
+            for slot in self.slots
+        }
+        return {lane: end for lane, end in ends.items() if end < n_ctx_slot}
+
+    def choose(self, prompt: list[int], n_stored: int = 0) -> Choice | Wait:
+        """Where to start a prompt now, or that it should wait for a prefix that is being computed.
         Its first `n_stored` tokens can also be had from outside the slots.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A
-        prefix that another slot, idle or busy, holds is copied into the least recently used idle
-        slot; so is one that is stored. At least the prompt's last token is left to decode. There must be
-        an idle slot.
+        prefix that another slot, idle or busy, holds is copied into the idle slot that is next to most busy
+        ones (of a split cache, which computes consecutive lanes together), or else the least recently used;
+        so is one that is stored. At least the prompt's last token is left to decode. There must be an idle
+        slot.
         """
         shared = [min(common_prefix(s.tokens, prompt), len(prompt) - 1) for s in self.slots]
         ready = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
         idle = [slot for slot in self.slots if slot.idle]
-        in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *_age(slot)))
+        in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *self._fits(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])
         best = max(ready[in_place.id], ready[source.id])
-        if max(shared) - max(best, n_stored) >= self._min_copy:
-            return None
+        coming = max(self.slots, key=lambda slot: shared[slot.id])
+        if shared[coming.id] - max(best, n_stored) >= self._min_copy:
+            return Wait(coming, shared[coming.id])
         if n_stored - best >= self._min_copy:
-            return Choice(max(idle, key=_age), n_stored, stored=True)
+            return Choice(max(idle, key=self._fits), n_stored, stored=True)
         others = [slot for slot in idle if slot is not source]
         if ready[source.id] - ready[in_place.id] >= self._min_copy and others:
-            return Choice(max(others, key=_age), ready[source.id], copy_from=source)
+            return Choice(max(others, key=self._fits), ready[source.id], copy_from=source)
         return Choice(in_place, ready[in_place.id])
+
+    def _fits(self, slot: Slot) -> tuple[int, int, int]:
+        """Larger is better for a prompt that finds nothing there."""
+        around = self.slots[max(0, slot.id - 1) : slot.id + 2] if self._consecutive else ()
+        return (sum(one.sequence is not None for one in around), *_age(slot))
 
     def loses(self, choice: Choice) -> list[int]:
         """The tokens of which some would be gone for good with this choice; none if they are few."""
         slot = choice.slot
-        in_place = choice.copy_from is None and not choice.stored
-        n_kept = choice.n_cached if in_place else 0
+        n_kept = choice.n_cached if choice.in_place else 0
         if len(slot.idle_tokens) - n_kept < self._min_copy:
             return []
         others = (other for other in self.slots if other is not slot)
@@ -114,11 +163,17 @@ class SlotTable:
         slot.sequence, slot.idle_tokens = sequence, []
 
     def release(self, slot: Slot) -> None:
-        """Take the slot back; it keeps what its sequence has in the cache."""
+        """Take the slot back; it keeps what its sequence has in the cache for others to start from."""
         slot.idle_tokens = slot.tokens[: slot.n_past]
         slot.sequence = None
         self._clock += 1
         slot.last_used = self._clock
+
+    def least_used(self) -> Slot | None:
+        """The idle slot with tokens in the cache that nobody has used for longest."""
+        return max(
+            (one for one in self.slots if one.idle and one.idle_tokens), key=_age, default=None
+        )
 
 
 def _worth(slot: Slot, n_shared: int) -> int:

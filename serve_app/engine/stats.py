@@ -26,26 +26,60 @@ class EngineStats:
     n_slots: int
     n_ctx_slot: int
     threads: int
+    flash_attn: bool
+    kv_unified: bool
+    mode_reason: str
+    """Why it is so."""
     running: int
     waiting: int
+    backlog_s: float
+    """Forecast of the seconds until all that runs and waits would be done."""
     draining: bool
     steps: int
     prompt_tokens: int
     """Prompt tokens that were computed; those found in the cache are `cached_tokens`."""
     cached_tokens: int
     generated_tokens: int
+    drafted_tokens: int = 0
+    """Guesses of speculation; of them, `accepted_tokens` were right, and are among the generated."""
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    """Sequences that lost their slot for a time, because the cache was full."""
+    context_shifts: int = 0
     ended: dict[str, int] = field(default_factory=dict)
     """Requests by the reason of their end."""
+    step_s: float = 0.0
+    """Seconds spent in steps; of them, `decode_s` in forward passes and `sample_s` in sampling."""
+    decode_s: float = 0.0
+    sample_s: float = 0.0
     restored_tokens: int = 0
     """Of the cached tokens, those that came back from the prefix store."""
     stored_prefixes: int = 0
     """Prefixes that lost their slot and are kept in memory."""
     stored_bytes: int = 0
+    stored_bytes_limit: int = 0
+    """What they may take at most; it is not reserved."""
     weights_bytes: int = 0
     cache_bytes: int = 0
     """Of all slots and pinned lanes."""
     cache_bytes_per_slot: int = 0
     """What one slot more would cost."""
+    compute_bytes: int = 0
+    """What passes are computed in."""
     step_time: dict[str, dict[int, float]] = field(default_factory=dict)
-    """What a pass costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by prompt rows."""
+    """What a pass costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's rows,
+    `verify_ms` by one sequence's rows with drafts."""
     slots: tuple[SlotStats, ...] = ()
+
+    def memory_report(self) -> str:
+        """One line about what the engine holds, and would hold with more slots."""
+        return (
+            f"weights {_mib(self.weights_bytes)}, KV cache {_mib(self.cache_bytes)} "
+            f"({_mib(self.cache_bytes_per_slot)} for every slot more), "
+            f"compute buffers {_mib(self.compute_bytes)}, "
+            f"prefixes without a slot {_mib(self.stored_bytes_limit)} at most"
+        )
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.0f} MiB"

@@ -29,7 +29,9 @@ from serve_app.engine import (
 )
 from serve_app.llama.model import Model
 
-OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=256, threads=1, n_batch=64)
+OPTIONS = EngineOptions(
+    n_slots=4, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, kv_unified=False
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = replace(GREEDY, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
 HELLO = "Hello there, how are you?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -233,3 +234,11 @@ async def read(stream: TokenStream) -> Inbox:
     async for delta in stream:
         inbox(delta)
     return inbox
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until another thread has made it true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

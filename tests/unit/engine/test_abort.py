@@ -91,11 +91,11 @@ def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
     mailbox = Mailbox(1)
     first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
     assert mailbox.submit([first], 1) == [None]
-    mailbox.take(wait=False)
+    mailbox.take(0.0)
     mailbox.abort("a")
     mailbox.forget("a")
     assert mailbox.submit([second], 1) == [None]
-    commands = mailbox.take(wait=False)
+    commands = mailbox.take(0.0)
     assert commands.submitted == [second]
     assert not commands.aborted
 

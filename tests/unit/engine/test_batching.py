@@ -84,14 +84,22 @@ def test_long_prompt_leaves_every_decoder_a_row() -> None:
     assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
 
 
-def test_prompts_that_do_not_fit_take_turns() -> None:
+def test_prompts_that_do_not_fit_go_one_by_one() -> None:
     backend = WatchedBackend(n_slots=3)
     loop = DecoderLoop(lambda: backend, options(3, n_batch=4))
     start_together(loop, *(request(name, name * 10, max_tokens=1) for name in "abc"))
     loop.drain(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
-    assert rows[:6] == [[0] * 4, [1] * 4, [2] * 4, [0] * 4, [1] * 4, [2] * 4]
-    assert rows[6:] == [[0, 0, 1, 1], [2, 2]]
+    assert rows == [
+        [0] * 4,
+        [0] * 4,
+        [0, 0, 1, 1],
+        [1] * 4,
+        [1] * 4,
+        [2] * 4,
+        [2] * 4,
+        [2] * 2,
+    ]
 
 
 async def test_submit_many_enters_one_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +135,8 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     )
     loop.drain(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
-    # What passes really take here is nothing like what was measured, and is not learned from.
-    assert rows[:8] == [[0], [1] * 8, [0], [1] * 8, [0], [1] * 8, [0], [1] * 6]
+    assert rows[:6] == [[0], [1] * 8] * 3
     assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
-    assert loop.stats.step_time == {
-        "decode_ms": {1: 10.0, 2: 10.0},
-        "prefill_ms": {4: 4.0, 8: 8.0, 16: 16.0},
-    }
+    # Passes take next to nothing here, and that is learned, a little each time.
+    assert 5 < loop.stats.step_time["decode_ms"][1] < 10
+    assert 5 < loop.stats.step_time["prefill_ms"][8] < 8

@@ -22,7 +22,7 @@ WAVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     waves=WAVES,
     n_slots=st.integers(1, 3),

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from serve_app.engine import DecodeError, Engine
+from serve_app.engine.backend import State
 from serve_app.engine.fake import FakeBackend
 from serve_app.engine.prefix_store import PrefixStore
-from tests.unit.engine.harness import ask, continuation, endless, options, request, running
+from tests.unit.engine.harness import (
+    ask,
+    continuation,
+    endless,
+    options,
+    request,
+    running,
+    until,
+)
 
 
 def tokens(text: str) -> list[int]:
@@ -105,6 +116,28 @@ def test_a_small_budget_keeps_the_last_ones() -> None:
         assert engine.stats().stored_bytes <= room
 
 
+@pytest.mark.parametrize(
+    ("room", "n_ahead", "n_saves"), [(10_000, 2, 3), (4 * 70, 1, 1), (0, 0, 0)]
+)
+def test_what_idle_slots_hold_is_stored_while_nobody_is_there(
+    room: int, n_ahead: int, n_saves: int
+) -> None:
+    """Without another prefix giving way; and then a stranger does not wait for it."""
+    backend = FakeBackend(endless, n_slots=2)
+    saves = mock.Mock(side_effect=backend.save)
+    with (
+        mock.patch.object(backend, "save", saves),
+        mock.patch("serve_app.engine.loop._REST_S", 0.0),
+        running(backend, options(2, n_ctx_slot=256, cache_ram_bytes=room)) as engine,
+    ):
+        for name in "AB":
+            talk(engine, name, "1")
+        until(lambda: engine.stats().stored_prefixes == n_ahead)
+        talk(engine, "C", "1")
+        until(lambda: engine.stats().stored_prefixes == n_saves)
+    assert saves.call_count == n_saves
+
+
 def test_without_a_budget_nothing_is_kept() -> None:
     backend = FakeBackend(endless, n_slots=1)
     with running(backend, options(1, n_ctx_slot=256)) as engine:
@@ -123,7 +156,7 @@ def test_what_another_slot_holds_is_not_stored() -> None:
 
 def test_a_state_that_is_refused_costs_a_prefill_and_nothing_else() -> None:
     class Forgetful(FakeBackend):
-        def restore(self, seq_id: int, state: bytes) -> None:
+        def restore(self, seq_id: int, state: State) -> None:
             self.lanes[seq_id] = [1, 2, 3]
             raise DecodeError("not mine")
 

@@ -107,7 +107,7 @@ class PacedBackend(WatchedBackend):
             )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     events=EVENTS,
     fails=st.booleans(),

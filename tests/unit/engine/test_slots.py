@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.sequence import Sequence
-from serve_app.engine.slots import Choice, SlotTable, common_prefix
+from serve_app.engine.slots import Choice, SlotTable, Wait, common_prefix
 from serve_app.types import GenerationRequest
 
 BUSY = None
@@ -19,8 +19,8 @@ def sequence(prompt: list[int]) -> Sequence:
     return Sequence(GenerationRequest("a", tuple(prompt)), lambda delta: None)
 
 
-def table(lanes: list[Lane], min_copy: int = 99) -> SlotTable:
-    slots = SlotTable(len(lanes), min_copy)
+def table(lanes: list[Lane], min_copy: int = 99, *, consecutive: bool = False) -> SlotTable:
+    slots = SlotTable(len(lanes), min_copy, consecutive=consecutive)
     for slot, lane in zip(slots.slots, lanes, strict=True):
         if lane is BUSY:
             slots.occupy(slot, sequence([1]))
@@ -68,8 +68,8 @@ def busy(tokens: list[int], n_past: int) -> Sequence:
         pytest.param([busy([1, 2, 3, 4], 4), []], [1, 2, 3, 9], (1, 3, 0), id="from a busy lane"),
         pytest.param([busy([1, 2, 3], 3), []], [1, 2, 9], (1, 0, None), id="too short to copy"),
         pytest.param([busy([1, 2, 3, 4], 2), []], [1, 2, 3, 9], (1, 0, None), id="soon: too short"),
-        pytest.param([busy([1, 2, 3, 4], 0), []], [1, 2, 3, 9], None, id="wait for the whole"),
-        pytest.param([busy([1, 2, 3, 4, 5, 6], 3), []], [1, 2, 3, 4, 5, 6, 7], None, id="for more"),
+        pytest.param([busy([1, 2, 3, 4], 0), []], [1, 2, 3, 9], 3, id="wait for the whole"),
+        pytest.param([busy([1, 2, 3, 4, 5, 6], 3), []], [1, 2, 3, 4, 5, 6, 7], 6, id="for more"),
         pytest.param(
             [busy([1, 2, 3, 4, 5], 3), []], [1, 2, 3, 4, 5, 6], (1, 3, 0), id="not for a little"
         ),
@@ -93,7 +93,7 @@ def busy(tokens: list[int], n_past: int) -> Sequence:
 def test_prefixes_of_other_lanes(
     lanes: list[Sequence | list[int]],
     prompt: list[int],
-    expected: tuple[int, int, int | None] | None,
+    expected: tuple[int, int, int | None] | int,
 ) -> None:
     slots = SlotTable(len(lanes), min_copy=3)
     for slot, lane in zip(slots.slots, lanes, strict=True):
@@ -102,10 +102,10 @@ def test_prefixes_of_other_lanes(
         else:
             slot.idle_tokens, slot.last_used = lane, len(lane)
     choice = slots.choose(prompt)
-    if expected is None:
-        assert choice is None
+    if isinstance(expected, int):
+        assert choice == Wait(slots.slots[0], expected)
         return
-    assert choice is not None
+    assert isinstance(choice, Choice)
     source = None if choice.copy_from is None else choice.copy_from.id
     assert (choice.slot.id, choice.n_cached, source) == expected
 
@@ -135,7 +135,7 @@ def test_releases_make_the_order_of_age() -> None:
     order = []
     for _ in range(3):
         choice = slots.choose([9])
-        assert choice is not None
+        assert isinstance(choice, Choice)
         slots.occupy(choice.slot, sequence([9]))
         order.append(choice.slot.id)
     assert order == [1, 2, 0]
@@ -156,3 +156,30 @@ def test_common_prefix_is_what_counting_finds(a: list[int], b: list[int]) -> Non
     while counted < min(len(a), len(b)) and a[counted] == b[counted]:
         counted += 1
     assert common_prefix(a, b) == counted
+
+
+@pytest.mark.parametrize(
+    ("lanes", "prompt", "chosen"),
+    [
+        pytest.param([([], 0), ([], 0), BUSY, ([7], 9), BUSY, ([], 0)], [1], 3, id="between two"),
+        pytest.param([([], 0), ([], 0), BUSY, ([7], 9)], [1], 1, id="beside one: the older"),
+        pytest.param([([], 1), ([], 0), ([], 2)], [1], 1, id="none is busy: the oldest"),
+        pytest.param([([1, 2], 9), ([], 0), BUSY], [1, 2, 3], 0, id="a prefix is not moved"),
+    ],
+)
+def test_busy_lanes_are_kept_together(lanes: list[Lane], prompt: list[int], chosen: int) -> None:
+    slots = table(lanes, consecutive=True)
+    choice = slots.choose(prompt)
+    assert isinstance(choice, Choice)
+    assert choice.slot.id == chosen
+    apart = table(lanes).choose([1])
+    assert isinstance(apart, Choice)
+    assert apart.slot.last_used == min(lane[1] for lane in lanes if lane)
+
+
+def test_lane_ends_are_where_one_more_token_fits() -> None:
+    slots = table([BUSY, ([1, 2], 0), ([], 0), ([1, 2, 3], 0)])
+    busy = slots.slots[0].sequence
+    assert busy is not None
+    busy.n_past = 1
+    assert slots.lane_ends(3) == {0: 1, 1: 2, 2: 0}

@@ -1,0 +1,176 @@
+"""What happens to the lanes of the KV cache when sequences come, grow and go."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from serve_app.engine.backend import Backend
+from serve_app.engine.prefix_store import PrefixStore, StoredPrefix
+from serve_app.engine.sequence import Sequence
+from serve_app.engine.slots import Choice, Slot, SlotTable, Wait
+from serve_app.errors import DecodeError
+
+logger = logging.getLogger("corral.engine")
+
+
+class Place(NamedTuple):
+    """Where a sequence was put."""
+
+    slot: Slot
+    n_cached: int
+    """Its first tokens that are in the slot's lane."""
+    n_restored: int
+    """Of them, those that came from the prefix store."""
+
+
+class Lanes:
+    """Carries out in the backend's lanes what `SlotTable` decides. Decoder thread only."""
+
+    def __init__(self, backend: Backend, table: SlotTable, stored: PrefixStore) -> None:
+        self.table = table
+        self.stored = stored
+        self._backend = backend
+        self._unsettled: set[int] = set()
+        """Lanes of copies and shifts that the backend makes with the next decode."""
+
+    def pin(self, n_batch: int) -> None:
+        """Compute what is pinned."""
+        for slot in self.table.slots:
+            if slot.pinned:
+                rows = [(token, i, slot.id, False) for i, token in enumerate(slot.idle_tokens)]
+                for start in range(0, len(rows), n_batch):
+                    self._backend.decode(rows[start : start + n_batch])
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next decode has nothing to do besides."""
+        return not self._unsettled
+
+    def decoded(self) -> None:
+        """The backend has decoded, and made all copies and shifts."""
+        self._unsettled.clear()
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    def place(self, sequence: Sequence) -> Place | Wait:
+        """Put a sequence into an idle slot, with its longest cached prefix there, unless it should wait
+        for one that is being computed. What is lost by that is stored first."""
+        n_stored, stored = self.stored.longest(sequence.tokens)
+        choice = self.table.choose(sequence.tokens, n_stored)
+        if isinstance(choice, Wait):
+            return choice
+        if choice.stored and stored is not None:
+            self.stored.used(stored)
+        self.store(choice.slot, self.table.loses(choice))
+        n_cached = self._fill(choice, stored)
+        return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence leaves its slot, which keeps what others may start from."""
+        slot = self.table.slots[sequence.slot_id]
+        self.table.release(slot)
+        if sequence.n_exact is not None:
+            del slot.idle_tokens[self._keep(slot, len(slot.idle_tokens)) :]
+
+    def evict_idle(self) -> bool:
+        """Empty the idle slot that nobody has used for longest; False if there is none with tokens."""
+        slot = self.table.least_used()
+        if slot is None:
+            return False
+        self.store(slot, slot.idle_tokens)
+        self._backend.truncate(slot.id, 0)
+        slot.idle_tokens = []
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's slot away; what it has in the cache is stored."""
+        slot = self.table.slots[sequence.slot_id]
+        self.store(slot, slot.tokens[: slot.n_past])
+        self._backend.truncate(slot.id, 0)
+        sequence.preempt()
+        self.table.release(slot)
+
+    def store(self, slot: Slot, tokens: list[int]) -> None:
+        """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
+        there yet."""
+        n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
+        settled = slot.id not in self._unsettled
+        if tokens and settled and self.stored.wants(tokens, n_bytes):
+            self.stored.put(tokens, self._backend.save(slot.id))
+
+    @property
+    def behind(self) -> Slot | None:
+        """The idle slot used last of those that could be stored without another prefix giving way."""
+        per_token = self._backend.memory.cache_bytes_per_token
+        for slot in sorted(self.table.slots, key=lambda slot: -slot.last_used):
+            n_bytes = len(slot.idle_tokens) * per_token
+            free = slot.idle and slot.idle_tokens and slot.id not in self._unsettled
+            if (
+                free
+                and self.stored.has_room(n_bytes)
+                and self.stored.wants(slot.idle_tokens, n_bytes)
+            ):
+                return slot
+        return None
+
+    def store_ahead(self) -> None:
+        """Save what one idle slot has, so that it need not be when somebody wants the slot."""
+        slot = self.behind
+        if slot is not None:
+            self.store(slot, slot.idle_tokens)
+
+    def store_all(self) -> None:
+        """Save what every idle slot has, the least used first."""
+        for slot in sorted(self.table.slots, key=lambda slot: slot.last_used):
+            if slot.idle:
+                self.store(slot, slot.idle_tokens)
+
+    # -- in a lane --------------------------------------------------------------------------------
+
+    def shift(self, sequence: Sequence, n_keep: int) -> None:
+        """Drop half of what a sequence has in the cache behind its first `n_keep` tokens. If the backend
+        cannot move the rest up, all is to be computed again."""
+        n_discard = (sequence.n_past - n_keep + 1) // 2
+        lane = sequence.slot_id
+        try:
+            if lane in self._unsettled:
+                raise DecodeError("The lane is still to be written.")
+            self._backend.shift(lane, n_keep, n_discard)
+        except DecodeError:
+            self._backend.truncate(lane, 0)
+            sequence.shift(n_keep, n_discard, cached=False)
+            return
+        self._unsettled.add(lane)
+        self.table.slots[lane].n_shared = 0
+        sequence.shift(n_keep, n_discard, cached=True)
+
+    def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
+        """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
+        slot = choice.slot
+        slot.n_shared = min(slot.n_shared, choice.n_cached) if choice.in_place else 0
+        if choice.stored and stored is not None:
+            if slot.id in self._unsettled:  # written to now, a copy would be of the new content
+                return self._keep(slot, 0)
+            try:
+                self._backend.restore(slot.id, stored.state)
+            except DecodeError as error:
+                logger.warning("A stored prefix is computed again: %s", error)
+                return self._keep(slot, 0)
+        elif choice.copy_from is not None:
+            self._backend.copy(choice.copy_from.id, slot.id)
+            if self._backend.mode.kv_unified:
+                slot.n_shared = choice.n_cached
+            else:
+                self._unsettled |= {choice.copy_from.id, slot.id}
+        return self._keep(slot, choice.n_cached)
+
+    def _keep(self, slot: Slot, n_cached: int) -> int:
+        """Drop all but the slot's first `n_cached` tokens, or all of them if the model's memory
+        cannot be cut there; returns how many it kept."""
+        try:
+            self._backend.truncate(slot.id, n_cached)
+        except DecodeError:
+            self._backend.truncate(slot.id, 0)
+            return 0
+        return n_cached

@@ -1,0 +1,99 @@
+"""Logits behind a reused prefix, beside those of the same prompt computed anew.
+
+Without flash attention and with Q8_0 weights they are the same, bit for bit, however the prefix came there:
+the property tests of texts rest on that. With flash attention, whose kernels round by how many rows they
+get, they agree within a tenth of the logits' spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import llama_cpp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.llama.context import Context
+from serve_app.llama.model import Model
+
+TOKENS = [(7 * i + 3) % 200 for i in range(120)]
+N_PREFIX = 96
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("model") / "exact.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "q8_0")
+    return Model(path)
+
+
+@pytest.fixture
+def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
+    kv_unified, flash_attn = request.param
+    made = Context(
+        model,
+        n_seq_max=3,
+        n_ctx_slot=256,
+        n_batch=256,
+        threads=1,
+        flash_attn=flash_attn,
+        kv_unified=kv_unified,
+    )
+    yield made
+    made.close()
+
+
+def decode(context: Context, lane: int, start: int, end: int) -> NDArray[np.float32]:
+    """The logits after some of the tokens, in that lane."""
+    rows = [(TOKENS[i], i, lane, i == end - 1) for i in range(start, end)]
+    context.decode(rows)
+    pointer = llama_cpp.llama_get_logits_ith(context.pointer, len(rows) - 1)
+    return np.ctypeslib.as_array(pointer, (context.model.n_vocab,)).copy()
+
+
+def reuse(context: Context, way: str) -> int:
+    """Have the first tokens in a lane, by copying or restoring them; returns the lane."""
+    decode(context, 0, 0, N_PREFIX + 10)
+    if way == "in place":
+        context.truncate(0, N_PREFIX)
+        return 0
+    if way == "copied":
+        context.copy(0, 1)
+    else:
+        context.restore(1, context.save(0))
+    context.truncate(1, N_PREFIX)
+    return 1
+
+
+@pytest.mark.parametrize(
+    "context",
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["split", "split, flash", "unified", "unified, flash"],
+    indirect=True,
+)
+@pytest.mark.parametrize("way", ["in place", "copied", "restored"])
+def test_reused_and_fresh_prefixes_agree(
+    context: Context, way: str, request: pytest.FixtureRequest
+) -> None:
+    fresh = decode(context, 2, 0, len(TOKENS))
+    context.truncate(2, 0)
+    lane = reuse(context, way)
+    reused = decode(context, lane, N_PREFIX, len(TOKENS))
+    if "flash" in request.node.callspec.id:
+        np.testing.assert_allclose(reused, fresh, rtol=0, atol=0.1 * float(fresh.std()))
+    else:
+        np.testing.assert_array_equal(reused, fresh)
+
+
+@pytest.mark.parametrize("context", [(False, False), (True, False)], indirect=True)
+def test_a_shift_leaves_the_rest_in_place(context: Context) -> None:
+    """Moved cells' values are those of the full context, so only nearly what would be computed anew; but
+    their positions are right, and the next token can follow."""
+    decode(context, 0, 0, len(TOKENS))
+    context.shift(0, 4, 50)
+    shifted = TOKENS[:4] + TOKENS[54:]
+    context.decode([(TOKENS[0], len(shifted), 0, True)])
+    context.truncate(0, 0)
+    context.decode([(token, i, 0, i == 3) for i, token in enumerate(shifted[:4])])
