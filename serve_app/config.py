@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -62,6 +62,12 @@ class EngineConfig(_Section):
     n_ctx_slot: Annotated[int, Field(ge=2)] | None = None
     """Tokens, prompt and answer together, that one sequence may have. Default: what the model was
     trained for, 4096 at most, less if memory is short."""
+    n_ctx: Annotated[int, Field(ge=2)] | None = None
+    """Tokens that all slots hold together, in a unified KV cache; when it is full, idle slots give way, and
+    then the youngest running sequence, which goes on later. Default: room for every slot's n_ctx_slot."""
+    kv_unified: bool | Literal["auto"] = "auto"
+    """Whether all slots share the KV cache's cells: better for common beginnings, worse for prompts of
+    their own. `auto` takes what is measured to be faster, with `system_prompts` if there are any."""
     threads: PositiveInt | None = None
     """Threads that llama.cpp computes with. Default: the cores that the replica may really use
     (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
@@ -70,8 +76,8 @@ class EngineConfig(_Section):
     max_waiting: NonNegativeInt | None = None
     """Requests that may wait for a slot in one replica; the next one is refused with 429.
     Default: twice n_slots."""
-    flash_attn: bool = True
-    """Flash attention."""
+    flash_attn: bool | Literal["auto"] = "auto"
+    """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"
     """Format of the keys in the KV cache; quantised ones (`q8_0`, `q4_0`, ...) take less memory."""
     cache_type_v: CacheType = "f16"
@@ -82,11 +88,22 @@ class EngineConfig(_Section):
     cache_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
     from there. Default: an eighth of what the weights leave; 0 keeps none."""
+    cache_folder: Path | None = None
+    """A folder on each node where those prefixes are kept for the next start, too. They hold what users
+    wrote; nobody but the owner can read them. Default: they are lost at the end."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
-    max_stall_ms: PositiveFloat | None = None
+    max_stall_ms: PositiveFloat | None = 250
     """Longest time, in milliseconds, that a running stream should wait between two tokens because of
-    others' prompts: these get on in chunks that fit, by measured times. Default: no bound."""
+    others' prompts: these get on in chunks that fit, by measured times. `null` sets no bound."""
+    speculate: bool = True
+    """Whether tokens are drafted from a sequence's own text and verified together, where that is measured
+    to be faster."""
+    context_shift: bool = False
+    """Whether a sequence with `max_tokens` that fills its context goes on, half of what is behind its
+    first `n_keep` tokens dropped; a request may say otherwise. Without, it ends with `length`."""
+    n_keep: Annotated[int, Field(ge=-1)] = 0
+    """First tokens that a context shift keeps, the very first one always; -1 keeps the prompt."""
 
 
 class Autoscaling(AutoscalingConfig):

@@ -17,7 +17,7 @@ from serve_app.logs import forward_to_serve
 from serve_app.placement.machine import usable_cores
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
-from serve_app.sources import locate
+from serve_app.sources import cache_folder, locate
 from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
 
 logger = logging.getLogger("corral.replica")
@@ -34,6 +34,7 @@ class EngineReplica:
             model.options,
             threads=model.threads or _own_cores(),
             pinned=_prefixes(path, model.system_prompts),
+            sweep_folder=cache_folder() / "sweeps",
         )
         self._engine = Engine.load(path, options)
         batching: Any = self._enter  # Serve's setters are not in its decorator's type
@@ -46,6 +47,7 @@ class EngineReplica:
             options.n_ctx_slot,
             options.threads,
         )
+        logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         """Run a request to its end; raises CorralError. Cancelling frees its slot."""

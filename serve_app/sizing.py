@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from serve_app.config import EngineConfig
@@ -70,9 +71,10 @@ def resolve(
             )
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         cache_bytes = int(_KV_SHARE_OF_MEMORY * max(0, memory_bytes - needs.weight_bytes))
-        room = cache_bytes // per_token
+        room = cache_bytes // per_token if config.n_ctx is None else sys.maxsize  # it is said
         lanes = len(config.system_prompts)
-        n_slots, n_ctx_slot = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, lanes)
+        n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, lanes)
+        n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
     left = max(0, memory_bytes - (0 if needs is None else needs.weight_bytes))
     cache_ram_bytes = (
         int(_CACHE_RAM_SHARE_OF_MEMORY * left)
@@ -85,12 +87,18 @@ def resolve(
         threads=config.threads or cores,
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
-        flash_attn=config.flash_attn,
+        n_ctx=config.n_ctx,
+        flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
+        kv_unified=None if config.kv_unified == "auto" else config.kv_unified,
         cache_ram_bytes=cache_ram_bytes,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         load_mode=config.load_mode,
         max_stall_s=None if config.max_stall_ms is None else config.max_stall_ms / 1000,
+        speculate=config.speculate,
+        context_shift=config.context_shift,
+        n_keep=config.n_keep,
+        prefix_folder=config.cache_folder,
     )
 
 

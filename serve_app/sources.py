@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from serve_app.config import ModelSource
@@ -22,6 +23,12 @@ def locate(source: ModelSource) -> Path:
     if source.repo_id is not None and source.filename is not None:
         return _download(source.repo_id, source.filename)
     return BUILTIN_MODEL
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they could make again, on this node."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "corral"
 
 
 def _download(repo_id: str, filename: str) -> Path:

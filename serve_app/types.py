@@ -65,6 +65,12 @@ class GenerationRequest:
     """Whose it is: slots are shared fairly among clients."""
     priority: int = 0
     """Lower ones get a slot first, as in vLLM."""
+    context_shift: bool | None = None
+    """Whether it goes on when its context is full, with its oldest tokens dropped, if it has
+    `max_tokens`; None: as the engine's options say."""
+    n_keep: int | None = None
+    """First tokens that a context shift keeps, the very first one always; -1: all of the prompt; None: as
+    the engine's options say."""
 
 
 @dataclass(frozen=True, slots=True)

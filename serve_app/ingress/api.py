@@ -162,6 +162,10 @@ async def _generate(
         raise InvalidRequestError("The prompt is empty.", prompt_field)
     if len(prompt) >= model.n_ctx_slot:
         raise PromptTooLongError(len(prompt), model.n_ctx_slot, prompt_field)
+    if body.context_shift and max_tokens is None:
+        raise InvalidRequestError(
+            "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
+        )
     sampling = body.sampling(max_tokens)
     if any(token not in range(model.tokenizer.n_vocab) for token, _ in sampling.logit_bias):
         raise InvalidRequestError(
@@ -169,7 +173,15 @@ async def _generate(
             "logit_bias",
         )
     deltas = model.engine.generate(
-        GenerationRequest(answer.id, prompt, sampling, body.user or "", body.priority)
+        GenerationRequest(
+            answer.id,
+            prompt,
+            sampling,
+            client=body.user or "",
+            priority=body.priority,
+            context_shift=body.context_shift,
+            n_keep=body.n_keep,
+        )
     )
     if not body.stream:
         return JSONResponse(await answers.collect(answer, deltas))

@@ -79,6 +79,10 @@ class GenerationParams(BaseModel):
     """Whose request it is: slots are shared fairly among users."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """vLLM's: lower ones get a slot first."""
+    context_shift: bool | None = None
+    """Whether to go on when the context is full, with its oldest tokens dropped, up to `max_tokens`."""
+    n_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
     metadata: dict[str, Any] | None = None
     """Accepted and not used."""
 
