@@ -11,25 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-URL = "http://127.0.0.1:8123"
-START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 60
+from loadtests.common import percentile
+from loadtests.servers import exit_on_sigterm, serve_run
 
 
 def main() -> None:
@@ -48,17 +40,16 @@ def main() -> None:
     for i in range(args.rounds):
         for window in windows:
             print(f"round {i + 1} of {args.rounds}, window {window} ms", file=sys.stderr)
-            with _server(args.model, args.burst, window / 1000):
-                some_lone, some_burst = asyncio.run(_measure(args))
+            with serve_run(_model(args.model, args.burst, window / 1000)) as url:
+                some_lone, some_burst = asyncio.run(_measure(url, args))
             lone[window] += some_lone
             burst[window] += some_burst
     print(f"TTFT in ms; bursts of {args.burst}, prompts of {args.prompt_tokens} tokens\n")
     print("| window ms | lone p50 | burst p50 | burst p95 |\n| --- | --- | --- | --- |")
     for window in windows:
-        p95 = statistics.quantiles(burst[window], n=20)[-1]
         print(
             f"| {window:g} | {statistics.median(lone[window]):.1f} "
-            f"| {statistics.median(burst[window]):.0f} | {p95:.0f} |"
+            f"| {statistics.median(burst[window]):.0f} | {percentile(burst[window], 95):.0f} |"
         )
 
 
@@ -66,10 +57,10 @@ class _KeepLines(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
     pass
 
 
-async def _measure(args: argparse.Namespace) -> tuple[list[float], list[float]]:
+async def _measure(url: str, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """TTFTs of lone requests and of bursts."""
     lone, burst = [], []
-    async with httpx.AsyncClient(base_url=URL, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         await asyncio.gather(*(_ttft(client, args.prompt_tokens) for _ in range(args.burst)))
         for _ in range(args.repeats):
             lone.append(await _ttft(client, args.prompt_tokens))
@@ -98,51 +89,15 @@ async def _ttft(client: httpx.AsyncClient, n_tokens: int) -> float:
     return 1000 * (first - start)
 
 
-@contextmanager
-def _server(model: Path, n_slots: int, window_s: float) -> Iterator[None]:
-    """`serve run` with this window, in a Ray cluster of its own."""
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # short: Ray's sockets go in
-    config = directory / "serve_config.yaml"
-    config.write_text(json.dumps(_config(model, n_slots, window_s)))  # JSON is YAML
-    environment = os.environ | {"RAY_TMPDIR": str(directory), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
-    with (directory / "log").open("wb") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        _wait_ready(server, directory / "log")
-        yield
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(STOP_TIMEOUT_S)
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _config(model: Path, n_slots: int, window_s: float) -> dict[str, object]:
-    entry = {
+def _model(path: Path, n_slots: int, window_s: float) -> dict[str, Any]:
+    return {
         "id": "model",
-        "source": {"path": str(model.resolve())},
+        "source": {"path": str(path.resolve())},
         "engine": {"n_slots": n_slots, "n_ctx_slot": 1024},
         "batch_wait_timeout_s": window_s,
     }
-    return {
-        "http_options": {"host": "127.0.0.1", "port": httpx.URL(URL).port},
-        "applications": [
-            {"name": "corral", "import_path": "serve_app.app:build", "args": {"models": [entry]}}
-        ],
-    }
-
-
-def _wait_ready(server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{URL}/v1/stats").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise RuntimeError(f"no server:\n{log.read_text(errors='replace')}")
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     main()

@@ -1,7 +1,7 @@
 """What running streams and a long prompt cost each other. No Ray, no HTTP.
 
     python -m loadtests.stalls --model PATH [--bounds 250,none] [--streams 2] [--prompt-tokens 2048]
-        [--rounds 3] [--threads N] [--flash-attn on|off]
+        [--rounds 3] [--threads N] [--flash-attn auto|on|off]
 
 Streams decode; then a long prompt arrives. Measured are the streams' gaps between two tokens until the
 prompt has its first token, and the time that takes, beside what it takes alone. Every value of
@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import os
-import random
 import statistics
 import sys
 import time
@@ -26,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from loadtests.bare_loop import Prompt, text_tokens
-from loadtests.engine import SEED, percentile
+from loadtests.common import Prompts, percentile, usable_cores
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 
 _TIMEOUT_S = 300
@@ -116,12 +114,7 @@ async def _read(
 
 def measure(settings: argparse.Namespace) -> dict[str, list[Round]]:
     """The rounds of each bound, after one that warms up."""
-    vocabulary = text_tokens(settings.model)
-    rng = random.Random(SEED)
-
-    def prompt(n_tokens: int) -> Prompt:
-        return tuple(rng.choices(vocabulary, k=n_tokens))
-
+    prompt = Prompts(text_tokens(settings.model)).draw
     context = multiprocessing.get_context("spawn")
     pools = {
         bound: ProcessPoolExecutor(1, context, _open, (settings.model, _options(settings, bound)))
@@ -148,7 +141,7 @@ def _options(settings: argparse.Namespace, bound: str) -> EngineOptions:
         n_slots=settings.streams + 1,
         n_ctx_slot=settings.prompt_tokens + 512,
         threads=settings.threads,
-        flash_attn=settings.flash_attn == "on",
+        flash_attn={"on": True, "off": False, "auto": None}[settings.flash_attn],
         max_stall_s=None if bound == "none" else float(bound) / 1000,
     )
 
@@ -174,8 +167,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--flash-attn", choices=("on", "off"), default="on")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--flash-attn", choices=("auto", "on", "off"), default="auto")
     settings = parser.parse_args()
     rounds = measure(settings)
     print(

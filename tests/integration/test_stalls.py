@@ -29,17 +29,18 @@ def test_a_loaded_engine_has_measured_its_passes(tiny_gguf: Path) -> None:
     try:
         step_time = engine.stats().step_time
         assert list(step_time["decode_ms"]) == [1, 2, 3]
-        assert list(step_time["prefill_ms"]) == [8, 16, 24, 32, 48, 64]
+        assert list(step_time["prefill_ms"]) == [8, 16, 24, 32, 40, 48, 56, 64]
+        assert list(step_time["verify_ms"]) == [2, 3, 4, 6, 8]
         assert all(ms > 0 for curve in step_time.values() for ms in curve.values())
         assert {slot.n_past for slot in engine.stats().slots} == {0}
     finally:
         engine.close()
 
 
-def test_without_a_bound_nothing_is_measured(tiny_gguf: Path) -> None:
-    options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1)
+def test_without_time_nothing_is_measured(tiny_gguf: Path) -> None:
+    options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1, sweep_limit_s=0)
     engine = Engine.load(tiny_gguf, options)
     try:
-        assert engine.stats().step_time == {"decode_ms": {}, "prefill_ms": {}}
+        assert engine.stats().step_time == {"decode_ms": {}, "prefill_ms": {}, "verify_ms": {}}
     finally:
         engine.close()

@@ -1,0 +1,157 @@
+"""Servers to measure over HTTP on loopback: started, waited for, and stopped with all that they started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+START_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 60
+
+
+def free_port() -> int:
+    """A TCP port of loopback on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@contextmanager
+def running(
+    command: Callable[[Path, int], Sequence[str | Path]], is_ready: Callable[[str], bool]
+) -> Iterator[str]:
+    """A server that runs inside the `with` block; gives its URL once `is_ready(url)` holds.
+
+    `command(directory, port)` says what to start: on this port of loopback, with a directory that is
+    removed afterwards. At the end every process that the server started is gone, by SIGKILL if it must
+    be. Raises RuntimeError with the log if the server ends, or is not ready in START_TIMEOUT_S.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # short: Ray's sockets go in
+    log, port = directory / "log", free_port()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        server = _start(command(directory, port), directory, log)
+        try:
+            _wait_ready(server, lambda: is_ready(url), log)
+            yield url
+        finally:
+            _stop(server, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def serve_run(model: Mapping[str, Any]) -> Iterator[str]:
+    """`serve run` with this entry of Corral's `models`, in a Ray cluster of its own; gives its URL."""
+
+    def command(directory: Path, port: int) -> list[str | Path]:
+        config = write_config(directory, model, port)
+        return [Path(sys.executable).with_name("serve"), "run", config]
+
+    with running(command, corral_is_ready) as url:
+        yield url
+
+
+def write_config(directory: Path, model: Mapping[str, Any], port: int) -> Path:
+    """A new file for `serve run` with this entry of `models`, on this port of loopback."""
+    app = {
+        "name": "corral",
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build",
+        "args": {"models": [model]},
+    }
+    http_options = {"host": "127.0.0.1", "port": port}
+    config = directory / "serve_config.yaml"
+    config.write_text(json.dumps({"http_options": http_options, "applications": [app]}))  # is YAML
+    return config
+
+
+def corral_is_ready(url: str) -> bool:
+    """Whether Corral serves there, and an engine of every model answers."""
+    stats = httpx.get(f"{url}/v1/stats")
+    return stats.is_success and all(model["replicas"] for model in stats.json()["models"])
+
+
+def is_healthy(url: str) -> bool:
+    """Whether /health says so."""
+    return httpx.get(f"{url}/health").is_success
+
+
+def exit_on_sigterm() -> None:
+    """From here on SIGTERM ends this process as an exception does: servers are stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+
+
+def _start(command: Sequence[str | Path], directory: Path, log: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RAY_TMPDIR": str(directory),  # also the mark by which our processes are known
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # as `make serve` does
+    }
+    environment.pop("RAY_ADDRESS", None)  # somebody's cluster
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def _wait_ready(server: subprocess.Popen[bytes], is_ready: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            if is_ready():
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"The server did not start:\n{log.read_text(errors='replace')}")
+
+
+def _stop(server: subprocess.Popen[bytes], directory: Path) -> None:
+    """As Ctrl-C does; then by force."""
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+    if not _gone(directory):
+        for process in processes(directory):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        _gone(directory)
+    server.wait(STOP_TIMEOUT_S)
+
+
+def _gone(directory: Path) -> bool:
+    """Whether all of them ended within STOP_TIMEOUT_S."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while processes(directory):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def processes(directory: Path) -> list[int]:
+    """Ids of the live processes that were started with this directory."""
+    mark = f"RAY_TMPDIR={directory}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue  # another user's, or gone by now
+    return found
