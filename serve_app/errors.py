@@ -10,6 +10,7 @@
     |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
     |   `-- CacheFullError        500 decode_failed, if it cannot be helped
+    |-- ConstraintError           500 constraint_failed
     `-- EngineFailedError         500 engine_failed
 
 Errors cross processes: every subclass hands all of its arguments, positionally, to
@@ -150,6 +151,12 @@ class DecodeError(CorralError):
 
 class CacheFullError(DecodeError):
     """The KV cache has no room for a batch; nothing was decoded."""
+
+
+class ConstraintError(CorralError):
+    """No token is left that the request's grammar allows; its neighbours go on."""
+
+    code = "constraint_failed"
 
 
 class EngineFailedError(CorralError):

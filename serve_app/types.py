@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.errors import CorralError
 
@@ -51,6 +51,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     ignore_eos: bool = False
+    grammar: str | None = None
+    """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
+    logprobs: int | None = None
+    """For every token its log probability, and those of so many most likely ones; None for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,26 @@ class SequenceEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was, by the model's own logits: before penalties, temperature and the rest."""
+
+    logprob: float
+    """Its natural logarithm."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens there, the likeliest first, with theirs."""
+
+
+class Sampled(NamedTuple):
+    """A sampled token."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    """If the request wants them."""
+    complete: bool = False
+    """Whether its grammar allows nothing after it."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New text of a request. A delta may hold several tokens, or none (text held back, or the end)."""
 
@@ -115,6 +139,8 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     end: SequenceEnd | None = None
     """Set on the last delta only."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, if the request wants them."""
 
 
 @dataclass(frozen=True, slots=True)

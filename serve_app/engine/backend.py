@@ -11,7 +11,8 @@ from typing import Protocol
 
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
-from serve_app.types import SamplingParams
+from serve_app.llama.constraint import Constraint
+from serve_app.types import Sampled, SamplingParams
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
@@ -38,12 +39,16 @@ class Vocabulary(Protocol):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text; see `serve_app.llama.model.Model.tokenize`."""
 
+    def constraint(self, grammar: str) -> Constraint:
+        """What keeps a sequence to a grammar; see `serve_app.llama.model.Model.constraint`."""
+
 
 class Sampler(Protocol):
     """Picks the tokens of one sequence."""
 
-    def sample(self, row: int) -> int:
-        """The next token, from the logits of that row (an index into the rows last decoded)."""
+    def sample(self, row: int) -> Sampled:
+        """The next token, from the logits of that row (an index into the rows last decoded). Raises
+        ConstraintError if the request's grammar allows none."""
 
     def close(self) -> None:
         """Free what it holds."""
@@ -104,8 +109,10 @@ class Backend(Protocol):
         these rows, and another DecodeError if they cannot be decoded; any other exception means that the
         backend is broken."""
 
-    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
-        """A sampler for one sequence."""
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> Sampler:
+        """A sampler for one sequence, kept to a grammar that took nothing yet."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop the lane's cached tokens from position n_past on. Raises DecodeError, and changes

@@ -44,6 +44,11 @@ class Engine:
         """A prompt's token ids, with BOS if the model wants it; control tokens are recognised."""
         return tuple(self._vocabulary.tokenize(text, add_special=True, parse_special=True))
 
+    def prepare(self, grammar: str) -> None:
+        """Compile a request's grammar, which `submit` does else, and may take a second. Raises
+        InvalidRequestError if it is none."""
+        self._vocabulary.constraint(grammar)
+
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Start a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError,
         EngineClosedError or EngineFailedError; nothing was computed then."""
@@ -98,12 +103,23 @@ class Engine:
     def _enter(
         self, entries: list[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
     ) -> list[CorralError | None]:
-        outcomes: list[CorralError | None] = [self._reason_to_refuse(r) for r, _ in entries]
-        valid = [i for i, refusal in enumerate(outcomes) if refusal is None]
-        admitted = self._loop.submit([EngineSequence(*entries[i]) for i in valid])
-        for i, refusal in zip(valid, admitted, strict=True):
-            outcomes[i] = refusal
-        return outcomes
+        made = [self._sequence(*entry) for entry in entries]
+        sequences = [one for one in made if isinstance(one, EngineSequence)]
+        admitted = iter(self._loop.submit(sequences))
+        return [next(admitted) if isinstance(one, EngineSequence) else one for one in made]
+
+    def _sequence(
+        self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
+    ) -> EngineSequence | CorralError:
+        refusal = self._reason_to_refuse(request)
+        if refusal is not None:
+            return refusal
+        grammar = request.sampling.grammar
+        try:
+            constraint = None if grammar is None else self._vocabulary.constraint(grammar)
+        except InvalidRequestError as error:
+            return error
+        return EngineSequence(request, sink, constraint)
 
     def _reason_to_refuse(self, request: GenerationRequest) -> CorralError | None:
         n_vocab = self._vocabulary.n_vocab

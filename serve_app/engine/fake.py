@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from serve_app.engine.backend import MemoryUse, Row, State
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
-from serve_app.errors import CacheFullError, DecodeError
-from serve_app.types import SamplingParams
+from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
+from serve_app.llama.constraint import Constraint
+from serve_app.types import Sampled, SamplingParams
 
 Script = Callable[[Sequence[int]], int]
 """The token that follows the given tokens of one sequence."""
@@ -34,6 +35,10 @@ class FakeVocabulary:
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """The text's bytes."""
         return list(text.encode())
+
+    def constraint(self, grammar: str) -> Constraint:
+        """There is none."""
+        raise InvalidRequestError("A scripted vocabulary has no grammars.", "grammar")
 
 
 class FakeBackend:
@@ -109,7 +114,9 @@ class FakeBackend:
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
 
-    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> FakeSampler:
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> FakeSampler:
         """A sampler that follows the script."""
         self.open_samplers += 1
         return FakeSampler(self)
@@ -161,9 +168,9 @@ class FakeSampler:
     def __init__(self, backend: FakeBackend) -> None:
         self._backend = backend
 
-    def sample(self, row: int) -> int:
+    def sample(self, row: int) -> Sampled:
         """The scripted token."""
-        return self._backend.sample(row)
+        return Sampled(self._backend.sample(row))
 
     def close(self) -> None:
         """Counted, so that tests see a leak."""

@@ -18,6 +18,7 @@ from serve_app.engine.scheduler import MAX_DRAFTED_ROWS
 from serve_app.engine.sweep import Sweep
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama import library
+from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
@@ -138,9 +139,11 @@ class LlamaBackend:
         """See Backend.decode."""
         self._context.decode(rows)
 
-    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> Sampler:
         """A llama.cpp sampler chain."""
-        return Sampler(self._context, params, prompt)
+        return Sampler(self._context, params, prompt, constraint)
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """See Backend.truncate."""

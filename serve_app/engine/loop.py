@@ -26,12 +26,13 @@ from serve_app.engine.slots import Slot, SlotTable, Wait
 from serve_app.engine.stats import EngineStats, SlotStats
 from serve_app.errors import (
     CacheFullError,
+    ConstraintError,
     CorralError,
     DecodeError,
     EngineClosedError,
     EngineFailedError,
 )
-from serve_app.types import FinishReason, TokenDelta
+from serve_app.types import FinishReason, Sampled, SequenceEnd, TokenDelta
 
 logger = logging.getLogger("corral.engine")
 
@@ -65,7 +66,10 @@ class DecoderLoop:
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
-        self._seconds = dict.fromkeys(("steps", "decoding", "sampling"), 0.0)
+        self._seconds = dict.fromkeys(
+            ("steps", "decoding", "sampling", "prefills", "generations"), 0.0
+        )
+        self._n_tokens_max = 0
         self._worked = 0.0
         """When the last step ended."""
         self._retry_after_s = 1
@@ -198,26 +202,35 @@ class DecoderLoop:
         decoded = time.monotonic()
         if settled:
             self._learn(plan, decoded - began)
+        self._counts["passes"] += 1
+        self._counts["busy_lanes"] += len(plan.chunks)
         sampled = [self._sample(chunk) for chunk in plan.chunks]
         self._seconds["decoding"] += decoded - began
         self._seconds["sampling"] += time.monotonic() - decoded
         self._failed_steps = 0
-        for chunk, tokens in zip(plan.chunks, sampled, strict=True):
-            self._advance(chunk, tokens)
+        for chunk, found in zip(plan.chunks, sampled, strict=True):
+            if isinstance(found, ConstraintError):
+                self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
+                self._end(chunk.sequence, FinishReason.ERROR, found)
+            else:
+                self._advance(chunk, found)
 
-    def _sample(self, chunk: Chunk) -> list[int]:
+    def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
         """The tokens that follow: one, and one more for each drafted one that it confirms."""
         if chunk.sample_row is None:
             return []
         sampler = chunk.sequence.sampler
-        tokens = [sampler.sample(chunk.sample_row)]
-        for row, drafted in enumerate(chunk.draft, chunk.sample_row + 1):
-            if tokens[-1] != drafted:
-                break
-            tokens.append(sampler.sample(row))
-        return tokens
+        try:
+            sampled = [sampler.sample(chunk.sample_row)]
+            for row, drafted in enumerate(chunk.draft, chunk.sample_row + 1):
+                if sampled[-1].token != drafted or sampled[-1].complete:
+                    break
+                sampled.append(sampler.sample(row))
+        except ConstraintError as error:
+            return error
+        return sampled
 
-    def _advance(self, chunk: Chunk, sampled: list[int]) -> None:
+    def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         """Book what a sequence computed, and take its sampled tokens."""
         sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
         if sequence.state is SequenceState.PREFILL:
@@ -348,7 +361,9 @@ class DecoderLoop:
                 continue
             sampler = None
             if sequence.admitted is None:  # one that was preempted goes on with its own
-                sampler = self._backend.sampler(sequence.request.sampling, sequence.request.prompt)
+                sampler = self._backend.sampler(
+                    sequence.request.sampling, sequence.request.prompt, sequence.constraint
+                )
             # Until here it waits: a backend that breaks above ends it with all the others.
             self._waiting.admit(sequence)
             sequence.admit(place.slot.id, place.n_cached, sampler)
@@ -376,7 +391,7 @@ class DecoderLoop:
         finds its slot free."""
         for sequence, delta in self._outbox:
             if delta.end is not None:
-                self._release(sequence, delta.end.reason)
+                self._release(sequence, delta.end)
         self.stats = self._snapshot()
         outbox, self._outbox = self._outbox, []
         for sequence, delta in outbox:
@@ -384,8 +399,11 @@ class DecoderLoop:
                 self._mailbox.forget(sequence.id)
             sequence.sink(delta)
 
-    def _release(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._ended[reason] += 1
+    def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
+        self._ended[end.reason] += 1
+        self._seconds["prefills"] += end.timings.prefill_s
+        self._seconds["generations"] += end.timings.decode_s
+        self._n_tokens_max = max(self._n_tokens_max, sequence.n_past)
         self._waiting.end(sequence)
         sequence.close()
         if sequence.admitted is not None:
@@ -438,6 +456,11 @@ class DecoderLoop:
             step_s=self._seconds["steps"],
             decode_s=self._seconds["decoding"],
             sample_s=self._seconds["sampling"],
+            passes=counts["passes"],
+            busy_lanes=counts["busy_lanes"],
+            prefill_s=self._seconds["prefills"],
+            generation_s=self._seconds["generations"],
+            n_tokens_max=self._n_tokens_max,
             restored_tokens=counts["restored_tokens"],
             stored_prefixes=len(self._lanes.stored),
             stored_bytes=self._lanes.stored.n_bytes,

@@ -60,16 +60,14 @@ def _open(options: EngineOptions) -> tuple[list[bool], list[bool]]:
 
 
 def request_s(measured: Measurements, options: EngineOptions, *, kv_unified: bool) -> float:
-    """Seconds of the machine that a request is expected to take in this mode: of two, one has a prompt of
-    an eighth of a slot, the other of three quarters, and the geometric mean counts, or short ones would
-    hardly. With something pinned, prompts are that and an eighth. Answers take an eighth. 0 if nothing was
-    measured."""
+    """Seconds of the machine that a request is expected to take in this mode, on average: of two, one has
+    a prompt of an eighth of a slot, the other of three quarters. With something pinned, prompts are that
+    and an eighth. Answers take an eighth. 0 if nothing was measured."""
     costs = CostModel(measured)
     pinned = max((len(tokens) for tokens in options.pinned), default=0)
     shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
     ends = [pinned + int(share * options.n_ctx_slot) for share in shares]
-    each = [_seconds(costs, options, pinned, end, kv_unified) for end in ends]
-    return math.prod(each) ** (1 / len(each))
+    return sum(_seconds(costs, options, pinned, end, kv_unified) for end in ends) / len(ends)
 
 
 def _seconds(

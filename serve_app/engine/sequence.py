@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import Enum
 
 from serve_app.engine.backend import Sampler, Vocabulary
 from serve_app.engine.lookup import PromptLookup
 from serve_app.engine.text import TextAssembler
 from serve_app.errors import CorralError
+from serve_app.llama.constraint import Constraint
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
+    Sampled,
     SequenceEnd,
     Timings,
     TokenDelta,
@@ -45,8 +47,11 @@ class Sequence:
     follow; so a sequence cannot feed a token that is not its own, and it samples when the last is fed.
     """
 
-    def __init__(self, request: GenerationRequest, sink: Sink) -> None:
+    def __init__(
+        self, request: GenerationRequest, sink: Sink, constraint: Constraint | None = None
+    ) -> None:
         self.request = request
+        self.constraint = constraint
         self.id = request.id
         self.sink = sink
         self.tokens = list(request.prompt)
@@ -119,25 +124,37 @@ class Sequence:
         self.n_past += n_rows
 
     def accept(
-        self, tokens: Tokens[int], vocabulary: Vocabulary, n_ctx_slot: int, *, shifts: bool = False
+        self,
+        sampled: Iterable[Sampled],
+        vocabulary: Vocabulary,
+        n_ctx_slot: int,
+        *,
+        shifts: bool = False,
     ) -> TokenDelta:
         """Take sampled tokens, up to the one that ends it, if one does: the delta carries the end then.
 
         With `shifts`, a full context does not end it: see `shift`."""
         self.state = SequenceState.DECODE
         self._first_token = self._first_token or time.monotonic()
-        text = ""
-        for n, token in enumerate(tokens, 1):
-            self.tokens.append(token)
+        text, taken, reason = "", list[Sampled](), None
+        for one in sampled:
+            taken.append(one)
+            self.tokens.append(one.token)
             self.n_generated += 1
-            reason, shown = self._take(token, vocabulary)
+            reason, shown = self._take(one.token, vocabulary)
             text += shown
+            if reason is None and one.complete:
+                reason = FinishReason.STOP
             full = len(self.tokens) >= n_ctx_slot and not shifts
             if reason is None and (full or self.n_left == 0):
                 reason = FinishReason.LENGTH
             if reason is not None:
-                return self.finish(reason, text, tuple(tokens[:n]))
-        return TokenDelta(text, tuple(tokens))
+                break
+        ids = tuple(one.token for one in taken)
+        logprobs = tuple(one.logprobs for one in taken if one.logprobs is not None)
+        if reason is None:
+            return TokenDelta(text, ids, None, logprobs)
+        return replace(self.finish(reason, text), token_ids=ids, logprobs=logprobs)
 
     def _take(self, token: int, vocabulary: Vocabulary) -> tuple[FinishReason | None, str]:
         if vocabulary.is_eog(token):
@@ -158,14 +175,13 @@ class Sequence:
         self,
         reason: FinishReason,
         text: str = "",
-        token_ids: tuple[int, ...] = (),
         error: CorralError | None = None,
     ) -> TokenDelta:
         """The terminal event, with any text that was held back. Once only."""
         self.state = SequenceState.FINISHED
         if self._text.stop is None:
             text += self._text.flush()
-        return TokenDelta(text, token_ids, self._end(reason, error))
+        return TokenDelta(text, (), self._end(reason, error))
 
     def close(self) -> None:
         """Free the sampler."""

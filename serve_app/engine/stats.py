@@ -52,6 +52,14 @@ class EngineStats:
     """Seconds spent in steps; of them, `decode_s` in forward passes and `sample_s` in sampling."""
     decode_s: float = 0.0
     sample_s: float = 0.0
+    passes: int = 0
+    """Calls of llama.cpp; `busy_lanes` counts the sequences in each."""
+    busy_lanes: int = 0
+    prefill_s: float = 0.0
+    """Of all requests that ended: seconds from a slot to the first token, and from there to the end."""
+    generation_s: float = 0.0
+    n_tokens_max: int = 0
+    """The most tokens that a sequence has had in the cache."""
     restored_tokens: int = 0
     """Of the cached tokens, those that came back from the prefix store."""
     stored_prefixes: int = 0

@@ -82,7 +82,12 @@ def _failed(delta: TokenDelta) -> bool:
 
 
 def _join(first: TokenDelta, second: TokenDelta) -> TokenDelta:
-    return TokenDelta(first.text + second.text, first.token_ids + second.token_ids, second.end)
+    return TokenDelta(
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        second.end,
+        first.logprobs + second.logprobs,
+    )
 
 
 class CallbackRunner:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import llama_cpp
 import numpy as np
+from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeError
 from serve_app.llama import library
@@ -126,6 +127,12 @@ class Context:
             raise CacheFullError(f"The KV cache has no room for {len(rows)} tokens more.")
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
+        until the next `decode`."""
+        pointer = llama_cpp.llama_get_logits_ith(self.pointer, row)
+        return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a sequence's cached tokens from position `n_past` on; 0 empties its lane. Raises

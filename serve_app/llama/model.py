@@ -5,15 +5,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
+import warnings
 import weakref
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
 import llama_cpp
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.llamacpp import lltokenizer_from_vocab
 
 from serve_app.errors import ConfigError
 from serve_app.llama import library
+from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import LoadMode
 
 _LOAD_MODES: dict[LoadMode, int] = {
@@ -26,6 +31,8 @@ _LOAD_MODES: dict[LoadMode, int] = {
 
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
+# Compiled grammars that are kept, as the next request may have the same one.
+_GRAMMARS_KEPT = 64
 _N_BLOCKS = 64
 _BLOCK_BYTES = 4096
 
@@ -67,6 +74,8 @@ class Model:
             raise ConfigError(f"{self.path} holds no vocabulary.")
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._constraints = threading.Lock()
+        self._compiled = functools.lru_cache(_GRAMMARS_KEPT)(self._compile)
 
     # -- metadata ---------------------------------------------------------------------------------
 
@@ -181,9 +190,36 @@ class Model:
                 return buffer.raw[:n]
             size = -n
 
+    def is_mark(self, text: str) -> bool:
+        """Whether the text is one token that stands for itself, not for its characters; grammars write it
+        otherwise then."""
+        tokens = self.tokenize(text, add_special=False, parse_special=True)
+        if len(tokens) != 1:
+            return False
+        found = llama_cpp.llama_vocab_get_attr(self._vocab, tokens[0])
+        return bool(
+            found & (llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
+        )
+
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.piece(t, special=special) for t in tokens).decode(errors="replace")
+
+    def constraint(self, grammar: str) -> Constraint:
+        """What keeps one sequence to a grammar, as llguidance serialises it. The first takes a second for
+        a large vocabulary, a new grammar milliseconds, without the GIL. Raises InvalidRequestError if the
+        grammar is none, or takes too much."""
+        with self._constraints:
+            return self._compiled(grammar).fresh()
+
+    def _compile(self, grammar: str) -> Constraint:
+        return Constraint(LLMatcher(self._trie, grammar, log_level=0), self.n_vocab)
+
+    @functools.cached_property
+    def _trie(self) -> LLTokenizer:
+        with warnings.catch_warnings():  # it uses a deprecated name
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return lltokenizer_from_vocab(self._vocab, eos_token=list(self.eog_tokens) or None)
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation (end of text, end of turn)."""
@@ -193,6 +229,14 @@ class Model:
     def eog_tokens(self) -> tuple[int, ...]:
         """Every token that ends a generation."""
         return tuple(token for token in range(self.n_vocab) if self.is_eog(token))
+
+    @property
+    def infill_tokens(self) -> tuple[int, int, int] | None:
+        """The tokens before a prefix, before a suffix and before the middle, if the vocabulary has them."""
+        prefix = int(llama_cpp.llama_vocab_fim_pre(self._vocab))
+        suffix = int(llama_cpp.llama_vocab_fim_suf(self._vocab))
+        middle = int(llama_cpp.llama_vocab_fim_mid(self._vocab))
+        return None if min(prefix, suffix, middle) < 0 else (prefix, suffix, middle)
 
     @property
     def bos(self) -> int | None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 from collections.abc import Sequence
 
 import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
 
+from serve_app.errors import ConstraintError
+from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Context
-from serve_app.types import SamplingParams
+from serve_app.types import Sampled, SamplingParams, TokenLogprobs
 
 # llama.cpp reads this seed as "draw one"; ours are always explicit.
 _RANDOM_SEED = 0xFFFFFFFF
+# llama.cpp's `llama_token_data`.
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 class Sampler:
@@ -23,8 +30,16 @@ class Sampler:
     owns the context.
     """
 
-    def __init__(self, context: Context, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+    ) -> None:
         self._context = context
+        self._constraint = constraint
+        self._n_top = params.logprobs
         self._chain = llama_cpp.llama_sampler_chain_init(
             llama_cpp.llama_sampler_chain_default_params()
         )
@@ -34,16 +49,59 @@ class Sampler:
             for token in prompt[-_penalty_window(context, params) :]:
                 llama_cpp.llama_sampler_accept(self._chain, token)
 
-    def sample(self, row: int) -> int:
+    def sample(self, row: int) -> Sampled:
         """The next token from the logits of the given row of the last decoded batch; the row must
-        have asked for logits. The token becomes part of what the penalties look at."""
-        return int(llama_cpp.llama_sampler_sample(self._chain, self._context.pointer, row))
+        have asked for logits. The token becomes part of what the penalties look at. Raises
+        ConstraintError if the grammar allows none."""
+        constraint = self._constraint
+        if constraint is None:
+            token = int(llama_cpp.llama_sampler_sample(self._chain, self._context.pointer, row))
+        else:
+            token = self._sample_within(constraint, self._context.logits(row))
+        logprobs = None
+        if self._n_top is not None:
+            logprobs = _logprobs(self._context.logits(row), token, self._n_top)
+        return Sampled(token, logprobs, constraint is not None and constraint.complete)
+
+    def _sample_within(self, constraint: Constraint, logits: NDArray[np.float32]) -> int:
+        """As llama-server does: mostly the token that would be sampled anyway is allowed, and the whole
+        vocabulary is only looked at when it is not. The distribution is the same."""
+        token = self._pick(logits)
+        if not constraint.take(token):
+            token = self._pick(np.where(constraint.allowed(), logits, np.float32(-np.inf)))
+            if not constraint.take(token):
+                why = constraint.fault or "all that it allows is banned"
+                raise ConstraintError(f"No token fits the grammar: {why}.")
+        llama_cpp.llama_sampler_accept(self._chain, token)
+        return token
+
+    def _pick(self, logits: NDArray[np.float32]) -> int:
+        """What the chain picks from these logits; it does not count as picked yet."""
+        candidates = np.zeros(logits.size, _CANDIDATE)
+        candidates["id"] = np.arange(logits.size, dtype=np.int32)
+        candidates["logit"] = logits
+        data = candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
+        array = llama_cpp.llama_token_data_array(data, logits.size, -1, False)
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        return int(array.data[array.selected].id)
 
     def close(self) -> None:
         """Free the chain. Idempotent."""
         if self._chain:
             llama_cpp.llama_sampler_free(self._chain)
             self._chain = None
+
+
+def _logprobs(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
+    """Of the model's own distribution."""
+    highest = float(logits.max())
+    total = highest + math.log(float(np.exp(logits - highest, dtype=np.float64).sum()))
+    most_likely = np.argpartition(-logits, min(n_top, logits.size - 1))[:n_top]
+    ordered = most_likely[np.argsort(-logits[most_likely], kind="stable")]
+    return TokenLogprobs(
+        float(logits[token]) - total,
+        tuple((int(one), float(logits[one]) - total) for one in ordered),
+    )
 
 
 def _links(context: Context, params: SamplingParams) -> list[llama_cpp.llama_sampler_p]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError
@@ -16,18 +16,29 @@ class Tokenizer:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._model = Model(path, vocab_only=True)
-        self._bos = self._special(self._model.bos)
+        self.bos = self._special(self._model.bos)
+        """The text of the token that begins a text; empty if there is none."""
+        self.eos = self._special(self._model.eos)
+        """The text of the token that ends one."""
         template = self._model.chat_template
         self._template = (
-            None
-            if template is None
-            else ChatTemplate(template, bos=self._bos, eos=self._special(self._model.eos))
+            None if template is None else ChatTemplate(template, bos=self.bos, eos=self.eos)
         )
 
     @property
     def calls_tools(self) -> bool:
         """Whether the model's chat template takes tools, and asks for calls in the Hermes format."""
         return self._template is not None and self._template.calls_tools
+
+    @property
+    def path(self) -> str:
+        """The model's file."""
+        return str(self._model.path)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, as its file has it."""
+        return self._model.chat_template
 
     @property
     def n_vocab(self) -> int:
@@ -39,11 +50,44 @@ class Tokenizer:
         in the text are recognised, as llama-server does."""
         return tuple(self._model.tokenize(text, add_special=True, parse_special=True))
 
-    def encode_chat(
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> tuple[int, ...]:
+        """The tokens of any text; see `serve_app.llama.model.Model.tokenize`."""
+        return tuple(
+            self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+        )
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, not always whole characters; none for control tokens, unless
+        `special`."""
+        return self._model.piece(token, special=special)
+
+    def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._model.detokenize(tokens, special=special)
+
+    def is_mark(self, text: str) -> bool:
+        """See `serve_app.llama.model.Model.is_mark`."""
+        return self._model.is_mark(text)
+
+    def encode_infill(self, before: str, after: str) -> tuple[int, ...]:
+        """The tokens of a prompt for what is between two texts, in the usual order: prefix, suffix,
+        middle. Raises InvalidRequestError if the model has no tokens for that."""
+        marks = self._model.infill_tokens
+        if marks is None:
+            raise InvalidRequestError("This model has no tokens for infill.", "suffix")
+        prefix, suffix, middle = marks
+        encoded = [
+            self._model.tokenize(text, add_special=False, parse_special=False)
+            for text in (before, after)
+        ]
+        bos = self._model.tokenize("", add_special=True, parse_special=False)
+        return (*bos, prefix, *encoded[0], suffix, *encoded[1], middle)
+
+    def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
-        """The tokens of a chat, up to where the assistant's turn begins. Raises InvalidRequestError
-        if the model has no chat template, or its template refuses the messages or knows no tools."""
+    ) -> str:
+        """A chat as text, up to where the assistant's turn begins. Raises InvalidRequestError if the
+        model has no chat template, or its template refuses the messages or knows no tools."""
         if self._template is None:
             raise InvalidRequestError(
                 "This model has no chat template: use /v1/completions.", "messages"
@@ -54,8 +98,15 @@ class Tokenizer:
                 "understood here.",
                 "tools",
             )
-        text = self._template.render(messages, tools)
-        has_bos = bool(self._bos) and text.startswith(self._bos)
+        return self._template.render(messages, tools)
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        """The tokens of a chat, up to where the assistant's turn begins. Raises InvalidRequestError
+        like `render_chat`."""
+        text = self.render_chat(messages, tools)
+        has_bos = bool(self.bos) and text.startswith(self.bos)
         return tuple(self._model.tokenize(text, add_special=not has_bos, parse_special=True))
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:

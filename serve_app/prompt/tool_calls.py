@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+HERMES_TAGS = _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+"""What is before and after a call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from serve_app.engine.backend import Row
 from serve_app.engine.fake import FakeBackend, FakeSampler, FakeVocabulary
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.llama.constraint import Constraint
 
 EOS = FakeVocabulary.eos
 PATIENCE_S = 30.0
@@ -91,11 +92,13 @@ class WatchedBackend(FakeBackend):
         super().truncate(seq_id, n_past)
         self._last_cut = (seq_id, n_past)
 
-    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> FakeSampler:
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> FakeSampler:
         lane, n_cached = self._last_cut
         self._tenant[lane] = Tenancy(lane, tuple(prompt), n_cached)
         self.tenancies.append(self._tenant[lane])
-        return super().sampler(params, prompt)
+        return super().sampler(params, prompt, constraint)
 
     def decode(self, rows: Sequence[Row]) -> None:
         super().decode(rows)

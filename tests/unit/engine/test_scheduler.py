@@ -14,7 +14,7 @@ from serve_app.engine.fake import FakeVocabulary
 from serve_app.engine.passes import Pass
 from serve_app.engine.scheduler import MAX_DRAFTED_ROWS, Scheduler
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest, SamplingParams
+from serve_app.types import GenerationRequest, Sampled, SamplingParams
 
 N_CTX_SLOT = 1000
 NOW = 100.0
@@ -24,7 +24,7 @@ NOW = 100.0
 class NoSampler:
     """Sampling is not the scheduler's."""
 
-    def sample(self, row: int) -> int:
+    def sample(self, row: int) -> Sampled:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ def streaming(slot_id: int, n_past: int = 1) -> Sequence:
     """A sequence that has begun to answer: its next token is to be computed."""
     sequence = running(slot_id, n_past)
     sequence.advance(n_past)
-    sequence.accept([ord("x")], FakeVocabulary(), N_CTX_SLOT)
+    sequence.accept([Sampled(ord("x"))], FakeVocabulary(), N_CTX_SLOT)
     return sequence
 
 
@@ -66,7 +66,7 @@ def carry_out(plan: list[Pass]) -> None:
     for chunk in (chunk for one in plan for chunk in one.chunks):
         chunk.sequence.advance(chunk.n_rows)
         if chunk.sample_row is not None:
-            chunk.sequence.accept([ord("x")], FakeVocabulary(), N_CTX_SLOT)
+            chunk.sequence.accept([Sampled(ord("x"))], FakeVocabulary(), N_CTX_SLOT)
 
 
 def served(plan: list[Pass]) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import pytest
 
 from serve_app.engine import DecodeError, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from serve_app.engine.stream import CallbackRunner, TokenStream
+from serve_app.types import TokenLogprobs
 
 PATIENCE_S = 30.0
 
@@ -68,6 +69,17 @@ async def test_slow_reader_gets_all_at_once(aborts: Aborts) -> None:
     assert [delta async for delta in stream] == [
         TokenDelta("abc", tuple(b"abc"), end(FinishReason.LENGTH).end)
     ]
+
+
+async def test_what_comes_at_once_has_every_tokens_log_probability(aborts: Aborts) -> None:
+    stream = TokenStream(aborts)
+    for i in range(3):
+        found = TokenLogprobs(-float(i), ())
+        stream.push(TokenDelta("x", (i,), None, (found,)))
+    await asyncio.sleep(0)
+    delta = await anext(stream)
+    assert delta.token_ids == (0, 1, 2)
+    assert [one.logprob for one in delta.logprobs] == [0, -1, -2]
 
 
 async def test_reader_is_woken_once_more_after_each_pause(aborts: Aborts) -> None:

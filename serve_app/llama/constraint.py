@@ -1,0 +1,46 @@
+"""What a sequence's text must match: an llguidance grammar over a model's tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from serve_app.errors import InvalidRequestError
+
+
+class Constraint:
+    """One sequence's place in a grammar. Decoder thread only.
+
+    Source: llguidance's `LLMatcher`, an Earley parser over a trie of the vocabulary.
+    """
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+        """Raises InvalidRequestError if the grammar is none, or takes too much."""
+        if matcher.is_error():
+            raise InvalidRequestError(f"The grammar cannot be used: {matcher.get_error()}")
+        self._matcher = matcher
+        self._n_vocab = n_vocab
+
+    def fresh(self) -> Constraint:
+        """The same grammar from its beginning, for another sequence; of one that took nothing yet."""
+        return Constraint(self._matcher.deep_copy(), self._n_vocab)
+
+    def take(self, token: int) -> bool:
+        """Go on by this token; False, and nothing happens, if the grammar does not allow it here."""
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """For each token id, whether it may be next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, count=self._n_vocab, bitorder="little").astype(bool)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow: the text is what the grammar wants, or the grammar gave up."""
+        return self._matcher.is_stopped()
+
+    @property
+    def fault(self) -> str | None:
+        """Why the grammar gave up, if it did."""
+        return self._matcher.get_error() or None
