@@ -20,7 +20,8 @@ import yaml
 from serve_app import config
 from serve_app.app import resolve
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
-from serve_app.ingress.api import ServedModel, build_api
+from serve_app.ingress.api import build_api
+from serve_app.ingress.served import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sources import cache_folder, locate
 from serve_app.types import ReplicaStats

@@ -1,17 +1,19 @@
-"""A sequence's deltas as OpenAI's answers: whole, or as server-sent events."""
+"""Sequences' deltas as OpenAI's answers: whole, or as server-sent events."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app import __version__
 from serve_app.errors import CorralError
+from serve_app.ingress import logprobs
 from serve_app.ingress.errors import error_body
+from serve_app.ingress.generation import Deltas
 from serve_app.prompt.tool_calls import HermesParser, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
@@ -19,46 +21,56 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Answer:
-    """One answer on its way: which endpoint asked, which model speaks."""
+class Choice:
+    """One of an answer's texts, on its way."""
 
+    index: int
     kind: Literal["chat", "text"]
-    id: str
-    model: str
+    piece: logprobs.Piece | None = None
+    """If log probabilities are wanted."""
     parser: HermesParser | None = None
     """Finds the tool calls in the text, where there are tools."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    echo: str = ""
+    """What the text begins with."""
+    end: SequenceEnd | None = None
     _n_calls: int = 0
+    _offset: int = 0
 
-    def whole(self, text: str, end: SequenceEnd) -> Json:
-        """The answer to a request without `stream`."""
-        parts = self._split(TokenDelta(text, (), end))
-        content: Json = {"text": text} if self.kind == "text" else {"message": _message(parts)}
-        object_name = "chat.completion" if self.kind == "chat" else "text_completion"
-        return self._envelope(object_name, [self._choice(content, end)]) | {
-            "usage": usage_body(end.usage)
-        }
+    def whole(self, deltas: Sequence[TokenDelta]) -> Json:
+        """The choice of an answer without `stream`."""
+        self.end = deltas[-1].end
+        all_at_once = TokenDelta(
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.token_ids),
+            self.end,
+            tuple(found for delta in deltas for found in delta.logprobs),
+        )
+        parts = self._split(all_at_once)
+        if self.kind == "chat":
+            return self._body({"message": _message(parts)}, all_at_once)
+        return self._body({"text": self.echo + all_at_once.text}, all_at_once)
 
     def opening(self) -> Json | None:
-        """The chunk before any text: a chat's says who speaks."""
-        if self.kind == "text":
-            return None
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
+        """What comes before any text: a chat's says who speaks."""
+        if self.kind == "chat":
+            return self._body({"delta": {"role": "assistant", "content": ""}}, None)
+        return self._body({"text": self.echo}, None) if self.echo else None
 
     def chunks(self, delta: TokenDelta) -> list[Json]:
         """One delta's chunks; none if there is nothing to tell yet. The last one tells the end."""
+        self.end = delta.end
         parts = self._split(delta)
         if self.kind == "text":
-            contents = [{"text": part} for part in parts] or [{"text": ""}]
+            contents: list[Json] = [{"text": part} for part in parts] or [{"text": ""}]
         else:
             contents = [
                 {"delta": part if isinstance(part, dict) else {"content": part}} for part in parts
             ]
             contents = contents or [{"delta": {}}]
-        if not parts and delta.end is None:
+        if not parts and delta.end is None and not (self.piece and delta.logprobs):
             return []
         *others, last = contents
-        return [*(self._chunk(content, None) for content in others), self._chunk(last, delta.end)]
+        return [*(self._body(content, None) for content in others), self._body(last, delta)]
 
     def _split(self, delta: TokenDelta) -> list[str | Json]:
         """The delta's text as prose and calls, each call in OpenAI's shape."""
@@ -82,22 +94,86 @@ class Answer:
             ]
         }
 
-    def usage(self, usage: Usage) -> Json:
+    def _body(self, content: Json, delta: TokenDelta | None) -> Json:
+        """The choice with this content, which is, or ends with, this delta's."""
+        reason = None if delta is None or delta.end is None else delta.end.reason.value
+        if reason == FinishReason.STOP and self._n_calls:
+            reason = "tool_calls"
+        found = None if delta is None or self.piece is None else self._logprobs(delta, self.piece)
+        return {"index": self.index, **content, "logprobs": found, "finish_reason": reason}
+
+    def _logprobs(self, delta: TokenDelta, piece: logprobs.Piece) -> Json:
+        if self.kind == "chat":
+            return logprobs.of_chat(delta, piece)
+        found = logprobs.of_text(delta, piece, len(self.echo) + self._offset)
+        self._offset += sum(map(len, found["tokens"]))
+        return found
+
+
+@dataclass
+class Answer:
+    """One answer on its way: which endpoint asked, which model speaks."""
+
+    kind: Literal["chat", "text"]
+    id: str
+    model: str
+    choices: list[Choice]
+    """Those of one prompt after those of another."""
+    n_per_prompt: int = 1
+    n_best: int | None = None
+    """How many of a prompt's choices are given, if not all."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def opening(self) -> list[Json]:
+        """The chunks before any text."""
+        bodies = [choice.opening() for choice in self.choices]
+        return [self._chunk(body) for body in bodies if body is not None]
+
+    def chunks(self, index: int, delta: TokenDelta) -> list[Json]:
+        """The chunks of one choice's delta."""
+        return [self._chunk(body) for body in self.choices[index].chunks(delta)]
+
+    def whole(self, deltas: Sequence[Sequence[TokenDelta]]) -> Json:
+        """The answer to a request without `stream`, from each choice's deltas."""
+        bodies = [choice.whole(own) for choice, own in zip(self.choices, deltas, strict=True)]
+        if self.n_best is not None:
+            bodies = self._best(bodies, deltas, self.n_best)
+        object_name = "chat.completion" if self.kind == "chat" else "text_completion"
+        return self._envelope(object_name, bodies) | {"usage": self.usage()}
+
+    def _best(
+        self, bodies: list[Json], deltas: Sequence[Sequence[TokenDelta]], n_best: int
+    ) -> list[Json]:
+        """Of each prompt's, those with the highest log probability per token."""
+        found = []
+        for start in range(0, len(bodies), self.n_per_prompt):
+            group = range(start, start + self.n_per_prompt)
+            ranked = sorted(group, key=lambda i: -_mean_logprob(deltas[i]))
+            found += [bodies[i] for i in ranked[:n_best]]
+        return [body | {"index": i} for i, body in enumerate(found)]
+
+    def usage(self) -> Json:
+        """All choices' tokens; a prompt counts once."""
+        usages = [choice.end.usage for choice in self.choices if choice.end is not None]
+        firsts = usages[:: self.n_per_prompt]
+        return usage_body(
+            Usage(
+                prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+                completion_tokens=sum(usage.completion_tokens for usage in usages),
+                cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            )
+        )
+
+    def usage_chunk(self) -> Json:
         """The chunk that `stream_options.include_usage` asks for."""
-        return self._envelope(self._chunk_name, []) | {"usage": usage_body(usage)}
+        return self._envelope(self._chunk_name, []) | {"usage": self.usage()}
 
     @property
     def _chunk_name(self) -> str:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
-    def _chunk(self, content: Json, end: SequenceEnd | None) -> Json:
-        return self._envelope(self._chunk_name, [self._choice(content, end)])
-
-    def _choice(self, content: Json, end: SequenceEnd | None) -> Json:
-        reason = None if end is None else end.reason.value
-        if reason == FinishReason.STOP and self._n_calls:
-            reason = "tool_calls"
-        return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+    def _chunk(self, choice: Json) -> Json:
+        return self._envelope(self._chunk_name, [choice])
 
     def _envelope(self, object_name: str, choices: list[Json]) -> Json:
         return {
@@ -108,6 +184,11 @@ class Answer:
             "system_fingerprint": f"corral-{__version__}",
             "choices": choices,
         }
+
+
+def _mean_logprob(deltas: Iterable[TokenDelta]) -> float:
+    found = [one.logprob for delta in deltas for one in delta.logprobs]
+    return sum(found) / len(found) if found else float("-inf")
 
 
 def _message(parts: list[str | Json]) -> Json:
@@ -131,35 +212,30 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-async def collect(answer: Answer, deltas: AsyncIterator[TokenDelta]) -> Json:
-    """Read a sequence to its end."""
-    texts = []
-    async for delta in deltas:
-        texts.append(delta.text)
-        if delta.end is not None:
-            return answer.whole("".join(texts), delta.end)
-    raise CorralError("The engine's stream ended without an end.")
+async def collect(answer: Answer, deltas: Deltas) -> Json:
+    """Read all sequences to their ends."""
+    found: list[list[TokenDelta]] = [[] for _ in answer.choices]
+    async for index, delta in deltas:
+        found[index].append(delta)
+    return answer.whole(found)
 
 
-async def events(
-    answer: Answer, deltas: AsyncIterator[TokenDelta], *, include_usage: bool
-) -> AsyncIterator[str]:
-    """A sequence as server-sent events. A failure on the way is the last event, in the shape of an
+async def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[str]:
+    """The sequences as server-sent events. A failure on the way is the last event, in the shape of an
     error; only a complete answer ends with [DONE]."""
     try:
-        if (opening := answer.opening()) is not None:
-            yield _event(opening)
-        async for delta in deltas:
-            for chunk in answer.chunks(delta):
+        for chunk in answer.opening():
+            yield _event(chunk)
+        async for index, delta in deltas:
+            for chunk in answer.chunks(index, delta):
                 yield _event(chunk)
-            if delta.end is not None:
-                if include_usage:
-                    yield _event(answer.usage(delta.end.usage))
-                yield "data: [DONE]\n\n"
-                return
-        raise CorralError("The engine's stream ended without an end.")
+        if include_usage:
+            yield _event(answer.usage_chunk())
+        yield "data: [DONE]\n\n"
     except CorralError as error:
         yield _event(error_body(error))
+    finally:
+        await deltas.aclose()
 
 
 def _event(body: Json) -> str:

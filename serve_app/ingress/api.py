@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from serve_app import __version__
-from serve_app.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
-from serve_app.ingress import answers, errors
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress import answers, errors, generation, llama_routes
+from serve_app.ingress.answers import Answer, Choice
+from serve_app.ingress.encoding import apart, sampling_of
 from serve_app.ingress.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -23,38 +24,10 @@ from serve_app.ingress.protocol import (
     ModelCard,
     ModelList,
 )
-from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.prompt.tool_calls import HermesParser
-from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
-
-# Longer texts are tokenized on a thread, so that other requests' events are not held up.
-_TOKENIZE_INLINE_CHARS = 4096
-
-
-class EngineClient(Protocol):
-    """The way to one model's engines."""
-
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
-        """Run a request; raises CorralError. Closing the generator ends the request."""
-
-    async def stats(self) -> list[ReplicaStats]:
-        """What each replica tells about itself."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-    """One model as the ingress knows it."""
-
-    id: str
-    n_ctx_slot: int
-    tokenizer: Tokenizer
-    engine: EngineClient
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-
-    @property
-    def card(self) -> ModelCard:
-        """Its entry in /v1/models."""
-        return ModelCard(id=self.id, created=self.created, n_ctx_slot=self.n_ctx_slot)
+from serve_app.ingress.served import ServedModel, find
+from serve_app.prompt import grammars
+from serve_app.prompt.tool_calls import HERMES_TAGS, HermesParser
+from serve_app.types import GenerationRequest, SamplingParams
 
 
 def build_api(models: Mapping[str, ServedModel]) -> FastAPI:
@@ -67,32 +40,51 @@ def build_api(models: Mapping[str, ServedModel]) -> FastAPI:
     errors.install(app)
     _add_generation_routes(app, models)
     _add_information_routes(app, models)
+    llama_routes.add(app, models)
     return app
 
 
 def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest) -> Response:
-        """Continue a text; `stream` sends server-sent events."""
-        model = _find(models, body.model)
-        prompt = await _encode_text(model, body.prompt)
-        answer = answers.Answer("text", f"cmpl-{uuid.uuid4().hex}", model.id)
-        return await _generate(model, body, prompt, body.max_tokens, answer, "prompt")
+        """Continue texts; `stream` sends server-sent events."""
+        model = find(models, body.model)
+        sampling = await sampling_of(body, lambda: body.sampling(body.max_tokens))
+        prompts = await _encode_texts(model, body)
+        n = body.best_of or body.n or 1
+        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        wanted = generation.requests(model, answer_id, prompts, n, body, sampling, "prompt")
+        echoes = _echoes(model, body) if body.echo else [""] * len(prompts)
+        piece = None if body.logprobs is None else model.tokenizer.piece
+        choices = [
+            Choice(i * n + j, "text", piece, echo=echo)
+            for i, echo in enumerate(echoes)
+            for j in range(n)
+        ]
+        n_best = body.n or 1 if body.best_of else None
+        answer = Answer("text", answer_id, model.id, choices, n, n_best)
+        return await _respond(model, body, wanted, answer)
 
     @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatCompletionRequest) -> Response:
         """Answer a chat through the model's own template; `stream` sends server-sent events."""
-        model = _find(models, body.model)
+        model = find(models, body.model)
         tools = body.tools_for_template()
+        sampling = await sampling_of(body, lambda: _with_calls(model, body))
         prompt = await _encode_chat(model, body, tools)
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        parser = HermesParser() if tools else None
-        answer = answers.Answer("chat", f"chatcmpl-{uuid.uuid4().hex}", model.id, parser)
-        return await _generate(model, body, prompt, max_tokens, answer, "messages")
+        n = body.n or 1
+        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        wanted = generation.requests(model, answer_id, [prompt], n, body, sampling, "messages")
+        piece = model.tokenizer.piece if body.logprobs else None
+        choices = [Choice(i, "chat", piece, HermesParser() if tools else None) for i in range(n)]
+        answer = Answer("chat", answer_id, model.id, choices, n)
+        return await _respond(model, body, wanted, answer)
 
 
 def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/v1/models")
+    @app.get("/models")
     async def list_models() -> ModelList:
         """The models that are served here, the default first."""
         return ModelList(data=[model.card for model in models.values()])
@@ -100,7 +92,7 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
     @app.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:
         """One model."""
-        return _find(models, model_id).card
+        return find(models, model_id).card
 
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
@@ -114,24 +106,22 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
         }
 
     @app.get("/health")
+    @app.get("/v1/health")
     async def health() -> dict[str, str]:
         """Requests are taken; they may have to wait for an engine that is still starting."""
         return {"status": "ok"}
 
 
-def _find(models: Mapping[str, ServedModel], model_id: str | None) -> ServedModel:
-    if model_id is None:
-        return next(iter(models.values()))
-    if model_id not in models:
-        raise ModelNotFoundError(model_id)
-    return models[model_id]
+async def _encode_texts(model: ServedModel, body: CompletionRequest) -> list[tuple[int, ...]]:
+    if body.suffix:
+        before, after = str(body.prompt), body.suffix
+        return [await apart(len(before + after), model.tokenizer.encode_infill, before, after)]
+    return [await _encode_text(model, prompt) for prompt in body.prompts]
 
 
 async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        if len(prompt) <= _TOKENIZE_INLINE_CHARS:
-            return model.tokenizer.encode(prompt)
-        return await asyncio.to_thread(model.tokenizer.encode, prompt)
+        return await apart(len(prompt), model.tokenizer.encode, prompt)
     if max(prompt) >= model.tokenizer.n_vocab:
         raise InvalidRequestError(
             f"prompt: token ids of this model are below {model.tokenizer.n_vocab}.", "prompt"
@@ -139,66 +129,46 @@ async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int
     return tuple(prompt)
 
 
+def _with_calls(model: ServedModel, body: ChatCompletionRequest) -> SamplingParams:
+    """The sampling parameters, with the calls that the answer must consist of, if it must."""
+    sampling = body.sampling(body.max_completion_tokens or body.max_tokens)
+    forced = body.forced_tools()
+    if not forced:
+        return sampling
+    grammar = grammars.from_tool_calls(
+        [tool.function.model_dump() for tool in forced],
+        parallel=body.parallel_tool_calls is not False,
+        tags_are_tokens=model.tokenizer.is_mark(HERMES_TAGS[0]),
+        param="tools",
+    )
+    return dataclasses.replace(sampling, grammar=grammar)
+
+
+def _echoes(model: ServedModel, body: CompletionRequest) -> list[str]:
+    return [
+        prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+        for prompt in body.prompts
+    ]
+
+
 async def _encode_chat(
     model: ServedModel, body: ChatCompletionRequest, tools: list[dict[str, Any]]
 ) -> tuple[int, ...]:
     messages = [message.for_template() for message in body.messages]
     size = sum(len(message["content"]) for message in messages) + len(str(tools))
-    if size <= _TOKENIZE_INLINE_CHARS:
-        return model.tokenizer.encode_chat(messages, tools)
-    return await asyncio.to_thread(model.tokenizer.encode_chat, messages, tools)
+    return await apart(size, model.tokenizer.encode_chat, messages, tools)
 
 
-async def _generate(
-    model: ServedModel,
-    body: GenerationParams,
-    prompt: tuple[int, ...],
-    max_tokens: int | None,
-    answer: answers.Answer,
-    prompt_field: str,
+async def _respond(
+    model: ServedModel, body: GenerationParams, wanted: list[GenerationRequest], answer: Answer
 ) -> Response:
-    """Refuse what cannot fit, start the engine, and answer in the way the request asks for."""
-    if not prompt:
-        raise InvalidRequestError("The prompt is empty.", prompt_field)
-    if len(prompt) >= model.n_ctx_slot:
-        raise PromptTooLongError(len(prompt), model.n_ctx_slot, prompt_field)
-    if body.context_shift and max_tokens is None:
-        raise InvalidRequestError(
-            "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
-        )
-    sampling = body.sampling(max_tokens)
-    if any(token not in range(model.tokenizer.n_vocab) for token, _ in sampling.logit_bias):
-        raise InvalidRequestError(
-            f"logit_bias: token ids of this model are below {model.tokenizer.n_vocab}.",
-            "logit_bias",
-        )
-    deltas = model.engine.generate(
-        GenerationRequest(
-            answer.id,
-            prompt,
-            sampling,
-            client=body.user or "",
-            priority=body.priority,
-            context_shift=body.context_shift,
-            n_keep=body.n_keep,
-        )
-    )
+    """Start the engine, and answer in the way the request asks for."""
+    deltas = await generation.start(model, wanted)
     if not body.stream:
         return JSONResponse(await answers.collect(answer, deltas))
-    # The status line can still say what went wrong until the first delta is here.
-    first = await anext(deltas)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return StreamingResponse(
-        answers.events(answer, _chain(first, deltas), include_usage=include_usage),
+        answers.events(answer, deltas, include_usage=include_usage),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
-
-
-async def _chain(first: TokenDelta, rest: AsyncGenerator[TokenDelta]) -> AsyncIterator[TokenDelta]:
-    try:
-        yield first
-        async for delta in rest:
-            yield delta
-    finally:
-        await rest.aclose()

@@ -17,7 +17,8 @@ from serve_app.errors import (
     EngineUnavailableError,
     QueueFullError,
 )
-from serve_app.ingress.api import ServedModel, build_api
+from serve_app.ingress.api import build_api
+from serve_app.ingress.served import ServedModel
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel

@@ -7,12 +7,14 @@ llama-server's names and defaults.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.messages import ChatMessage, Tool
+from serve_app.prompt import grammars
 from serve_app.types import SamplingParams
 
 _DEFAULTS = SamplingParams()
@@ -23,6 +25,15 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+MAX_CHOICES = 32
+"""Answers that one request may ask for, over all of its prompts."""
+MAX_LOGPROBS = 20
+
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Batch = Field(min_length=1, max_length=MAX_CHOICES)
 
 
 class StreamOptions(BaseModel):
@@ -45,13 +56,13 @@ class GenerationParams(BaseModel):
 
     # OpenAI's fields that change nothing at these values.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "n": (None, 1),
-        "logprobs": (None, False, 0),
-        "top_logprobs": (None, 0),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
         "prediction": (None,),
     }
+
+    INERT: ClassVar[frozenset[str]] = frozenset()
+    """Fields that change nothing, whatever they are."""
 
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
@@ -75,6 +86,14 @@ class GenerationParams(BaseModel):
     stop: Annotated[list[Stop], Field(max_length=16), BeforeValidator(_one_or_many)] | None = None
     """One string, or up to 16."""
     ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to every prompt; with a `seed`, each next one has the next seed."""
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """llama-server's: a GBNF grammar that the text must match."""
+    json_schema: dict[str, Any] | None = None
+    """llama-server's: a JSON schema that the text must validate against."""
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    """A regular expression that the whole text must match."""
     user: str | None = None
     """Whose request it is: slots are shared fairly among users."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -89,6 +108,8 @@ class GenerationParams(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_cannot_be_honoured(self) -> GenerationParams:
         for name, value in (self.model_extra or {}).items():
+            if name in self.INERT:
+                continue
             if name not in self.NEUTRAL:
                 raise InvalidRequestError(f"Unknown parameter: {name!r}.", name)
             if value not in self.NEUTRAL[name]:
@@ -98,8 +119,32 @@ class GenerationParams(BaseModel):
             raise InvalidRequestError("'stream_options' needs 'stream': true.", "stream_options")
         return self
 
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many most likely tokens are to be told with every token's log probability; None if not
+        even that."""
+        return None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether there is something that the text must match."""
+        return any((self.grammar, self.json_schema is not None, self.regex))
+
+    def constraint(self) -> str | None:
+        """What the text must match, for the engine. Raises InvalidRequestError."""
+        makers: dict[str, Callable[[Any, str], str]] = {
+            "grammar": grammars.from_gbnf,
+            "json_schema": grammars.from_json_schema,
+            "regex": grammars.from_regex,
+        }
+        given = [name for name in makers if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequestError(f"Only one of {', '.join(given)} can be given.", given[1])
+        return makers[given[0]](getattr(self, given[0]), given[0]) if given else None
+
     def sampling(self, max_tokens: int | None) -> SamplingParams:
-        """The engine's parameters; what the request leaves open has Corral's defaults."""
+        """The engine's parameters; what the request leaves open has Corral's defaults. Raises
+        InvalidRequestError."""
         given = {
             name: value
             for name in (
@@ -125,146 +170,109 @@ class GenerationParams(BaseModel):
             max_tokens=max_tokens,
             stop=tuple(self.stop or ()),
             ignore_eos=self.ignore_eos,
+            grammar=self.constraint(),
+            logprobs=self.n_logprobs,
         )
 
 
 class CompletionRequest(GenerationParams):
     """POST /v1/completions."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationParams.NEUTRAL,
-        "best_of": (None, 1),
-        "echo": (None, False),
-        "suffix": (None, ""),
-    }
-
-    prompt: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    )
-    """One text, or one list of token ids."""
+    prompt: Text | Tokens | Annotated[list[Text], _Batch] | Annotated[list[Tokens], _Batch]
+    """A text or a list of token ids, or several of either."""
+    suffix: str | None = None
+    """What comes after the answer, for models with infill tokens."""
+    echo: bool = False
+    """Whether answers begin with their prompt."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """So many answers are made; the `n` with the highest log probability per token are given."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """How many most likely tokens to tell with every token's log probability."""
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     """OpenAI's default; null means up to the end of the context."""
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> CompletionRequest:
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequestError("'best_of' is less than 'n'.", "best_of")
+        if self.stream and (self.best_of or n) > n:
+            raise InvalidRequestError("'best_of' above 'n' cannot be streamed.", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError("'echo' is not supported together with 'logprobs'.", "echo")
+        if self.echo and self.suffix:
+            raise InvalidRequestError("'echo' is not supported together with 'suffix'.", "echo")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise InvalidRequestError("'suffix' needs one text as 'prompt'.", "suffix")
+        if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
+            raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
+        return self
 
-class TextPart(BaseModel):
-    """A part of a message's content."""
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompt, or the prompts."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionDefinition(BaseModel):
-    """A function that the model may call."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema of an object; none means no parameters."""
-    strict: Literal[False] | None = None
-    """Arguments are not held to the schema, so `true` cannot be honoured."""
-
-
-class Tool(BaseModel):
-    """One of `tools`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-    def for_template(self) -> dict[str, Any]:
-        """What chat templates read: the fields that were given, in the order they were."""
-        return self.model_dump(exclude_unset=True)
+    @property
+    def n_logprobs(self) -> int | None:
+        """See GenerationParams; the best of several are found by their log probabilities."""
+        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 
 
-class FunctionCall(BaseModel):
-    """The function and the arguments of an earlier call."""
+class NamedFunction(BaseModel):
+    """`tool_choice.function`."""
 
     model_config = ConfigDict(extra="forbid")
 
     name: str
-    arguments: str
-
-    def for_template(self) -> dict[str, Any]:
-        """What chat templates read: the arguments as an object. Raises InvalidRequestError."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise InvalidRequestError(
-                f"The arguments of the call of {self.name!r} are not JSON: {error}", "messages"
-            ) from error
-        if not isinstance(arguments, dict):
-            raise InvalidRequestError(
-                f"The arguments of the call of {self.name!r} are no JSON object.", "messages"
-            )
-        return {"name": self.name, "arguments": arguments}
 
 
-class MessageToolCall(BaseModel):
-    """A call that the assistant made in an earlier turn."""
+class NamedToolChoice(BaseModel):
+    """`tool_choice` that names a function."""
 
-    model_config = ConfigDict(extra="ignore")  # the openai package echoes a stream's `index`
+    model_config = ConfigDict(extra="forbid")
 
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function"]
+    function: NamedFunction
 
 
-class ChatMessage(BaseModel):
-    """One turn of a chat."""
+class NamedSchema(BaseModel):
+    """`response_format.json_schema`."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
-    tool_call_id: str | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default={}, alias="schema")
+    """A JSON schema; without one, any JSON value will do."""
+    strict: bool | None = None
+    """Answers are always held to the schema."""
+
+
+class ResponseFormat(BaseModel):
+    """`response_format`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> ChatMessage:
-        # The openai package echoes an assistant's turn with all of its fields, empty ones too.
-        for name, value in (self.model_extra or {}).items():
-            if value not in (None, []):
-                raise InvalidRequestError(f"{name!r} is not supported in a message.", "messages")
-        if self.tool_calls and self.role != "assistant":
-            raise InvalidRequestError("Only an assistant's message has 'tool_calls'.", "messages")
-        if (self.role == "tool") is (self.tool_call_id is None):
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") is (self.json_schema is None):
             raise InvalidRequestError(
-                "A tool's message, and no other, has a 'tool_call_id'.", "messages"
+                "'json_schema' goes with the type \"json_schema\", and with no other.",
+                "response_format",
             )
-        if self.content is None and not self.tool_calls:
-            raise InvalidRequestError("A message has no 'content'.", "messages")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """What chat templates read. A developer is what newer clients call the system."""
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.text,
-        }
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.for_template()}
-                for call in self.tool_calls
-            ]
-        return message
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that answers must validate against, if there is one."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class ChatCompletionRequest(GenerationParams):
@@ -274,21 +282,27 @@ class ChatCompletionRequest(GenerationParams):
         **GenerationParams.NEUTRAL,
         "functions": (None, []),
         "function_call": (None, "auto", "none"),
-        "response_format": (None, {"type": "text"}),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "web_search_options": (None,),
     }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: bool | None = None
+    """Whether to tell every token's log probability."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And those of so many most likely tokens."""
+    response_format: ResponseFormat | None = None
+    """What the answer is: text, any JSON object, or JSON that a schema validates."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
     """Functions that the model may call, if its chat template asks for calls in the Hermes format."""
-    tool_choice: Literal["auto", "none"] | None = None
-    """`none` hides the tools from the model; forced calls are not supported."""
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    """`none` hides the tools from the model; `required`, or a function's name, makes it call some, or that
+    one, with arguments that its schema validates."""
     parallel_tool_calls: bool | None = None
-    """With tools, only as true: a model calls as many functions in a turn as it wants."""
+    """False allows one call in a turn; only with a `tool_choice` that makes the model call."""
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -297,11 +311,60 @@ class ChatCompletionRequest(GenerationParams):
 
     @model_validator(mode="after")
     def _refuse_single_calls(self) -> ChatCompletionRequest:
-        if self.tools and self.parallel_tool_calls is False:
+        if self.tools and self.parallel_tool_calls is False and not self.forced_tools():
             raise InvalidRequestError(
-                "'parallel_tool_calls' is not supported, except as true.", "parallel_tool_calls"
+                "'parallel_tool_calls': false is not supported, except with a 'tool_choice' that makes "
+                "the model call.",
+                "parallel_tool_calls",
             )
+        self.forced_tools()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
         return self
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """See GenerationParams."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def is_constrained(self) -> bool:
+        """See GenerationParams."""
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        return formatted or bool(self.forced_tools()) or super().is_constrained
+
+    def constraint(self) -> str | None:
+        """See GenerationParams."""
+        given = super().constraint()
+        schema = self.response_format.schema_of_answer() if self.response_format else None
+        if schema is None:
+            own = given
+        elif given is not None:
+            raise InvalidRequestError(
+                "'response_format' is not supported together with 'grammar', 'json_schema' or 'regex'.",
+                "response_format",
+            )
+        else:
+            own = grammars.from_json_schema(schema, "response_format")
+        if own is not None and self.tools_for_template():
+            raise InvalidRequestError(
+                "A format for the answer is not supported together with 'tools'.", "tools"
+            )
+        return own
+
+    def forced_tools(self) -> list[Tool]:
+        """Those that the model must call; empty if it may do without. Raises InvalidRequestError."""
+        if self.tool_choice is None or self.tool_choice in ("auto", "none"):
+            return []
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            found = [tool for tool in self.tools if tool.function.name == name]
+            if not found:
+                raise InvalidRequestError(f"'tools' has no function {name!r}.", "tool_choice")
+            return found
+        if not self.tools:
+            raise InvalidRequestError("'tool_choice' needs 'tools'.", "tool_choice")
+        return self.tools
 
     def tools_for_template(self) -> list[dict[str, Any]]:
         """What chat templates read; empty if the model shall call nothing."""

@@ -147,3 +147,23 @@ def test_tools_that_are_not_needed_are_left_alone(client: openai.OpenAI) -> None
     )
     assert answer.choices[0].message.content == "The capital of France is Paris."
     assert not answer.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_forced_call_is_made_even_if_it_is_not_needed(client: openai.OpenAI, choice: Any) -> None:
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=[user("What is the capital of France?")],
+        tools=[WEATHER],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        temperature=0,
+        max_tokens=200,
+    )
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert isinstance(json.loads(call.function.arguments)["city"], str)

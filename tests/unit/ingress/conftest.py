@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from serve_app.ingress.api import ServedModel, build_api
+from serve_app.ingress.api import build_api
+from serve_app.ingress.served import ServedModel
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
@@ -39,6 +39,29 @@ class ByteTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
 
+    path = "/models/bytes.gguf"
+    chat_template = "{{ messages }}"
+    bos, eos = "<s>", "</s>"
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> tuple[int, ...]:
+        return tuple((b"^" if add_special else b"") + text.encode())
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return bytes([token]) if token < 256 else b"</s>" if special else b""
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        pieces = (self.piece(token, special=special) for token in tokens)
+        return b"".join(pieces).decode(errors="replace")
+
+    def render_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        return bytes(self.encode_chat(messages, tools)).decode()
+
+    def is_mark(self, text: str) -> bool:
+        return False
+
+    def encode_infill(self, before: str, after: str) -> tuple[int, ...]:
+        return self.encode(f"<{before}|{after}>")
+
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> tuple[int, ...]:
@@ -48,18 +71,35 @@ class ByteTokenizer:
         return self.encode(names + "|".join(f"{m['role']}:{said(m)}" for m in messages))
 
 
+COUNTERS = (
+    "prompt_tokens",
+    "generated_tokens",
+    "generation_s",
+    "passes",
+    "busy_lanes",
+    "drafted_tokens",
+    "accepted_tokens",
+    "running",
+    "waiting",
+)
+
+
 class ScriptedEngine:
     """Yields a script, exceptions in it raised, and remembers what it was asked."""
 
     def __init__(self) -> None:
         self.script: list[TokenDelta | Exception] = list(HELLO)
+        self.scripts: list[Sequence[TokenDelta | Exception]] = []
+        """What the next requests get instead."""
         self.requests: list[GenerationRequest] = []
         self.left_early = False
+        self.busy = False
+        self.n_replicas = 1
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         self.requests.append(request)
         try:
-            for item in self.script:
+            for item in self.scripts.pop(0) if self.scripts else self.script:
                 if isinstance(item, Exception):
                     raise item
                 yield item
@@ -68,7 +108,15 @@ class ScriptedEngine:
             raise
 
     async def stats(self) -> list[ReplicaStats]:
-        return [ReplicaStats("r1", "n1", {"n_slots": 4})]
+        slots = [
+            {"id": 0, "state": "idle", "request_id": "cmpl-0" if self.busy else None},
+            {"id": 1, "state": "decode", "request_id": "cmpl-1"},
+            {"id": 2, "state": "pinned", "request_id": None},
+        ]
+        numbers = {"n_past": 9, "n_prompt": 7, "n_generated": 3}
+        counters = dict.fromkeys(COUNTERS, 2) | {"n_tokens_max": 50, "prefill_s": 0.5}
+        engine = {"slots": [slot | numbers for slot in slots]} | counters
+        return [ReplicaStats("r1", "n1", engine)] * self.n_replicas
 
 
 def chat(content: str = "Hi", **fields: Any) -> dict[str, Any]:

@@ -133,8 +133,8 @@ async def test_completions_default_to_16_tokens(
 
 async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
     fields: dict[str, Any] = {
-        "n": 1,
-        "logprobs": None,
+        "service_tier": "auto",
+        "store": False,
         "tools": [],
         "response_format": {"type": "text"},
     }
@@ -153,8 +153,24 @@ async def test_message_parts_and_roles(client: httpx.AsyncClient, engine: Script
 
 
 BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
-    ("/v1/completions", {"prompt": "x", "n": 2}, "n", "'n' is not supported"),
-    ("/v1/completions", {"prompt": "x", "echo": True}, "echo", "'echo' is not supported"),
+    ("/v1/completions", {"prompt": "x", "store": True}, "store", "'store' is not supported"),
+    ("/v1/completions", {"prompt": "x", "n": 33}, "n", "less than or equal to 32"),
+    ("/v1/completions", {"prompt": "x", "best_of": 1, "n": 2}, "best_of", "less than 'n'"),
+    ("/v1/completions", {"prompt": ["x"] * 17, "n": 2}, "prompt", "More than 32 answers"),
+    ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo", "'logprobs'"),
+    ("/v1/completions", {"prompt": ["x", "y"], "suffix": "z"}, "suffix", "one text"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ("/v1/completions", {"prompt": "x", "regex": "("}, "regex", "regex"),
+    ("/v1/completions", {"prompt": "x", "grammar": "root"}, "grammar", "Expected ::="),
+    ("/v1/completions", {"prompt": "x", "regex": "a", "grammar": "b"}, "regex", "Only one of"),
+    ("/v1/completions", {"prompt": "x", "json_schema": {"type": "no"}}, "json_schema", "type"),
+    ("/v1/chat/completions", chat(top_logprobs=1), "top_logprobs", "needs 'logprobs'"),
+    (
+        "/v1/chat/completions",
+        chat(response_format={"type": "json_schema"}),
+        "response_format",
+        "goes with",
+    ),
     ("/v1/completions", {"prompt": "x", "temprature": 1}, "temprature", "Unknown parameter"),
     ("/v1/completions", {"prompt": "x", "temperature": -1}, "temperature", "greater than"),
     ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens", "greater than"),
@@ -297,9 +313,9 @@ async def test_models(client: httpx.AsyncClient) -> None:
 async def test_stats_of_every_model(client: httpx.AsyncClient) -> None:
     body = (await client.get("/v1/stats")).json()
     assert [model["id"] for model in body["models"]] == ["first", "org/second"]
-    assert body["models"][0]["replicas"] == [
-        {"replica_id": "r1", "node_id": "n1", "engine": {"n_slots": 4}}
-    ]
+    (replica,) = body["models"][0]["replicas"]
+    assert (replica["replica_id"], replica["node_id"]) == ("r1", "n1")
+    assert [slot["id"] for slot in replica["engine"]["slots"]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

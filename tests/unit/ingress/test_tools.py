@@ -108,6 +108,20 @@ async def test_calls_and_results_of_earlier_turns(
     assert bytes(engine.requests[0].prompt) == b"user:Go.|assistant:f{'x': 1}|tool:done"
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+async def test_forced_calls_are_a_grammar(
+    client: httpx.AsyncClient, engine: ScriptedEngine, choice: Any
+) -> None:
+    engine.script = script(CALL)
+    said = await answer(client, tool_choice=choice, parallel_tool_calls=False)
+    assert said["finish_reason"] == "tool_calls"
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert "get_weather" in grammar
+
+
 def with_message(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"}, message]}
 
@@ -123,8 +137,10 @@ def with_arguments(arguments: str) -> dict[str, Any]:
         (chat(tools=[{}]), "Field required"),
         (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "match pattern"),
         (chat(tools=[{"type": "function", "function": {"name": "f", "strict": True}}]), "False"),
-        (chat(tools=[WEATHER], tool_choice="required"), "'auto' or 'none'"),
-        (chat(tools=[WEATHER], parallel_tool_calls=False), "'parallel_tool_calls' is not supported"),
+        (chat(tool_choice="required"), "'tool_choice' needs 'tools'"),
+        (chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "no"}}), "'no'"),
+        (chat(tools=[WEATHER], parallel_tool_calls=False), "'parallel_tool_calls': false is not"),
+        (chat(tools=[WEATHER], regex="a"), "together with 'tools'"),
         (with_arguments("{"), "arguments of the call of 'f' are not JSON"),
         (with_arguments("[]"), "arguments of the call of 'f' are no JSON object"),
         (with_message(role="tool", content="x"), "has a 'tool_call_id'"),

@@ -1,0 +1,27 @@
+"""What takes long, without holding others up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from serve_app.ingress.protocol import GenerationParams
+from serve_app.types import SamplingParams
+
+# Longer texts are tokenized on a thread, so that other requests' events are not held up.
+_INLINE_CHARS = 4096
+
+
+async def sampling_of(body: GenerationParams, make: Callable[[], SamplingParams]) -> SamplingParams:
+    """What `make` makes of the request: on a thread, if a grammar is to be checked."""
+    return await asyncio.to_thread(make) if body.is_constrained else make()
+
+
+async def apart(
+    n_chars: int, encode: Callable[..., tuple[int, ...]], *args: Any
+) -> tuple[int, ...]:
+    """What `encode` makes of these arguments, which have so many characters."""
+    if n_chars <= _INLINE_CHARS:
+        return encode(*args)
+    return await asyncio.to_thread(encode, *args)

@@ -1,0 +1,116 @@
+"""From prompts and parameters to streams of deltas: what every protocol's routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from serve_app.errors import CorralError, InvalidRequestError, PromptTooLongError
+from serve_app.ingress.protocol import GenerationParams
+from serve_app.ingress.served import ServedModel
+from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
+
+Deltas = AsyncGenerator[tuple[int, TokenDelta]]
+"""The deltas of several sequences as they come, each with its sequence's index."""
+
+
+def requests(
+    model: ServedModel,
+    answer_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    n: int,
+    params: GenerationParams,
+    sampling: SamplingParams,
+    prompt_field: str,
+) -> list[GenerationRequest]:
+    """`n` requests for each prompt, one prompt's after the other's. Raises InvalidRequestError for what
+    this model cannot do."""
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty.", prompt_field)
+        if len(prompt) >= model.n_ctx_slot:
+            raise PromptTooLongError(len(prompt), model.n_ctx_slot, prompt_field)
+    if params.context_shift and sampling.max_tokens is None:
+        raise InvalidRequestError(
+            "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
+        )
+    if any(token not in range(model.tokenizer.n_vocab) for token, _ in sampling.logit_bias):
+        raise InvalidRequestError(
+            f"logit_bias: token ids of this model are below {model.tokenizer.n_vocab}.",
+            "logit_bias",
+        )
+    many = len(prompts) * n > 1
+    return [
+        GenerationRequest(
+            f"{answer_id}-{i * n + j}" if many else answer_id,
+            prompt,
+            _reseeded(sampling, j),
+            client=params.user or "",
+            priority=params.priority,
+            context_shift=params.context_shift,
+            n_keep=params.n_keep,
+        )
+        for i, prompt in enumerate(prompts)
+        for j in range(n)
+    ]
+
+
+def with_bias(sampling: SamplingParams, bias: Sequence[tuple[int, float]]) -> SamplingParams:
+    """The same with this `logit_bias`; of a token that is named twice, the last counts."""
+    return dataclasses.replace(sampling, logit_bias=tuple(dict(bias).items()))
+
+
+def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
+    """So that several answers to one prompt differ."""
+    if sampling.seed is None or number == 0:
+        return sampling
+    return dataclasses.replace(sampling, seed=sampling.seed + number)
+
+
+async def start(model: ServedModel, wanted: Sequence[GenerationRequest]) -> Deltas:
+    """Start the requests, and wait for the first delta of any: until then, an answer's status can still
+    say what went wrong. Raises CorralError."""
+    deltas = _merged([model.engine.generate(request) for request in wanted])
+    first = await anext(deltas)
+    return _chain(first, deltas)
+
+
+async def _chain(first: tuple[int, TokenDelta], rest: Deltas) -> Deltas:
+    try:
+        yield first
+        async for item in rest:
+            yield item
+    finally:
+        await rest.aclose()
+
+
+async def _merged(streams: Sequence[AsyncGenerator[TokenDelta]]) -> Deltas:
+    """All deltas as they come, up to every stream's end; the first failure ends all."""
+    arrived: asyncio.Queue[tuple[int, TokenDelta] | Exception] = asyncio.Queue()
+
+    async def read(index: int, stream: AsyncIterator[TokenDelta]) -> None:
+        try:
+            async for delta in stream:
+                arrived.put_nowait((index, delta))
+                if delta.end is not None:
+                    return
+            raise CorralError("The engine's stream ended without an end.")
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        n_open = len(streams)
+        while n_open:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            n_open -= item[1].end is not None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
