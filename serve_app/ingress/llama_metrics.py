@@ -1,0 +1,73 @@
+"""llama-server's metrics, for its dashboards.
+
+Source: llama.cpp, tools/server/README.md, "GET /metrics".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from serve_app.types import ReplicaStats
+
+# By llama-server's name: the field of EngineStats, and what it is. Prometheus adds `_total`.
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Number of prompt tokens processed."),
+    "prompt_seconds": ("prefill_s", "Prompt process time in seconds."),
+    "tokens_predicted": ("generated_tokens", "Number of generation tokens processed."),
+    "tokens_predicted_seconds": ("generation_s", "Predict process time in seconds."),
+    "n_decode": ("passes", "Total number of llama_decode() calls."),
+    "spec_decode_num_draft_tokens": ("drafted_tokens", "Total draft tokens generated."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Total draft tokens accepted."),
+}
+
+
+def render(replicas: Sequence[ReplicaStats]) -> bytes:
+    """One model's metrics in Prometheus's text format, summed over its replicas."""
+    registry = CollectorRegistry()
+    registry.register(_Collector([replica.engine for replica in replicas]))
+    return bytes(generate_latest(registry))
+
+
+class _Collector:
+    def __init__(self, engines: Sequence[dict[str, Any]]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (field, what) in _COUNTERS.items():
+            yield _counter(name, what, self._sum(field))
+        yield _gauge("n_tokens_max", "Largest observed n_tokens.", self._largest())
+        prompt_rate = _rate(self._sum("prompt_tokens"), self._sum("prefill_s"))
+        yield _gauge("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", prompt_rate)
+        rate = _rate(self._sum("generated_tokens"), self._sum("generation_s"))
+        yield _gauge("predicted_tokens_seconds", "Average generation throughput in tokens/s.", rate)
+        running, waiting = self._sum("running"), self._sum("waiting")
+        yield _gauge("requests_processing", "Number of requests processing.", running)
+        yield _gauge("requests_deferred", "Number of requests deferred.", waiting)
+        busy = _rate(self._sum("busy_lanes"), self._sum("passes"))
+        what = "Average number of busy slots per llama_decode() call."
+        yield _gauge("n_busy_slots_per_decode", what, busy)
+
+    def _sum(self, field: str) -> float:
+        return float(sum(engine[field] for engine in self._engines))
+
+    def _largest(self) -> float:
+        return float(max((engine["n_tokens_max"] for engine in self._engines), default=0))
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+def _counter(name: str, what: str, value: float) -> Metric:
+    return CounterMetricFamily(f"llamacpp:{name}", what, value=value)
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"llamacpp:{name}", what, value=value)
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else 0.0

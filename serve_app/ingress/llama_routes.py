@@ -1,0 +1,212 @@
+"""llama-server's own routes, under its names.
+
+Source: llama.cpp, tools/server/README.md.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from serve_app import __version__
+from serve_app.errors import EngineUnavailableError, InvalidRequestError
+from serve_app.ingress import generation, llama_answers, llama_metrics
+from serve_app.ingress.encoding import apart, sampling_of
+from serve_app.ingress.llama_answers import LlamaAnswer
+from serve_app.ingress.llama_requests import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    InfillRequest,
+    LlamaCompletionRequest,
+    LlamaParams,
+    TokenizeRequest,
+)
+from serve_app.ingress.served import ServedModel, find
+from serve_app.types import SamplingParams
+
+
+def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+    """Add the routes."""
+    _add_generation(app, models)
+    _add_text(app, models)
+    _add_information(app, models)
+
+
+def _add_generation(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+    @app.post("/completion", response_model=None)
+    @app.post("/completions", response_model=None)
+    async def completion(body: LlamaCompletionRequest) -> Response:
+        """Continue texts, llama-server's way."""
+        model = find(models, body.model)
+        prompts = [await _encode(model, prompt) for prompt in body.prompts]
+        return await _respond(model, body, prompts, is_batch=body.is_batch)
+
+    @app.post("/infill", response_model=None)
+    async def infill(body: InfillRequest) -> Response:
+        """Fill in what is between two texts, for models with tokens for that."""
+        model = find(models, body.model)
+        before, after = body.input_prefix + body.prompt, body.input_suffix
+        encode = model.tokenizer.encode_infill
+        prompt = await apart(len(before) + len(after), encode, before, after)
+        return await _respond(model, body, [prompt], is_batch=False)
+
+
+async def _encode(model: ServedModel, prompt: str | list[int | str]) -> tuple[int, ...]:
+    """Texts among token ids are tokenized where they stand; only one at the beginning gets a BOS."""
+    parts: list[int | str] = [prompt] if isinstance(prompt, str) else prompt
+    tokens: list[int] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, int):
+            if part >= model.tokenizer.n_vocab:
+                message = f"prompt: token ids of this model are below {model.tokenizer.n_vocab}."
+                raise InvalidRequestError(message, "prompt")
+            tokens.append(part)
+        else:
+            tokens += await apart(len(part), model.tokenizer.tokenize, part, i == 0, True)
+    return tuple(tokens)
+
+
+async def _respond(
+    model: ServedModel, body: LlamaParams, prompts: list[tuple[int, ...]], *, is_batch: bool
+) -> Response:
+    sampling = await sampling_of(body, lambda: _biased(model, body))
+    answer_id, n = f"cmpl-{uuid.uuid4().hex}", body.n_answers
+    wanted = generation.requests(model, answer_id, prompts, n, body, sampling, "prompt")
+    tokenizer = model.tokenizer
+    choices = [
+        LlamaAnswer(
+            index=i,
+            model=model.id,
+            prompt=tokenizer.decode(request.prompt, special=True),
+            n_prompt=len(request.prompt),
+            n_ctx_slot=model.n_ctx_slot,
+            body=body,
+            sampling=request.sampling,
+            piece=tokenizer.piece,
+        )
+        for i, request in enumerate(wanted)
+    ]
+    deltas = await generation.start(model, wanted)
+    if body.stream:
+        return StreamingResponse(
+            llama_answers.events(choices[0], deltas),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+    found = await llama_answers.collect(choices, deltas)
+    return JSONResponse(found if is_batch else found[0])
+
+
+def _biased(model: ServedModel, body: LlamaParams) -> SamplingParams:
+    """The sampling parameters, with `logit_bias` in llama-server's form."""
+    sampling = body.llama_sampling()
+    bias = list(sampling.logit_bias)
+    for which, value in body.token_bias or ():
+        tokens = (
+            [which] if isinstance(which, int) else model.tokenizer.tokenize(which, False, False)
+        )
+        bias += [(token, float("-inf") if value is False else float(value)) for token in tokens]
+    return generation.with_bias(sampling, bias)
+
+
+def _add_text(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, list[Any]]:
+        """A text's tokens."""
+        tokenizer = find(models, body.model).tokenizer
+        special = body.add_special, body.parse_special
+        tokens = await apart(len(body.content), tokenizer.tokenize, body.content, *special)
+        if not body.with_pieces:
+            return {"tokens": list(tokens)}
+        pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
+        return {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of tokens."""
+        tokenizer = find(models, body.model).tokenizer
+        if any(token >= tokenizer.n_vocab for token in body.tokens):
+            message = f"tokens: token ids of this model are below {tokenizer.n_vocab}."
+            raise InvalidRequestError(message, "tokens")
+        return {"content": tokenizer.decode(body.tokens, special=True)}
+
+    @app.post("/apply-template")
+    async def apply_template(body: ApplyTemplateRequest) -> dict[str, str]:
+        """A chat as the text that the model gets."""
+        messages = [message.for_template() for message in body.messages]
+        tools = [tool.for_template() for tool in body.tools]
+        return {"prompt": find(models, body.model).tokenizer.render_chat(messages, tools)}
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+    @app.get("/props")
+    async def props(model: str | None = None) -> dict[str, Any]:
+        """What the model is served with; slots are those of all its replicas."""
+        found = find(models, model)
+        defaults = llama_answers.generation_settings(SamplingParams(), found.n_ctx_slot, found.id)
+        slots = await _slots(found)
+        return {
+            "default_generation_settings": {
+                "id": 0,
+                "id_task": -1,
+                "n_ctx": found.n_ctx_slot,
+                "speculative": False,
+                "is_processing": False,
+                "params": defaults,
+                "prompt": "",
+            },
+            "total_slots": len(slots),
+            "model_alias": found.id,
+            "model_path": found.tokenizer.path,
+            "chat_template": found.tokenizer.chat_template or "",
+            "bos_token": found.tokenizer.bos,
+            "eos_token": found.tokenizer.eos,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"corral-{__version__}",
+            "is_sleeping": False,
+        }
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(model: str | None = None) -> Response:
+        """llama-server's metrics, summed over the replicas of the model."""
+        replicas = await find(models, model).engine.stats()
+        return Response(llama_metrics.render(replicas), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/slots")
+    async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
+        """The slots of all replicas of the model."""
+        found = await _slots(find(models, model))
+        if fail_on_no_slot and all(slot["is_processing"] for slot in found):
+            raise EngineUnavailableError("No slot is free.")
+        return found
+
+
+async def _slots(model: ServedModel) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": slot["id"],
+            "replica_id": replica.replica_id,
+            "id_task": slot["request_id"],
+            "n_ctx": model.n_ctx_slot,
+            "speculative": False,
+            "is_processing": slot["request_id"] is not None,
+            "n_prompt_tokens": slot["n_prompt"],
+            "n_past": slot["n_past"],
+            "next_token": {"n_decoded": slot["n_generated"]},
+        }
+        for replica in await model.engine.stats()
+        for slot in replica.engine["slots"]
+        if slot["state"] != "pinned"
+    ]

@@ -1,0 +1,268 @@
+"""llama-server's own API over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.types import (
+    FinishReason,
+    SequenceEnd,
+    Timings,
+    TokenDelta,
+    TokenLogprobs,
+    Usage,
+)
+from tests.unit.ingress.harness import END, N_CTX_SLOT, ScriptedEngine
+
+TIMED = SequenceEnd(FinishReason.STOP, Usage(10, 4, 6), Timings(0.5, 0.2, 0.4), stop="END")
+SAID = [TokenDelta("a\n", (97, 10)), TokenDelta("b", (98, 69), TIMED)]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+async def test_completion(client: httpx.AsyncClient, engine: ScriptedEngine, path: str) -> None:
+    engine.script = list(SAID)
+    answer = (await client.post(path, json={"prompt": "Hi", "return_tokens": True})).json()
+    settings = answer.pop("generation_settings")
+    timings = answer.pop("timings")
+    assert answer == {
+        "index": 0,
+        "content": "a\nb",
+        "tokens": [97, 10, 98, 69],
+        "id_slot": -1,
+        "stop": True,
+        "model": "first",
+        "tokens_predicted": 4,
+        "tokens_evaluated": 10,
+        "prompt": "^Hi",
+        "has_new_line": True,
+        "truncated": False,
+        "stop_type": "word",
+        "stopping_word": "END",
+        "tokens_cached": 6,
+    }
+    assert timings == pytest.approx(
+        {
+            "cache_n": 6,
+            "prompt_n": 4,
+            "prompt_ms": 200,
+            "prompt_per_token_ms": 50,
+            "prompt_per_second": 20,
+            "predicted_n": 4,
+            "predicted_ms": 400,
+            "predicted_per_token_ms": 100,
+            "predicted_per_second": 10,
+        }
+    )
+    assert (settings["n_predict"], settings["temperature"], settings["n_ctx"]) == (
+        -1,
+        0.8,
+        N_CTX_SLOT,
+    )
+
+
+async def test_stream(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = list(SAID)
+    first, second, last = events(
+        await client.post("/completion", json={"prompt": "Hi", "stream": True})
+    )
+    assert (first["content"], first["tokens"], first["stop"]) == ("a\n", [97, 10], False)
+    assert (second["content"], second["tokens_predicted"], second["stop"]) == ("b", 4, False)
+    assert (last["content"], last["stop"], last["stop_type"]) == ("", True, "word")
+    assert last["timings"]["predicted_n"] == 4
+    assert last["has_new_line"] is True
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected", "is_list"),
+    [
+        ("ab", [b"^ab"], False),
+        ([97, 98], [b"ab"], False),
+        ([97, "b", 99], [b"abc"], False),
+        (["a", 98], [b"^ab"], False),
+        (["a", "b"], [b"^a", b"^b"], True),
+        (["a"], [b"^a"], False),
+        ([[97, "b"], [99], "d"], [b"ab", b"c", b"^d"], True),
+        ([[97]], [b"a"], True),
+    ],
+)
+async def test_shapes_of_prompts(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    prompt: Any,
+    expected: list[bytes],
+    is_list: bool,
+) -> None:
+    answer = (await client.post("/completion", json={"prompt": prompt})).json()
+    assert [bytes(r.prompt) for r in engine.requests] == expected
+    assert isinstance(answer, list) is is_list
+    if is_list:
+        assert [one["index"] for one in answer] == list(range(len(expected)))
+
+
+async def test_parameters_reach_the_engine(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    body = {
+        "prompt": "x",
+        "n_predict": 7,
+        "seed": -1,
+        "n_probs": 3,
+        "logit_bias": [[5, 1.5], ["ab", False]],
+        "stop": [],
+        "grammar": "",
+        "cache_prompt": True,
+        "id_slot": -1,
+        "mirostat": 0,
+        "mirostat_tau": 9.0,
+        "dry_base": 2.0,
+        "samplers": ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    }
+    assert (await client.post("/completion", json=body)).status_code == 200
+    sampling = engine.requests[0].sampling
+    banned = float("-inf")
+    assert sampling.logit_bias == ((5, 1.5), (97, banned), (98, banned))
+    assert (sampling.max_tokens, sampling.seed, sampling.logprobs) == (7, None, 3)
+    assert (sampling.stop, sampling.grammar) == ((), None)
+
+
+async def test_probabilities(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    found = TokenLogprobs(-0.5, ((72, -0.5), (256, -1.0)))
+    engine.script = [TokenDelta("H", (72,), END, (found,))]
+    answer = (await client.post("/completion", json={"prompt": "x", "n_probs": 2})).json()
+    entry = {"id": 72, "token": "H", "bytes": [72], "logprob": -0.5}
+    assert answer["completion_probabilities"] == [
+        entry | {"top_logprobs": [entry, {"id": 256, "token": "", "bytes": [], "logprob": -1.0}]}
+    ]
+
+
+async def test_response_fields(client: httpx.AsyncClient) -> None:
+    fields = ["content", "generation_settings/n_predict", "nothing", "timings/no"]
+    body = {"prompt": "x", "response_fields": fields}
+    answer = (await client.post("/completion", json=body)).json()
+    assert answer == {"content": "Hello", "n_predict": -1}
+
+
+async def test_a_full_context_is_told(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    end = SequenceEnd(FinishReason.LENGTH, Usage(60, N_CTX_SLOT - 60, 0), Timings(0, 0, 0))
+    engine.script = [TokenDelta("x", (120,), end)]
+    answer = (await client.post("/completion", json={"prompt": "x"})).json()
+    assert (answer["stop_type"], answer["truncated"]) == ("limit", True)
+
+
+async def test_infill(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    body = {"input_prefix": "a", "prompt": "b", "input_suffix": "c"}
+    assert (await client.post("/infill", json=body)).json()["content"] == "Hello"
+    assert bytes(engine.requests[0].prompt) == b"<ab|c>"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/completion", {"prompt": "x", "mirostat": 2}, "mirostat", "'mirostat' is not supported"),
+        ("/completion", {"prompt": "x", "n_predict": 0}, "n_predict", "not supported"),
+        ("/completion", {"prompt": []}, "prompt", "empty"),
+        ("/completion", {"prompt": [[]]}, "prompt", "empty"),
+        ("/completion", {"prompt": [300]}, "prompt", "below 257"),
+        ("/completion", {"prompt": ["a", "b"], "stream": True}, "stream", "cannot be streamed"),
+        ("/completion", {"prompt": "x", "logit_bias": [[300, 1]]}, "logit_bias", "below 257"),
+        ("/completion", {"prompt": "x", "lora": [{"id": 0}]}, "lora", "'lora' is not supported"),
+        ("/infill", {"input_prefix": "a"}, "input_suffix", "Field required"),
+        ("/tokenize", {}, "content", "Field required"),
+        ("/detokenize", {"tokens": [257]}, "tokens", "below 257"),
+        ("/apply-template", {"messages": []}, "messages", "at least 1 item"),
+    ],
+)
+async def test_bad_requests(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    path: str,
+    body: dict[str, Any],
+    param: str,
+    message: str,
+) -> None:
+    response = await client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+    assert engine.requests == []
+
+
+async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
+    async def post(path: str, **body: Any) -> Any:
+        return (await client.post(path, json=body)).json()
+
+    assert await post("/tokenize", content="ab") == {"tokens": [97, 98]}
+    assert await post("/tokenize", content="a", add_special=True) == {"tokens": [94, 97]}
+    assert await post("/tokenize", content="aé", with_pieces=True) == {
+        "tokens": [
+            {"id": 97, "piece": "a"},
+            {"id": 195, "piece": [195]},
+            {"id": 169, "piece": [169]},
+        ]
+    }
+    assert await post("/detokenize", tokens=[97, 195, 169, 256]) == {"content": "aé</s>"}
+    messages = [{"role": "user", "content": "Hi"}]
+    assert await post("/apply-template", messages=messages) == {"prompt": "user:Hi"}
+
+
+async def test_props_and_slots(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    slots = (await client.get("/slots")).json()
+    assert [(s["id"], s["is_processing"], s["id_task"]) for s in slots] == [
+        (0, False, None),
+        (1, True, "cmpl-1"),
+    ]
+    assert slots[1]["next_token"] == {"n_decoded": 3}
+    assert (await client.get("/slots?fail_on_no_slot=1")).status_code == 200
+    engine.busy = True
+    refused = await client.get("/slots?fail_on_no_slot=1")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+    props = (await client.get("/props?model=org/second")).json()
+    assert (props["total_slots"], props["model_alias"]) == (2, "org/second")
+    assert (props["model_path"], props["bos_token"]) == ("/models/bytes.gguf", "<s>")
+    assert props["default_generation_settings"]["params"]["top_k"] == 40
+
+
+@pytest.mark.parametrize(
+    ("path", "same_as"), [("/models", "/v1/models"), ("/v1/health", "/health")]
+)
+async def test_aliases(client: httpx.AsyncClient, path: str, same_as: str) -> None:
+    assert (await client.get(path)).json() == (await client.get(same_as)).json()
+
+
+async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.n_replicas = 2
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+    values = {name: float(value) for name, value in (line.split() for line in lines)}
+    assert values == {
+        "llamacpp:prompt_tokens_total": 4,
+        "llamacpp:prompt_seconds_total": 1,
+        "llamacpp:prompt_tokens_seconds": 4,
+        "llamacpp:tokens_predicted_total": 4,
+        "llamacpp:tokens_predicted_seconds_total": 4,
+        "llamacpp:predicted_tokens_seconds": 1,
+        "llamacpp:requests_processing": 4,
+        "llamacpp:requests_deferred": 4,
+        "llamacpp:n_decode_total": 4,
+        "llamacpp:n_busy_slots_per_decode": 1,
+        "llamacpp:n_tokens_max": 50,
+        "llamacpp:spec_decode_num_draft_tokens_total": 4,
+        "llamacpp:spec_decode_num_accepted_tokens_total": 4,
+    }
+    assert "# TYPE llamacpp:prompt_tokens_total counter" in response.text
+
+
+async def test_metrics_without_replicas(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.n_replicas = 0
+    assert "llamacpp:n_decode_total 0.0" in (await client.get("/metrics")).text
