@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -14,6 +15,7 @@ from ray import serve
 from serve_app.engine import Engine, TokenStream
 from serve_app.errors import CorralError
 from serve_app.logs import forward_to_serve
+from serve_app.metrics import ReplicaMetrics
 from serve_app.placement.machine import usable_cores
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
@@ -37,6 +39,7 @@ class EngineReplica:
             sweep_folder=cache_folder() / "sweeps",
         )
         self._engine = Engine.load(path, options)
+        self._metrics = ReplicaMetrics(model.id)
         batching: Any = self._enter  # Serve's setters are not in its decorator's type
         batching.set_max_batch_size(options.n_slots + options.max_waiting)
         batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
@@ -52,10 +55,14 @@ class EngineReplica:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         """Run a request to its end; raises CorralError. Cancelling frees its slot."""
         try:
+            if request.sampling.grammar is not None:
+                await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
             stream = await self._enter(request)
             if isinstance(stream, CorralError):
                 raise stream
             async for delta in stream:
+                if delta.end is not None:
+                    self._metrics.ended(delta.end)
                 yield delta
         finally:
             self._engine.abort(request.id)
@@ -76,8 +83,9 @@ class EngineReplica:
         )
 
     def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Serve replaces the replica when this raises; the metrics follow as often as it asks."""
         self._engine.check_health()
+        self._metrics.update(self._engine.stats())
 
     def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""

@@ -33,6 +33,19 @@ def available_memory(root: Path = _ROOT) -> int:
     return max(0, min([available, *_memory_headrooms(root)]))
 
 
+def throttled_s(root: Path = _ROOT) -> float:
+    """Seconds of CPU time that quotas of this process's cgroups have withheld so far; 0 without any."""
+    for group in _groups(root, ""):
+        for line in _read(group / "cpu.stat").splitlines():
+            if line.startswith("throttled_usec "):
+                return int(line.split()[1]) / 1e6
+    for group in _groups(root, "cpu"):
+        for line in _read(group / "cpu.stat").splitlines():
+            if line.startswith("throttled_time "):
+                return int(line.split()[1]) / 1e9
+    return 0.0
+
+
 def _cpu_quotas(root: Path) -> Iterator[float]:
     for group in _groups(root, ""):
         quota, _, period = _read(group / "cpu.max").partition(" ")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.placement.machine import available_memory, usable_cores
+from serve_app.placement.machine import available_memory, throttled_s, usable_cores
 
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -102,3 +102,16 @@ def test_affinity_counts() -> None:
         assert usable_cores() == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 0.0),
+        (V2, 0.0),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.stat": "usage_usec 9\nthrottled_usec 1500000\n"}, 1.5),
+        (V1 | {"sys/fs/cgroup/cpu/docker/x/cpu.stat": "throttled_time 2500000000\n"}, 2.5),
+    ],
+)
+def test_throttled_time(tmp_path: Path, files: dict[str, str], expected: float) -> None:
+    assert throttled_s(machine(tmp_path, files)) == expected

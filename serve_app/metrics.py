@@ -1,0 +1,93 @@
+"""What a replica tells Prometheus, through Ray's metrics API: `ray_corral_*`, by model."""
+
+from __future__ import annotations
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from serve_app.engine import EngineStats
+from serve_app.placement.machine import throttled_s
+from serve_app.types import SequenceEnd
+
+_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120]
+# Counters of EngineStats, and what they count.
+_COUNTED = {
+    "prompt_tokens": "Prompt tokens that were computed.",
+    "cached_tokens": "Prompt tokens that were found in the cache.",
+    "restored_tokens": "Of them, those that came back from the prefix store.",
+    "generated_tokens": "Generated tokens.",
+    "drafted_tokens": "Tokens that speculation guessed.",
+    "accepted_tokens": "Of them, those that were right.",
+    "preemptions": "Sequences that lost their slot for a time.",
+    "context_shifts": "Contexts that were full and went on.",
+    "steps": "Steps of the engine.",
+}
+
+
+class ReplicaMetrics:
+    """One replica's metrics. Used in its event loop.
+
+    Times are observed as requests end. Counters and gauges follow the engine's statistics, as often as
+    `update` is called.
+    """
+
+    def __init__(self, model: str) -> None:
+        def histogram(name: str, what: str) -> Histogram:
+            made = Histogram(f"corral_{name}_seconds", what, _SECONDS, ("model",))
+            made.set_default_tags({"model": model})
+            return made
+
+        def counter(name: str, what: str, *tags: str) -> Counter:
+            made = Counter(f"corral_{name}", what, ("model", *tags))
+            made.set_default_tags({"model": model})
+            return made
+
+        def gauge(name: str, what: str) -> Gauge:
+            made = Gauge(f"corral_{name}", what, ("model",))
+            made.set_default_tags({"model": model})
+            return made
+
+        self._queue = histogram("queue_time", "From arrival to a slot.")
+        self._prefill = histogram("prefill_time", "From a slot to the first token.")
+        self._ttft = histogram("time_to_first_token", "From arrival to the first token.")
+        self._itl = histogram("inter_token_latency", "A request's mean gap between two tokens.")
+        self._e2e = histogram("request_latency", "From arrival to the end.")
+        self._counters = {name: counter(name, what) for name, what in _COUNTED.items()}
+        self._requests = counter("requests", "Requests by the reason of their end.", "reason")
+        self._throttled = counter("cpu_throttled_seconds", "CPU time withheld by quotas.")
+        self._running = gauge("slots_busy", "Slots with a request.")
+        self._waiting = gauge("requests_waiting", "Requests that wait for a slot.")
+        self._kv_used = gauge("kv_cache_used_ratio", "Of the cache's tokens, those in use.")
+        self._stored = gauge("prefix_store_bytes", "Prefixes that lost their slot.")
+        self._backlog = gauge("backlog_seconds", "Forecast of the time until all is done.")
+        self._seen: dict[str, float] = {}
+
+    def ended(self, end: SequenceEnd) -> None:
+        """Observe a request's times."""
+        spent, n_gaps = end.timings, end.usage.completion_tokens - 1
+        self._queue.observe(spent.queue_s)
+        if end.usage.completion_tokens:
+            self._prefill.observe(spent.prefill_s)
+            self._ttft.observe(spent.queue_s + spent.prefill_s)
+        if n_gaps > 0:
+            self._itl.observe(spent.decode_s / n_gaps)
+        self._e2e.observe(spent.queue_s + spent.prefill_s + spent.decode_s)
+
+    def update(self, stats: EngineStats) -> None:
+        """Follow the engine's statistics."""
+        for name, counter in self._counters.items():
+            self._follow(counter, name, getattr(stats, name))
+        for reason, n_ended in stats.ended.items():
+            self._follow(self._requests, f"ended {reason}", n_ended, reason=reason)
+        self._follow(self._throttled, "throttled", throttled_s())
+        used = sum(slot.n_past for slot in stats.slots)
+        self._running.set(stats.running)
+        self._waiting.set(stats.waiting)
+        self._kv_used.set(used / (stats.n_slots * stats.n_ctx_slot))
+        self._stored.set(stats.stored_bytes)
+        self._backlog.set(stats.backlog_s)
+
+    def _follow(self, counter: Counter, name: str, value: float, **tags: str) -> None:
+        more = value - self._seen.get(name, 0)
+        if more > 0:
+            counter.inc(more, tags)
+            self._seen[name] = value
