@@ -24,7 +24,7 @@ from serve_app.ingress.api import build_api
 from serve_app.ingress.served import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sources import cache_folder, locate
-from serve_app.types import ReplicaStats
+from serve_app.types import ReplicaStats, RequestRecord
 
 
 class LocalClient:
@@ -41,6 +41,10 @@ class LocalClient:
                 yield delta
         finally:
             self._engine.abort(request.id)
+
+    async def explain(self, wanted: str) -> list[RequestRecord]:
+        """See EngineClient."""
+        return self._engine.explain(wanted)
 
     async def stats(self) -> list[ReplicaStats]:
         """See EngineClient."""

@@ -12,6 +12,7 @@ from serve_app import config, sizing
 from serve_app.config import DeploymentConfig, ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.guard import Access
 from serve_app.llama.model import Model
 from serve_app.placement.machine import available_memory, usable_cores
 from serve_app.replica import EngineReplica
@@ -42,7 +43,10 @@ def build(args: dict[str, Any]) -> Application:
         for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress.deployment))  # type: ignore[attr-defined]
-    return ingress.bind(models, engines)  # type: ignore[no-any-return]
+    access = Access(
+        app.ingress.api_key_file, app.ingress.allow_anonymous, tuple(app.ingress.cors_origins)
+    )
+    return ingress.bind(models, engines, access)  # type: ignore[no-any-return]
 
 
 def resolve(model: ModelConfig, share: float) -> ResolvedModel:

@@ -24,6 +24,7 @@ from pydantic import (
 )
 from ray.serve.config import AutoscalingConfig
 
+from serve_app.addresses import is_loopback
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import CacheType, LoadMode
 
@@ -76,6 +77,9 @@ class EngineConfig(_Section):
     max_waiting: NonNegativeInt | None = None
     """Requests that may wait for a slot in one replica; the next one is refused with 429.
     Default: twice n_slots."""
+    max_wait_s: PositiveFloat | None = 60
+    """Longest time, in seconds, that a request should wait for a slot: one that would wait longer, by the
+    work that is queued and measured speed, is refused with 429 and that forecast. `null` sets no bound."""
     flash_attn: bool | Literal["auto"] = "auto"
     """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"
@@ -176,6 +180,13 @@ class ModelConfig(_Section):
 class IngressConfig(_Section):
     """The HTTP side."""
 
+    api_key_file: Path | None = None
+    """A file with API keys and their limits, on every node that runs the ingress; it is read again when it
+    changes. Without one, only the server's own machine is answered."""
+    allow_anonymous: bool = False
+    """Whether, without keys, every machine is answered."""
+    cors_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/]+)$")]] = []
+    """Web sites whose pages may use the API, as `https://host`; `*` is all of them."""
     deployment: DeploymentConfig = DeploymentConfig()
     """The ingress's Serve deployment."""
 
@@ -217,7 +228,15 @@ def load(path: Path) -> AppConfig:
         raise ConfigError(f"{path}: {error}") from None
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"{path}: applications[0].args is missing") from None
-    return parse(args)
+    app = parse(args)
+    host = (document.get("http_options") or {}).get("host") or "127.0.0.1"
+    open_to_all = app.ingress.api_key_file is None and not app.ingress.allow_anonymous
+    if open_to_all and not is_loopback(str(host)):
+        raise ConfigError(
+            f"{path}: http_options.host: {host} is reached from other machines: set ingress.api_key_file, "
+            "or ingress.allow_anonymous: true"
+        )
+    return app
 
 
 if __name__ == "__main__":

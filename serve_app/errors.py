@@ -3,9 +3,15 @@
     CorralError                   500 server_error
     |-- ConfigError               never over HTTP: it stops the start
     |-- InvalidRequestError       400 invalid_request_error
-    |   `-- PromptTooLongError    400 context_length_exceeded
+    |   |-- PromptTooLongError    400 context_length_exceeded
+    |   `-- KeyLimitError         400 key_limit_exceeded
+    |-- AuthenticationError       401 invalid_api_key
     |-- ModelNotFoundError        404 model_not_found
-    |-- QueueFullError            429 queue_full, with Retry-After
+    |-- RequestNotFoundError      404 request_not_found
+    |-- SlowRequestError          408 request_timeout
+    |-- RequestTooLargeError      413 request_too_large
+    |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
+    |   `-- QueueFullError        429 queue_full, with Retry-After
     |-- EngineUnavailableError    503 engine_unavailable
     |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
@@ -72,14 +78,18 @@ class PromptTooLongError(InvalidRequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, n_prompt: int, n_ctx_slot: int, param: str | None = None) -> None:
-        Exception.__init__(self, n_prompt, n_ctx_slot, param)
+    def __init__(
+        self, n_prompt: int, n_ctx_slot: int, param: str | None = None, exact: bool = True
+    ) -> None:
+        """Without `exact`, the prompt has `n_prompt` tokens or more: nobody counted them."""
+        Exception.__init__(self, n_prompt, n_ctx_slot, param, exact)
 
     @property
     def message(self) -> str:
-        n_prompt, n_ctx_slot, _ = self.args
+        n_prompt, n_ctx_slot, _, exact = self.args
+        at_least = "" if exact else "at least "
         return (
-            f"The prompt has {n_prompt} tokens; this model's context holds {n_ctx_slot} tokens, "
+            f"The prompt has {at_least}{n_prompt} tokens; this model's context holds {n_ctx_slot} tokens, "
             f"one of which must be left for the answer."
         )
 
@@ -87,6 +97,20 @@ class PromptTooLongError(InvalidRequestError):
     def param(self) -> str | None:
         param: str | None = self.args[2]
         return param
+
+
+class KeyLimitError(InvalidRequestError):
+    """The request is larger than its API key may send."""
+
+    code = "key_limit_exceeded"
+
+
+class AuthenticationError(CorralError):
+    """No API key, or none that is valid here."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
 
 
 class ModelNotFoundError(CorralError):
@@ -110,12 +134,36 @@ class ModelNotFoundError(CorralError):
         return "model"
 
 
-class QueueFullError(CorralError):
-    """Slots and waiting queue are full: try again after `retry_after_s` seconds."""
+class RequestNotFoundError(CorralError):
+    """No request of that id is known here, or not any more."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "request_not_found"
+
+
+class SlowRequestError(CorralError):
+    """The request's body did not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class RequestTooLargeError(CorralError):
+    """The request's body is larger than any is."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class RateLimitError(CorralError):
+    """An API key has used up what it may: try again after `retry_after_s` seconds."""
 
     status = 429
     type = "rate_limit_error"
-    code = "queue_full"
+    code = "rate_limit_exceeded"
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message, retry_after_s)
@@ -124,6 +172,12 @@ class QueueFullError(CorralError):
     def retry_after_s(self) -> int:
         seconds: int = self.args[1]
         return seconds
+
+
+class QueueFullError(RateLimitError):
+    """Slots and waiting queue are full, or the wait would be too long."""
+
+    code = "queue_full"
 
 
 class EngineUnavailableError(CorralError):

@@ -20,7 +20,7 @@ from serve_app.placement.machine import usable_cores
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
 from serve_app.sources import cache_folder, locate
-from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
+from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SequenceEnd, TokenDelta
 
 logger = logging.getLogger("corral.replica")
 
@@ -63,6 +63,7 @@ class EngineReplica:
             async for delta in stream:
                 if delta.end is not None:
                     self._metrics.ended(delta.end)
+                    _log(request, delta.end)
                 yield delta
         finally:
             self._engine.abort(request.id)
@@ -82,6 +83,18 @@ class EngineReplica:
             engine=dataclasses.asdict(self._engine.stats()),
         )
 
+    async def explain(self, wanted: str) -> list[RequestRecord]:
+        """See Engine.explain."""
+        context = serve.get_replica_context()
+        return [
+            dataclasses.replace(
+                record,
+                replica_id=context.replica_id.unique_id,
+                node_id=ray.get_runtime_context().get_node_id(),
+            )
+            for record in self._engine.explain(wanted)
+        ]
+
     def check_health(self) -> None:
         """Serve replaces the replica when this raises; the metrics follow as often as it asks."""
         self._engine.check_health()
@@ -90,6 +103,24 @@ class EngineReplica:
     def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         self._engine.close(timeout_s=0)
+
+
+def _log(request: GenerationRequest, end: SequenceEnd) -> None:
+    """One line for a request; Serve adds its `x-request-id`."""
+    usage, spent = end.usage, end.timings
+    logger.info(
+        "%s ended (%s): %d prompt tokens, %d of them cached, %d generated; queue %.3f s, prefill %.3f s, "
+        "decode %.3f s, stalled %.3f s.",
+        request.id,
+        end.reason.value,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        spent.queue_s,
+        spent.prefill_s,
+        spent.decode_s,
+        spent.stalled_s,
+    )
 
 
 def _prefixes(path: Path, system_prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -87,6 +87,7 @@ def resolve(
         threads=config.threads or cores,
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
+        max_wait_s=config.max_wait_s,
         n_ctx=config.n_ctx,
         flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
         kv_unified=None if config.kv_unified == "auto" else config.kv_unified,

@@ -75,6 +75,8 @@ class GenerationRequest:
     n_keep: int | None = None
     """First tokens that a context shift keeps, the very first one always; -1: all of the prompt; None: as
     the engine's options say."""
+    http_id: str = ""
+    """The `x-request-id` of the HTTP request that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where one request's time went, in seconds; they add up to the time in the engine."""
+    """Where one request's time went, in seconds; the first three add up to the time in the engine."""
 
     queue_s: float
     """From submit to a slot."""
@@ -96,6 +98,13 @@ class Timings:
     """From a slot to the first token."""
     decode_s: float
     """From the first token to the end."""
+    stalled_s: float = 0.0
+    """Of `decode_s`, the time in which others were computed, or nobody, but not this request."""
+    preempted_s: float = 0.0
+    """Of `prefill_s` and `decode_s`, the time without a slot, because the cache was full."""
+    n_preemptions: int = 0
+    mean_batch: float = 0.0
+    """Sequences that were computed together with this one, itself among them, on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,25 @@ class SequenceEnd:
     """The stop string that was found, if that is the reason."""
     error: CorralError | None = None
     """Set exactly when `reason` is ERROR."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What an engine remembers of a request."""
+
+    id: str
+    http_id: str
+    client: str
+    state: str
+    """"waiting", "prefill", "decode" or "ended"."""
+    end: SequenceEnd | None = None
+    """Set exactly when it has ended."""
+    replica_id: str = ""
+    node_id: str = ""
+
+    def belongs_to(self, wanted: str) -> bool:
+        """Whether it has that id, is part of the answer with that id, or of that HTTP request."""
+        return wanted != "" and wanted in (self.id, self.id.rpartition(".")[0], self.http_id)
 
 
 @dataclass(frozen=True, slots=True)

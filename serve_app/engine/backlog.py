@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from serve_app.engine.cost_model import CostModel
 from serve_app.engine.sequence import Sequence
@@ -11,6 +12,41 @@ from serve_app.engine.sequence import Sequence
 # Generated tokens that a request is taken to have before any has ended, and the weight of the newest.
 _FIRST_GUESS = 128.0
 _NEWEST = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The work at one moment, and how long more would take. Immutable: any thread."""
+
+    n_slots: int
+    prompt_token_s: float
+    """Seconds of a prompt token, and of a generated one with all slots busy; 0 if nothing was measured."""
+    token_s: float
+    n_generated: float
+    """Tokens that an answer has, as far as it does not say itself."""
+    work_s: float = 0.0
+    """Until all sequences of that moment have ended."""
+
+    def work_of(self, sequences: Iterable[Sequence]) -> float:
+        """Seconds until these have ended, if there were no others."""
+        n_prompt, n_left = 0, 0.0
+        for sequence in sequences:
+            n_prompt += max(0, sequence.n_pending - 1)
+            likely = max(1.0, self.n_generated - sequence.n_generated)
+            n_left += likely if sequence.n_left is None else min(likely, sequence.n_left)
+        return n_prompt * self.prompt_token_s + n_left * self.token_s
+
+    def wait_s(self, n_live: int, arrived: Iterable[Sequence]) -> float:
+        """Seconds that the next request waits for a slot behind `n_live` others, of which `arrived` are not
+        in `work_s` yet: they end one by one."""
+        n_before = n_live - self.n_slots + 1
+        if n_before <= 0:
+            return 0.0
+        return (self.work_s + self.work_of(arrived)) * n_before / n_live
+
+    def place_free_s(self, n_live: int, arrived: Iterable[Sequence]) -> int:
+        """Whole seconds after which one of them should have ended, 1 at least."""
+        return max(1, math.ceil((self.work_s + self.work_of(arrived)) / max(1, n_live)))
 
 
 class Backlog:
@@ -25,16 +61,9 @@ class Backlog:
         """Learn from an answer's length."""
         self._n_generated += _NEWEST * (sequence.n_generated - self._n_generated)
 
-    def seconds(self, live: Iterable[Sequence]) -> float:
-        """Until all these sequences would have ended; 0 if nothing was measured."""
-        n_prompt, n_left = 0, 0.0
-        for sequence in live:
-            n_prompt += max(0, sequence.n_pending - 1)
-            likely = max(1.0, self._n_generated - sequence.n_generated)
-            n_left += likely if sequence.n_left is None else min(likely, sequence.n_left)
-        decode_s = self._costs.steps_s(self._n_slots, 0) / self._n_slots
-        return n_prompt * self._costs.prompt_token_s + n_left * decode_s
-
-    def place_free_s(self, live: list[Sequence]) -> int:
-        """Whole seconds after which one of them should have ended, 1 at least: they end one by one."""
-        return max(1, math.ceil(self.seconds(live) / max(1, len(live))))
+    def forecast(self, live: Iterable[Sequence]) -> Forecast:
+        """With these sequences."""
+        costs, n_slots = self._costs, self._n_slots
+        token_s = costs.steps_s(n_slots, 0) / n_slots
+        rates = n_slots, costs.prompt_token_s, token_s, self._n_generated
+        return Forecast(*rates, work_s=Forecast(*rates).work_of(live))

@@ -12,7 +12,7 @@ from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.stats import EngineStats
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import CorralError, EngineFailedError, InvalidRequestError, PromptTooLongError
-from serve_app.types import GenerationRequest, TokenDelta
+from serve_app.types import GenerationRequest, RequestRecord, TokenDelta
 
 
 class Engine:
@@ -81,6 +81,11 @@ class Engine:
         """End a request, waiting or running; its slot is free within one step. Idempotent; an
         unknown id is ignored."""
         self._loop.abort(request_id)
+
+    def explain(self, wanted: str) -> list[RequestRecord]:
+        """What is known of a request, live or ended lately, by its id, its answer's or its HTTP
+        request's; empty if it is unknown."""
+        return self._loop.explain(wanted)
 
     def stats(self) -> EngineStats:
         """The engine as of its last step."""

@@ -46,7 +46,7 @@ class FairQueue:
             client = sequence.request.client
             at = start.get(client, self._virtual[client])
             start[client] = at + self._expected(sequence)
-            fresh = sequence.admitted is None
+            fresh = sequence.trace.admitted is None
             ranked.append((fresh, sequence.request.priority, at, arrival, sequence))
         return iter([entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:4])])
 
@@ -66,7 +66,7 @@ class FairQueue:
     def admit(self, sequence: Sequence) -> None:
         """It got a slot: its client is charged what it will probably cost, the first time."""
         self._waiting.remove(sequence)
-        if sequence.admitted is not None:
+        if sequence.trace.admitted is not None:
             return
         client = sequence.request.client
         self._now = max(self._now, self._virtual[client])
@@ -77,7 +77,7 @@ class FairQueue:
         client = sequence.request.client
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        if sequence.admitted is not None:
+        if sequence.trace.admitted is not None:
             computed = sequence.n_prompt - sequence.n_cached
             real = self._cost(computed, sequence.n_generated)
             self._virtual[client] += real - self._expected(sequence)

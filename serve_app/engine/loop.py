@@ -9,11 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from serve_app.engine.backend import Backend
-from serve_app.engine.backlog import Backlog
+from serve_app.engine.backlog import Backlog, Forecast
 from serve_app.engine.cost_model import CostModel
 from serve_app.engine.fair_queue import FairQueue
+from serve_app.engine.history import History
 from serve_app.engine.lanes import Lanes
 from serve_app.engine.mailbox import Commands, Mailbox
 from serve_app.engine.options import EngineOptions
@@ -32,7 +34,7 @@ from serve_app.errors import (
     EngineClosedError,
     EngineFailedError,
 )
-from serve_app.types import FinishReason, Sampled, SequenceEnd, TokenDelta
+from serve_app.types import FinishReason, RequestRecord, Sampled, SequenceEnd, TokenDelta
 
 logger = logging.getLogger("corral.engine")
 
@@ -59,7 +61,7 @@ class DecoderLoop:
 
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
-        self._mailbox = Mailbox(options.n_slots + options.max_waiting)
+        self._mailbox = Mailbox(options.n_slots + options.max_waiting, options.max_wait_s)
         self._waiting = FairQueue(self._cost)
         self._cramped = False
         """Whether nobody is admitted until somebody ends: the last one had to give way."""
@@ -72,13 +74,14 @@ class DecoderLoop:
         self._n_tokens_max = 0
         self._worked = 0.0
         """When the last step ended."""
-        self._retry_after_s = 1
         self._files: PrefixFiles | None = None
         self._failed_steps = 0
         self._draining = False
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
+        self._history = History()
         self.stats: EngineStats
+        self._forecast: Forecast
         opened: Future[Backend] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(open_backend, opened), name="corral-decoder", daemon=True
@@ -88,7 +91,17 @@ class DecoderLoop:
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
-        return self._mailbox.submit(sequences, self._retry_after_s)
+        return self._mailbox.submit(sequences, self._forecast)
+
+    def explain(self, wanted: str) -> list[RequestRecord]:
+        """What is known of that request: see `RequestRecord.belongs_to`."""
+        states = {slot.request_id: slot.state for slot in self.stats.slots}
+        found = {
+            record.id: replace(record, state=states.get(record.id, record.state))
+            for record in self._mailbox.find(wanted)
+        }
+        found |= {record.id: record for record in self._history.find(wanted)}
+        return list(found.values())
 
     def abort(self, request_id: str) -> None:
         """End a request, waiting or running, before the next step. Idempotent."""
@@ -204,6 +217,8 @@ class DecoderLoop:
             self._learn(plan, decoded - began)
         self._counts["passes"] += 1
         self._counts["busy_lanes"] += len(plan.chunks)
+        for chunk in plan.chunks:
+            chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
         sampled = [self._sample(chunk) for chunk in plan.chunks]
         self._seconds["decoding"] += decoded - began
         self._seconds["sampling"] += time.monotonic() - decoded
@@ -297,7 +312,7 @@ class DecoderLoop:
         if len(running) == 1:
             self._end(plan.chunks[0].sequence, FinishReason.ERROR, error)
             return False
-        youngest = max(running, key=lambda one: one.admitted or 0.0)
+        youngest = max(running, key=lambda one: one.trace.admitted or 0.0)
         self._scheduler.remove(youngest)
         self._lanes.preempt(youngest)
         self._waiting.put_back(youngest)
@@ -360,7 +375,7 @@ class DecoderLoop:
                     owner.n_awaited = max(owner.n_awaited, place.n_tokens)
                 continue
             sampler = None
-            if sequence.admitted is None:  # one that was preempted goes on with its own
+            if sequence.trace.admitted is None:  # one that was preempted goes on with its own
                 sampler = self._backend.sampler(
                     sequence.request.sampling, sequence.request.prompt, sequence.constraint
                 )
@@ -400,13 +415,15 @@ class DecoderLoop:
             sequence.sink(delta)
 
     def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
+        request = sequence.request
+        self._history.add(RequestRecord(request.id, request.http_id, request.client, "ended", end))
         self._ended[end.reason] += 1
         self._seconds["prefills"] += end.timings.prefill_s
         self._seconds["generations"] += end.timings.decode_s
         self._n_tokens_max = max(self._n_tokens_max, sequence.n_past)
         self._waiting.end(sequence)
         sequence.close()
-        if sequence.admitted is not None:
+        if sequence.trace.admitted is not None:
             self._backlog.ended(sequence)
         if sequence.slot_id == NO_SLOT:
             return
@@ -432,7 +449,7 @@ class DecoderLoop:
 
     def _snapshot(self) -> EngineStats:
         live, memory, counts = self._live, self._backend.memory, self._counts
-        self._retry_after_s = self._backlog.place_free_s(live)
+        self._forecast = self._backlog.forecast(live)
         return EngineStats(
             n_slots=self._options.n_slots,
             n_ctx_slot=self._options.n_ctx_slot,
@@ -442,7 +459,7 @@ class DecoderLoop:
             mode_reason=self._backend.mode_reason,
             running=len(self._scheduler.running),
             waiting=len(self._waiting),
-            backlog_s=round(self._backlog.seconds(live), 3),
+            backlog_s=round(self._forecast.work_s, 3),
             draining=self._draining,
             steps=counts["steps"],
             prompt_tokens=counts["prompt_tokens"],

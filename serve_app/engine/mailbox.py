@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 
+from serve_app.engine.backlog import Forecast
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     CorralError,
@@ -13,6 +15,7 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from serve_app.types import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +35,53 @@ class Mailbox:
     caller's thread.
     """
 
-    def __init__(self, max_live: int) -> None:
+    def __init__(self, max_live: int, max_wait_s: float | None) -> None:
         self._changed = threading.Condition()
         self._max_live = max_live
-        self._live: set[str] = set()
+        self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
+        self._live: dict[str, RequestRecord] = {}
         self._submitted: list[Sequence] = []
         self._aborted: set[str] = set()
         self._deadline: float | None = None
         self._failed = False
 
-    def submit(self, sequences: list[Sequence], retry_after_s: int) -> list[CorralError | None]:
-        """Any thread: accept the sequences or say, for each, why not."""
+    def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
+        """Any thread: accept the sequences or say, for each, why not. The forecast is of what was there
+        before."""
         with self._changed:
-            refusals = [self._accept(sequence, retry_after_s) for sequence in sequences]
+            refusals = [self._accept(sequence, forecast) for sequence in sequences]
             self._changed.notify()
         return refusals
 
-    def _accept(self, sequence: Sequence, retry_after_s: int) -> CorralError | None:
+    def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | None:
         if self._failed:
             return EngineFailedError("The engine has failed and is being restarted.")
         if self._deadline is not None:
             return EngineClosedError("The engine is shutting down.")
         if sequence.id in self._live:
             return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
-        if len(self._live) >= self._max_live:
+        n_live = len(self._live)
+        if n_live >= self._max_live:
+            retry_after_s = forecast.place_free_s(n_live, self._submitted)
             return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
-        self._live.add(sequence.id)
+        wait_s = forecast.wait_s(n_live, self._submitted)
+        if wait_s > self._max_wait_s:
+            return QueueFullError(
+                f"A slot would be free after {wait_s:.0f} seconds; {self._max_wait_s:.0f} are the most "
+                "that a request may wait.",
+                math.ceil(wait_s),
+            )
+        request = sequence.request
+        self._live[request.id] = RequestRecord(
+            request.id, request.http_id, request.client, "waiting"
+        )
         self._submitted.append(sequence)
         return None
+
+    def find(self, wanted: str) -> list[RequestRecord]:
+        """Any thread: what was accepted of that request and has not ended."""
+        with self._changed:
+            return [record for record in self._live.values() if record.belongs_to(wanted)]
 
     def abort(self, request_id: str) -> None:
         """Any thread: end that request if it is live."""
@@ -89,7 +111,7 @@ class Mailbox:
         """Decoder thread: the request has ended; its place and its id are free. An abort that came
         too late for it must not hit the next request of that id."""
         with self._changed:
-            self._live.discard(request_id)
+            self._live.pop(request_id, None)
             self._aborted.discard(request_id)
 
     def fail(self) -> list[Sequence]:

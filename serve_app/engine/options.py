@@ -23,6 +23,8 @@ class EngineOptions:
     """Most prompt tokens in one step; each decoding sequence's next token comes on top."""
     max_waiting: int = 16
     """Requests that may wait for a slot; the next one is refused."""
+    max_wait_s: float | None = None
+    """A request that would wait longer for a slot, as forecast, is refused; None sets no bound."""
     n_ctx: int | None = None
     """Tokens that all slots hold together, if their KV cache is unified; None: `n_ctx_slot` each."""
     flash_attn: bool | None = None
@@ -76,5 +78,7 @@ class EngineOptions:
                 raise ConfigError("engine.n_ctx must not be below engine.n_ctx_slot.")
         if self.n_keep < -1:
             raise ConfigError("engine.n_keep must be -1 (the prompt) or more.")
+        if self.max_wait_s is not None and self.max_wait_s <= 0:
+            raise ConfigError("engine.max_wait_s must be above 0.")
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")

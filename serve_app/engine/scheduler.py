@@ -86,7 +86,7 @@ class Scheduler:
     def schedule(
         self, now: float, n_cells: int = 0, lane_ends: Mapping[int, int] | None = None
     ) -> list[Pass]:
-        """Plan the next step: empty if nothing runs. `now` is on the clock of `Sequence.submitted`;
+        """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
         `n_cells` are in use, if the cache is unified. `lane_ends` are the tokens in the cache of each lane
         that has room for one more and could drop it again; None if that does not matter."""
         self._n_cells, self._lane_ends = n_cells, lane_ends
@@ -131,7 +131,9 @@ class Scheduler:
         """Whether it would have waited that long if all shared the machine alike. Before it got its slot
         it may have waited for a prefix that it need not compute now: that does not count."""
         own_s = (sequence.n_prompt - sequence.n_cached) * self._costs.prompt_token_s
-        since = sequence.submitted if sequence.admitted is None else sequence.admitted
+        since = (
+            sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
+        )
         return now - since + rest_s <= _PATIENCE * len(self._running) * own_s
 
     def _without_last_tokens(self, prompts: list[Turn], rest_s: float, now: float) -> list[Turn]:
@@ -249,4 +251,4 @@ class Scheduler:
     def _urgency(self, sequence: Sequence, now: float) -> float:
         """How long it has waited, by how long it needs."""
         needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
-        return (now - sequence.submitted) / (needs_s or sequence.n_pending)
+        return (now - sequence.trace.submitted) / (needs_s or sequence.n_pending)

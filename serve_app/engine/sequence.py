@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
@@ -10,6 +9,7 @@ from enum import Enum
 from serve_app.engine.backend import Sampler, Vocabulary
 from serve_app.engine.lookup import PromptLookup
 from serve_app.engine.text import TextAssembler
+from serve_app.engine.trace import Trace
 from serve_app.errors import CorralError
 from serve_app.llama.constraint import Constraint
 from serve_app.types import (
@@ -17,7 +17,6 @@ from serve_app.types import (
     GenerationRequest,
     Sampled,
     SequenceEnd,
-    Timings,
     TokenDelta,
     Usage,
 )
@@ -68,10 +67,7 @@ class Sequence:
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
         self.lookup = PromptLookup()
-        self.submitted = time.monotonic()
-        self.admitted: float | None = None
-        """When it first got a slot."""
-        self._first_token: float | None = None
+        self.trace = Trace()
         self._sampler: Sampler | None = None
         self._text = TextAssembler(request.sampling.stop)
 
@@ -103,12 +99,13 @@ class Sequence:
         first time, and keeps it when it is preempted."""
         if sampler is not None:
             self._sampler, self.n_cached = sampler, n_cached
-            self.admitted = time.monotonic()
+        self.trace.admit()
         self.slot_id, self.n_past = slot_id, n_cached
         self.state = SequenceState.PREFILL
 
     def preempt(self) -> None:
         """Take its slot away: it waits for another one."""
+        self.trace.preempt()
         self.slot_id, self.n_past, self.n_exact = NO_SLOT, 0, None
         self.state = SequenceState.WAITING
 
@@ -135,7 +132,7 @@ class Sequence:
 
         With `shifts`, a full context does not end it: see `shift`."""
         self.state = SequenceState.DECODE
-        self._first_token = self._first_token or time.monotonic()
+        self.trace.token()
         text, taken, reason = "", list[Sampled](), None
         for one in sampled:
             taken.append(one)
@@ -190,17 +187,10 @@ class Sequence:
             self._sampler = None
 
     def _end(self, reason: FinishReason, error: CorralError | None) -> SequenceEnd:
-        now = time.monotonic()
-        admitted = self.admitted or now
-        first_token = self._first_token or now
         return SequenceEnd(
             reason=reason,
             usage=Usage(self.n_prompt, self.n_generated, self.n_cached),
-            timings=Timings(
-                queue_s=admitted - self.submitted,
-                prefill_s=first_token - admitted,
-                decode_s=now - first_token,
-            ),
+            timings=self.trace.end(),
             stop=self._text.stop,
             error=error,
         )

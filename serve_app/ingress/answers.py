@@ -14,6 +14,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress import logprobs
 from serve_app.ingress.errors import error_body
 from serve_app.ingress.generation import Deltas
+from serve_app.ingress.timings import timings
 from serve_app.prompt.tool_calls import HermesParser, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
@@ -122,6 +123,8 @@ class Answer:
     n_per_prompt: int = 1
     n_best: int | None = None
     """How many of a prompt's choices are given, if not all."""
+    with_timings: bool = False
+    """Only with one choice."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def opening(self) -> list[Json]:
@@ -131,7 +134,10 @@ class Answer:
 
     def chunks(self, index: int, delta: TokenDelta) -> list[Json]:
         """The chunks of one choice's delta."""
-        return [self._chunk(body) for body in self.choices[index].chunks(delta)]
+        found = [self._chunk(body) for body in self.choices[index].chunks(delta)]
+        if self.with_timings and delta.end is not None:
+            found[-1]["timings"] = timings(delta.end)
+        return found
 
     def whole(self, deltas: Sequence[Sequence[TokenDelta]]) -> Json:
         """The answer to a request without `stream`, from each choice's deltas."""
@@ -139,7 +145,11 @@ class Answer:
         if self.n_best is not None:
             bodies = self._best(bodies, deltas, self.n_best)
         object_name = "chat.completion" if self.kind == "chat" else "text_completion"
-        return self._envelope(object_name, bodies) | {"usage": self.usage()}
+        answer = self._envelope(object_name, bodies) | {"usage": self.usage()}
+        end = self.choices[0].end
+        if self.with_timings and end is not None:
+            answer["timings"] = timings(end)
+        return answer
 
     def _best(
         self, bodies: list[Json], deltas: Sequence[Sequence[TokenDelta]], n_best: int

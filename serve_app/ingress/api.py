@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from serve_app import __version__
-from serve_app.errors import InvalidRequestError
-from serve_app.ingress import answers, errors, generation, llama_routes
+from serve_app.errors import InvalidRequestError, RequestNotFoundError
+from serve_app.ingress import answers, callers, errors, generation, llama_routes
 from serve_app.ingress.answers import Answer, Choice
-from serve_app.ingress.encoding import apart, sampling_of
+from serve_app.ingress.encoding import encoded, sampling_of
+from serve_app.ingress.guard import Access, Guard
 from serve_app.ingress.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,23 +27,39 @@ from serve_app.ingress.protocol import (
     ModelList,
 )
 from serve_app.ingress.served import ServedModel, find
+from serve_app.ingress.timings import explained
 from serve_app.prompt import grammars
 from serve_app.prompt.tool_calls import HERMES_TAGS, HermesParser
 from serve_app.types import GenerationRequest, SamplingParams
 
 
-def build_api(models: Mapping[str, ServedModel]) -> FastAPI:
-    """The application that serves these models; the first is the default."""
+def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> FastAPI:  # noqa: B008
+    """The application that serves these models; the first is the default. Raises ConfigError for a key
+    file that cannot be used."""
     app = FastAPI(
         title="Corral",
         version=__version__,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
     errors.install(app)
+    _add_middleware(app, access)
     _add_generation_routes(app, models)
     _add_information_routes(app, models)
     llama_routes.add(app, models)
     return app
+
+
+def _add_middleware(app: FastAPI, access: Access) -> None:
+    """The last one added is the first one asked."""
+    app.add_middleware(Guard, accounts=access.accounts(), allow_anonymous=access.allow_anonymous)
+    if access.cors_origins:  # before the guard: browsers ask what they may without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
 
 def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
@@ -62,7 +80,7 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
             for j in range(n)
         ]
         n_best = body.n or 1 if body.best_of else None
-        answer = Answer("text", answer_id, model.id, choices, n, n_best)
+        answer = Answer("text", answer_id, model.id, choices, n, n_best, body.timings)
         return await _respond(model, body, wanted, answer)
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -78,7 +96,7 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
         wanted = generation.requests(model, answer_id, [prompt], n, body, sampling, "messages")
         piece = model.tokenizer.piece if body.logprobs else None
         choices = [Choice(i, "chat", piece, HermesParser() if tools else None) for i in range(n)]
-        answer = Answer("chat", answer_id, model.id, choices, n)
+        answer = Answer("chat", answer_id, model.id, choices, n, with_timings=body.timings)
         return await _respond(model, body, wanted, answer)
 
 
@@ -105,6 +123,23 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
             ]
         }
 
+    @app.get("/v1/requests/{request_id}")
+    async def explain(request_id: str) -> dict[str, Any]:
+        """What a request waited for and how long, by its answer's id or its `x-request-id`: live, or one of
+        the last thousand of its replica."""
+        found = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
+        records = [record for of_model in found for record in of_model]
+        account = callers.current().account
+        if account is not None:
+            records = [record for record in records if record.client == account.key.name]
+        if not records:
+            raise RequestNotFoundError(f"No request {request_id!r} is known here.")
+        return {
+            "id": request_id,
+            "object": "request",
+            "sequences": [explained(record) for record in records],
+        }
+
     @app.get("/health")
     @app.get("/v1/health")
     async def health() -> dict[str, str]:
@@ -115,13 +150,14 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
 async def _encode_texts(model: ServedModel, body: CompletionRequest) -> list[tuple[int, ...]]:
     if body.suffix:
         before, after = str(body.prompt), body.suffix
-        return [await apart(len(before + after), model.tokenizer.encode_infill, before, after)]
+        n_chars, encode = len(before) + len(after), model.tokenizer.encode_infill
+        return [await encoded(model, "prompt", n_chars, encode, before, after)]
     return [await _encode_text(model, prompt) for prompt in body.prompts]
 
 
 async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return await apart(len(prompt), model.tokenizer.encode, prompt)
+        return await encoded(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
     if max(prompt) >= model.tokenizer.n_vocab:
         raise InvalidRequestError(
             f"prompt: token ids of this model are below {model.tokenizer.n_vocab}.", "prompt"
@@ -156,7 +192,7 @@ async def _encode_chat(
 ) -> tuple[int, ...]:
     messages = [message.for_template() for message in body.messages]
     size = sum(len(message["content"]) for message in messages) + len(str(tools))
-    return await apart(size, model.tokenizer.encode_chat, messages, tools)
+    return await encoded(model, "messages", size, model.tokenizer.encode_chat, messages, tools)
 
 
 async def _respond(

@@ -18,12 +18,13 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.api import build_api
+from serve_app.ingress.guard import Access
 from serve_app.ingress.served import ServedModel
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
 from serve_app.sources import locate
-from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
+from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, TokenDelta
 
 _STATS_TIMEOUT_S = 2.0
 
@@ -48,13 +49,20 @@ class HandleClient:
 
     async def stats(self) -> list[ReplicaStats]:
         """See EngineClient. A replica that does not answer in time is left out."""
+        return [found for found in await self._ask_all("stats") if isinstance(found, ReplicaStats)]
+
+    async def explain(self, wanted: str) -> list[RequestRecord]:
+        """See EngineClient. A replica that does not answer in time is left out."""
+        answers = await self._ask_all("explain", wanted)
+        return [record for found in answers if isinstance(found, list) for record in found]
+
+    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         try:
-            answers = await self._handle.broadcast("stats").results_async(
+            return await self._handle.broadcast(method, *arguments).results_async(
                 timeout_s=_STATS_TIMEOUT_S, return_exceptions=True
             )
         except DeploymentUnavailableError:
             return []
-        return [answer for answer in answers if isinstance(answer, ReplicaStats)]
 
 
 def _translate(error: Exception) -> CorralError:
@@ -74,8 +82,11 @@ def _translate(error: Exception) -> CorralError:
 class Ingress:
     """Speaks HTTP; holds every model's vocabulary and a handle to its engines."""
 
-    def __init__(self, models: list[ResolvedModel], handles: list[DeploymentHandle[Any]]) -> None:
+    def __init__(
+        self, models: list[ResolvedModel], handles: list[DeploymentHandle[Any]], access: Access
+    ) -> None:
         forward_to_serve()
+        self._access = access
         self._models = {
             model.id: ServedModel(
                 id=model.id,
@@ -88,4 +99,4 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
-        return build_api(self._models)
+        return build_api(self._models, self._access)

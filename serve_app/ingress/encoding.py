@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from serve_app.errors import PromptTooLongError
 from serve_app.ingress.protocol import GenerationParams
+from serve_app.ingress.served import ServedModel
 from serve_app.types import SamplingParams
 
 # Longer texts are tokenized on a thread, so that other requests' events are not held up.
@@ -16,6 +18,16 @@ _INLINE_CHARS = 4096
 async def sampling_of(body: GenerationParams, make: Callable[[], SamplingParams]) -> SamplingParams:
     """What `make` makes of the request: on a thread, if a grammar is to be checked."""
     return await asyncio.to_thread(make) if body.is_constrained else make()
+
+
+async def encoded(
+    model: ServedModel, field: str, n_chars: int, encode: Callable[..., tuple[int, ...]], *args: Any
+) -> tuple[int, ...]:
+    """See `apart`. Raises PromptTooLongError, before anything is tokenized, for what cannot fit."""
+    n_least = model.tokenizer.least_tokens(n_chars)
+    if n_least >= model.n_ctx_slot:
+        raise PromptTooLongError(n_least, model.n_ctx_slot, field, exact=False)
+    return await apart(n_chars, encode, *args)
 
 
 async def apart(

@@ -37,10 +37,11 @@ def install(app: FastAPI) -> None:
 
 async def _corral_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, CorralError)
-    return _response(error)
+    return response(error)
 
 
-def _response(error: CorralError) -> JSONResponse:
+def response(error: CorralError) -> JSONResponse:
+    """The whole answer for an error."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
@@ -51,13 +52,13 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     content_type = request.headers.get("content-type", "")
     if not content_type.startswith("application/json"):
-        return _response(InvalidRequestError("Send JSON, with Content-Type: application/json."))
+        return response(InvalidRequestError("Send JSON, with Content-Type: application/json."))
     fault = error.errors()[0]
     if fault["type"] == "json_invalid":
-        return _response(InvalidRequestError(f"The body is not JSON: {fault['ctx']['error']}."))
+        return response(InvalidRequestError(f"The body is not JSON: {fault['ctx']['error']}."))
     path = ".".join(str(part) for part in fault["loc"][1:] if _names_a_field(part))
     where = f"{path}: " if path else ""
-    return _response(InvalidRequestError(f"{where}{fault['msg']}", path or None))
+    return response(InvalidRequestError(f"{where}{fault['msg']}", path or None))
 
 
 def _names_a_field(part: int | str) -> bool:
@@ -76,4 +77,4 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _response(CorralError("The server failed to handle this request."))
+    return response(CorralError("The server failed to handle this request."))

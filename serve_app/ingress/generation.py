@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from serve_app.errors import CorralError, InvalidRequestError, PromptTooLongError
+from serve_app.ingress import callers
 from serve_app.ingress.protocol import GenerationParams
 from serve_app.ingress.served import ServedModel
 from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
@@ -25,7 +26,7 @@ def requests(
     prompt_field: str,
 ) -> list[GenerationRequest]:
     """`n` requests for each prompt, one prompt's after the other's. Raises InvalidRequestError for what
-    this model cannot do."""
+    this model cannot do, KeyLimitError or RateLimitError for what the caller may not."""
     for prompt in prompts:
         if not prompt:
             raise InvalidRequestError("The prompt is empty.", prompt_field)
@@ -41,12 +42,15 @@ def requests(
             "logit_bias",
         )
     many = len(prompts) * n > 1
+    caller = callers.current()
+    caller.admit(prompts)
     return [
         GenerationRequest(
-            f"{answer_id}-{i * n + j}" if many else answer_id,
+            f"{answer_id}.{i * n + j}" if many else answer_id,
             prompt,
             _reseeded(sampling, j),
-            client=params.user or "",
+            http_id=caller.request_id,
+            client=caller.client(params.user),
             priority=params.priority,
             context_shift=params.context_shift,
             n_keep=params.n_keep,
@@ -77,9 +81,12 @@ async def start(model: ServedModel, wanted: Sequence[GenerationRequest]) -> Delt
 
 
 async def _chain(first: tuple[int, TokenDelta], rest: Deltas) -> Deltas:
+    caller = callers.current()
     try:
+        caller.charge(len(first[1].token_ids))
         yield first
         async for item in rest:
+            caller.charge(len(item[1].token_ids))
             yield item
     finally:
         await rest.aclose()

@@ -15,6 +15,7 @@ from serve_app.ingress.errors import error_body
 from serve_app.ingress.generation import Deltas
 from serve_app.ingress.llama_requests import LlamaParams
 from serve_app.ingress.logprobs import Piece
+from serve_app.ingress.timings import timings
 from serve_app.types import FinishReason, SamplingParams, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
@@ -131,26 +132,6 @@ def _stop_type(end: SequenceEnd) -> str:
     if end.stop is not None:
         return "word"
     return "limit" if end.reason == FinishReason.LENGTH else "eos"
-
-
-def timings(end: SequenceEnd) -> Json:
-    """llama-server's `timings`."""
-    usage, spent = end.usage, end.timings
-    n_prompt = usage.prompt_tokens - usage.cached_tokens
-    return {
-        "cache_n": usage.cached_tokens,
-        **_rates("prompt", n_prompt, spent.prefill_s),
-        **_rates("predicted", usage.completion_tokens, spent.decode_s),
-    }
-
-
-def _rates(name: str, n: int, seconds: float) -> Json:
-    return {
-        f"{name}_n": n,
-        f"{name}_ms": 1000 * seconds,
-        f"{name}_per_token_ms": 1000 * seconds / max(1, n),
-        f"{name}_per_second": n / seconds if seconds else 0.0,
-    }
 
 
 def generation_settings(

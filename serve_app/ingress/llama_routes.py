@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from serve_app import __version__
 from serve_app.errors import EngineUnavailableError, InvalidRequestError
 from serve_app.ingress import generation, llama_answers, llama_metrics
-from serve_app.ingress.encoding import apart, sampling_of
+from serve_app.ingress.encoding import apart, encoded, sampling_of
 from serve_app.ingress.llama_answers import LlamaAnswer
 from serve_app.ingress.llama_requests import (
     ApplyTemplateRequest,
@@ -52,7 +52,8 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         model = find(models, body.model)
         before, after = body.input_prefix + body.prompt, body.input_suffix
         encode = model.tokenizer.encode_infill
-        prompt = await apart(len(before) + len(after), encode, before, after)
+        n_chars = len(before) + len(after)
+        prompt = await encoded(model, "prompt", n_chars, encode, before, after)
         return await _respond(model, body, [prompt], is_batch=False)
 
 
@@ -67,7 +68,8 @@ async def _encode(model: ServedModel, prompt: str | list[int | str]) -> tuple[in
                 raise InvalidRequestError(message, "prompt")
             tokens.append(part)
         else:
-            tokens += await apart(len(part), model.tokenizer.tokenize, part, i == 0, True)
+            encode = model.tokenizer.tokenize
+            tokens += await encoded(model, "prompt", len(part), encode, part, i == 0, True)
     return tuple(tokens)
 
 

@@ -94,6 +94,8 @@ class GenerationParams(BaseModel):
     """llama-server's: a JSON schema that the text must validate against."""
     regex: Annotated[str, Field(min_length=1)] | None = None
     """A regular expression that the whole text must match."""
+    timings: bool = False
+    """Whether to tell, at the end, what the request waited for and how long; only with one answer."""
     user: str | None = None
     """Whose request it is: slots are shared fairly among users."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -115,6 +117,8 @@ class GenerationParams(BaseModel):
             if value not in self.NEUTRAL[name]:
                 accepted = " or ".join(json.dumps(neutral) for neutral in self.NEUTRAL[name])
                 raise InvalidRequestError(f"{name!r} is not supported, except as {accepted}.", name)
+        if self.timings and (self.n or 1) > 1:
+            raise InvalidRequestError("'timings' is for one answer only.", "timings")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("'stream_options' needs 'stream': true.", "stream_options")
         return self
@@ -204,6 +208,8 @@ class CompletionRequest(GenerationParams):
             raise InvalidRequestError("'echo' is not supported together with 'suffix'.", "echo")
         if self.suffix and not isinstance(self.prompt, str):
             raise InvalidRequestError("'suffix' needs one text as 'prompt'.", "suffix")
+        if self.timings and len(self.prompts) * (self.best_of or n) > 1:
+            raise InvalidRequestError("'timings' is for one answer only.", "timings")
         if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
             raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
         return self

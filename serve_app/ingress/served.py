@@ -10,7 +10,7 @@ from typing import Protocol
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.protocol import ModelCard
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import GenerationRequest, ReplicaStats, TokenDelta
+from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, TokenDelta
 
 
 class EngineClient(Protocol):
@@ -21,6 +21,9 @@ class EngineClient(Protocol):
 
     async def stats(self) -> list[ReplicaStats]:
         """What each replica tells about itself."""
+
+    async def explain(self, wanted: str) -> list[RequestRecord]:
+        """What the replicas remember of a request."""
 
 
 @dataclasses.dataclass(frozen=True)

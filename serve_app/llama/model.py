@@ -190,6 +190,26 @@ class Model:
                 return buffer.raw[:n]
             size = -n
 
+    @functools.cached_property
+    def longest_text(self) -> int:
+        """No token stands for more bytes than this."""
+        texts = (
+            llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_vocab)
+        )
+        return max(map(len, texts), default=1) or 1
+
+    @functools.cached_property
+    def control_texts(self) -> tuple[str, ...]:
+        """What control tokens are written as, where they are recognised in texts."""
+        kinds = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        tokens = (
+            token
+            for token in range(self.n_vocab)
+            if llama_cpp.llama_vocab_get_attr(self._vocab, token) & kinds
+        )
+        texts = (self.detokenize([token], special=True) for token in tokens)
+        return tuple(text for text in texts if text)
+
     def is_mark(self, text: str) -> bool:
         """Whether the text is one token that stands for itself, not for its characters; grammars write it
         otherwise then."""

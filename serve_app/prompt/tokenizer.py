@@ -9,6 +9,7 @@ from typing import Any
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama.model import Model
 from serve_app.prompt.chat_template import ChatTemplate, Message
+from serve_app.prompt.quotes import Quotes
 
 
 class Tokenizer:
@@ -16,6 +17,7 @@ class Tokenizer:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._model = Model(path, vocab_only=True)
+        self._quotes = Quotes(self._model.control_texts)
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""
         self.eos = self._special(self._model.eos)
@@ -44,6 +46,10 @@ class Tokenizer:
     def n_vocab(self) -> int:
         """Token ids are 0 to n_vocab - 1."""
         return self._model.n_vocab
+
+    def least_tokens(self, n_chars: int) -> int:
+        """A text of so many characters has so many tokens at least."""
+        return n_chars // self._model.longest_text
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a plain prompt, with BOS if the model wants it; control tokens written out
@@ -103,11 +109,20 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
-        """The tokens of a chat, up to where the assistant's turn begins. Raises InvalidRequestError
-        like `render_chat`."""
-        text = self.render_chat(messages, tools)
-        has_bos = bool(self.bos) and text.startswith(self.bos)
-        return tuple(self._model.tokenize(text, add_special=not has_bos, parse_special=True))
+        """The tokens of a chat, up to where the assistant's turn begins. What the template writes as
+        control tokens becomes control tokens; what messages and tools write stays text. Raises
+        InvalidRequestError like `render_chat`."""
+        if not self._quotes.needed(messages, tools):
+            text = self.render_chat(messages, tools)
+            has_bos = bool(self.bos) and text.startswith(self.bos)
+            return tuple(self._model.tokenize(text, add_special=not has_bos, parse_special=True))
+        rendered = self.render_chat(*self._quotes.put(messages, tools))
+        has_bos = bool(self.bos) and rendered.startswith(self.bos)
+        tokens: list[int] = []
+        for text, is_quoted in self._quotes.parts(rendered):
+            first = not tokens and not has_bos
+            tokens += self._model.tokenize(text, add_special=first, parse_special=not is_quoted)
+        return tuple(tokens)
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens that every chat with this system prompt, and without tools, begins with. Raises

@@ -10,8 +10,9 @@ import yaml
 from pydantic import BaseModel
 
 from serve_app import config
-from serve_app.config import DeploymentConfig, EngineConfig, ModelConfig, ModelSource
+from serve_app.config import DeploymentConfig, EngineConfig, IngressConfig, ModelConfig, ModelSource
 from serve_app.errors import ConfigError, CorralError
+from serve_app.ingress.accounts import KeyFile
 from serve_app.ingress.api import build_api
 
 ROOT = Path(__file__).parents[2]
@@ -30,10 +31,13 @@ def errors(base: type[CorralError] = CorralError) -> list[type[CorralError]]:
         (ModelSource, "source."),
         (EngineConfig, "engine."),
         (DeploymentConfig, ""),
+        (IngressConfig, "ingress."),
     ],
 )
 def test_every_field_is_in_the_readmes_tables(section: type[BaseModel], prefix: str) -> None:
     names = set(section.model_fields) - {"source", "engine"}
+    if section is IngressConfig:
+        names -= {"deployment"}
     assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", README, re.M)] == []
 
 
@@ -63,6 +67,8 @@ def test_every_module_has_a_line_and_every_line_a_module() -> None:
 def test_the_readmes_configuration_is_valid() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", README, re.S)
     (models,) = [block for block in blocks if "models:" in block]
+    (keys,) = [block for block in blocks if block.startswith("keys:")]
+    assert KeyFile.model_validate(yaml.safe_load(keys)).keys[0].tokens_per_minute == 60000
     parsed = config.parse(yaml.safe_load(models))
     assert [model.id for model in parsed.models] == ["qwen3-0.6b", "qwen3-4b"]
 
@@ -71,7 +77,7 @@ def test_every_route_is_in_the_readme() -> None:
     paths = build_api({}).openapi()["paths"]
     routes = {f"{method.upper()} {path}" for path, item in paths.items() for method in item}
     missing = {route for route in routes if f"`{route}`" not in README}
-    assert missing == {"GET /v1/models/{model_id}"}  # as /v1/models/{id}
+    assert missing == {"GET /v1/models/{model_id}", "GET /v1/requests/{request_id}"}  # as {id}
 
 
 def test_make_targets_of_the_readme_exist() -> None:

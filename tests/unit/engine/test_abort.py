@@ -7,6 +7,7 @@ import pytest
 from serve_app.engine import (
     FinishReason,
 )
+from serve_app.engine.backlog import Forecast
 from serve_app.engine.mailbox import Mailbox
 from serve_app.engine.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
@@ -87,14 +88,17 @@ def test_abort_after_the_end_and_of_nobody() -> None:
         assert ended.end.reason is FinishReason.LENGTH
 
 
+FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
+
+
 def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
-    mailbox = Mailbox(1)
+    mailbox = Mailbox(1, None)
     first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
-    assert mailbox.submit([first], 1) == [None]
+    assert mailbox.submit([first], FORECAST) == [None]
     mailbox.take(0.0)
     mailbox.abort("a")
     mailbox.forget("a")
-    assert mailbox.submit([second], 1) == [None]
+    assert mailbox.submit([second], FORECAST) == [None]
     commands = mailbox.take(0.0)
     assert commands.submitted == [second]
     assert not commands.aborted

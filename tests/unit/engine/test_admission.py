@@ -16,6 +16,7 @@ from serve_app.engine import (
     SamplingParams,
     TokenStream,
 )
+from serve_app.engine.cost_model import Measurements
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,
@@ -138,3 +139,42 @@ def test_slots_are_shared_among_clients() -> None:
             inbox.wait()
     order = [bytes(tenancy.prompt).decode().split()[0] for tenancy in backend.tenancies]
     assert order == ["a0", "c", "b", "a1", "a2", "a3"]
+
+
+def test_who_would_wait_too_long_is_refused_with_the_forecast() -> None:
+    """Eight tokens of each take 0.8 s, by what was measured: with two slots, the fourth one's wait is that
+    for two ends of three, 1.6 s."""
+    backend = WatchedBackend(n_slots=2)
+    backend.measurements = Measurements({1: 0.2, 2: 0.2}, {16: 0.16, 32: 0.32})
+    backend.hold()
+    with running(backend, options(2, max_waiting=50, max_wait_s=1.0)) as engine:
+        inboxes = start(engine, *(request(name, "h", max_tokens=8) for name in "abc"))
+        with pytest.raises(QueueFullError, match="free after 2 seconds; 1 are the most") as refused:
+            start(engine, request("d", "h", max_tokens=8))
+        assert refused.value.retry_after_s == 2
+        backend.resume()
+        for inbox in inboxes:
+            assert inbox.wait().reason is FinishReason.LENGTH
+        assert ask(engine, request("d")).end.reason is FinishReason.LENGTH
+
+
+def test_requests_can_be_asked_about() -> None:
+    backend = SteppedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=1)) as engine:
+        named = replace(request("cmpl-a.0"), http_id="web-1", client="ana")
+        first, second = start(engine, named, replace(request("cmpl-a.1"), http_id="web-1"))
+        backend.wait_for_batch()
+        backend.step()
+        states = {record.id: record.state for record in engine.explain("cmpl-a")}
+        assert states == {"cmpl-a.0": "decode", "cmpl-a.1": "waiting"}
+        assert engine.explain("cmpl") == engine.explain("") == []
+        backend.resume()
+        first.wait()
+        second.wait()
+        (record,) = engine.explain("cmpl-a.0")
+        assert (record.state, record.client, record.end) == ("ended", "ana", first.end)
+        assert [found.id for found in engine.explain("web-1")] == ["cmpl-a.0", "cmpl-a.1"]
+        waited = second.end.timings
+        assert waited.queue_s > 0
+        assert waited.mean_batch == 1
+        assert 0 <= waited.stalled_s <= waited.decode_s

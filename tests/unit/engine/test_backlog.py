@@ -15,12 +15,16 @@ def waiting(n_prompt: int, max_tokens: int | None) -> Sequence:
     return Sequence(request, lambda delta: None)
 
 
+def seconds(backlog: Backlog, *live: Sequence) -> float:
+    return backlog.forecast(live).work_s
+
+
 def test_prompts_and_answers_take_what_was_measured() -> None:
     backlog = Backlog(COSTS, n_slots=4)
-    assert backlog.seconds([]) == 0
-    assert backlog.seconds([waiting(101, 50)]) == pytest.approx(100 * 0.005 + 50 * 0.02)
-    assert backlog.seconds([waiting(1, None)]) == pytest.approx(128 * 0.02)
-    assert backlog.seconds([waiting(1, 5000)]) == pytest.approx(128 * 0.02)
+    assert seconds(backlog) == 0
+    assert seconds(backlog, waiting(101, 50)) == pytest.approx(100 * 0.005 + 50 * 0.02)
+    assert seconds(backlog, waiting(1, None)) == pytest.approx(128 * 0.02)
+    assert seconds(backlog, waiting(1, 5000)) == pytest.approx(128 * 0.02)
 
 
 def test_it_learns_how_long_answers_are() -> None:
@@ -29,11 +33,26 @@ def test_it_learns_how_long_answers_are() -> None:
         done = waiting(1, None)
         done.n_generated = 10
         backlog.ended(done)
-    assert backlog.seconds([waiting(1, None)]) == pytest.approx(10 * 0.02, rel=0.01)
+    assert seconds(backlog, waiting(1, None)) == pytest.approx(10 * 0.02, rel=0.01)
 
 
 def test_places_get_free_one_by_one() -> None:
     backlog = Backlog(COSTS, n_slots=4)
-    assert backlog.place_free_s([]) == 1
-    assert backlog.place_free_s([waiting(1001, 100)] * 3) == 7
-    assert Backlog(CostModel(Measurements()), 4).place_free_s([waiting(9, 9)]) == 1
+    assert backlog.forecast([]).place_free_s(0, []) == 1
+    three = [waiting(1001, 100)] * 3
+    assert backlog.forecast(three).place_free_s(3, []) == 7
+    assert backlog.forecast([]).place_free_s(3, three) == 7
+    unmeasured = Backlog(CostModel(Measurements()), 4).forecast([waiting(9, 9)])
+    assert unmeasured.place_free_s(1, []) == 1
+
+
+@pytest.mark.parametrize(
+    ("n_live", "n_arrived", "wait_s"),
+    [(0, 0, 0), (3, 0, 0), (4, 0, 2), (7, 0, 8), (7, 3, 8), (3, 3, 0)],
+)
+def test_the_wait_for_a_slot(n_live: int, n_arrived: int, wait_s: float) -> None:
+    """100 tokens take 2 s with four slots: each of them frees its slot 2 s after the one before."""
+    backlog = Backlog(COSTS, n_slots=4)
+    live = [waiting(1, 100)] * n_live
+    known = backlog.forecast(live[n_arrived:])
+    assert known.wait_s(n_live, live[:n_arrived]) == pytest.approx(wait_s)

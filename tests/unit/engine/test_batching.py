@@ -10,6 +10,7 @@ from serve_app.engine import (
     CorralError,
     TokenStream,
 )
+from serve_app.engine.backlog import Forecast
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.mailbox import Mailbox
@@ -107,10 +108,10 @@ async def test_submit_many_enters_one_step_together(monkeypatch: pytest.MonkeyPa
     sizes: list[int] = []
 
     def watched(
-        mailbox: Mailbox, sequences: list[EngineSequence], retry_after_s: int
+        mailbox: Mailbox, sequences: list[EngineSequence], forecast: Forecast
     ) -> list[CorralError | None]:
         sizes.append(len(sequences))
-        return submit(mailbox, sequences, retry_after_s)
+        return submit(mailbox, sequences, forecast)
 
     monkeypatch.setattr(Mailbox, "submit", watched)
     backend = WatchedBackend(n_slots=3)

@@ -66,7 +66,7 @@ def test_a_request_that_cost_less_than_expected_is_made_good() -> None:
     first = next(iter(waiting))
     waiting.admit(first)
     assert first.id == "a0"
-    first.admitted = 0.0
+    first.trace.admitted = 0.0
     first.n_cached = first.n_prompt - 1  # nearly all of it was found in the cache
     waiting.end(first)
     assert admit_all(waiting) == "b0 a1 b1"
@@ -76,7 +76,7 @@ def test_who_was_preempted_goes_first_and_pays_once() -> None:
     waiting = queue(sequence("a0"), sequence("a1", priority=-5), sequence("b0"))
     preempted = list(waiting)[1]
     waiting.admit(preempted)
-    preempted.admitted = 0.0
+    preempted.trace.admitted = 0.0
     waiting.put_back(preempted)
     charged = dict(waiting._virtual)
     assert next(iter(waiting)) is preempted
@@ -88,7 +88,7 @@ def test_clients_without_requests_are_forgotten() -> None:
     waiting = queue(sequence("a0"), sequence("b0"))
     running = list(waiting)
     waiting.admit(running[0])
-    running[0].admitted = 0.0
+    running[0].trace.admitted = 0.0
     waiting.end(running[0])
     waiting.end(running[1])  # it left while it waited
     assert not waiting._virtual

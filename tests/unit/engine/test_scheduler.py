@@ -41,8 +41,8 @@ def running(
         GenerationRequest(str(slot_id), prompt, SamplingParams()), lambda delta: None
     )
     sequence.admit(slot_id, n_cached, NoSampler())
-    sequence.submitted = NOW - (10.0 - slot_id / 100 if waited_s is None else waited_s)
-    sequence.admitted = sequence.submitted
+    sequence.trace.submitted = NOW - (10.0 - slot_id / 100 if waited_s is None else waited_s)
+    sequence.trace.admitted = sequence.trace.submitted
     return sequence
 
 
@@ -266,7 +266,7 @@ def test_who_waited_for_a_prefix_is_held_back_for_the_others() -> None:
     """Four that start from one: 100 rows in all, 10 s after they came, as soon as it is there."""
     prompts = [running(slot, 525, n_cached=500) for slot in range(4)]
     for one in prompts:
-        one.admitted = NOW
+        one.trace.admitted = NOW
     made = Scheduler(60, CostModel(SLOW), 1.0, n_ctx_slot=N_CTX_SLOT)
     for one in prompts:
         made.add(one)

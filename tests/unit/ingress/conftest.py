@@ -22,5 +22,5 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
         for name in ("first", "org/second")
     }
     transport = httpx.ASGITransport(build_api(models), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://corral") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client

@@ -14,6 +14,7 @@ from serve_app.types import (
     FinishReason,
     GenerationRequest,
     ReplicaStats,
+    RequestRecord,
     SequenceEnd,
     Timings,
     TokenDelta,
@@ -38,6 +39,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
+
+    def least_tokens(self, n_chars: int) -> int:
+        return n_chars // 4
 
     path = "/models/bytes.gguf"
     chat_template = "{{ messages }}"
@@ -92,6 +96,7 @@ class ScriptedEngine:
         self.scripts: list[Sequence[TokenDelta | Exception]] = []
         """What the next requests get instead."""
         self.requests: list[GenerationRequest] = []
+        self.records: list[RequestRecord] = []
         self.left_early = False
         self.busy = False
         self.n_replicas = 1
@@ -106,6 +111,9 @@ class ScriptedEngine:
         except GeneratorExit:
             self.left_early = True
             raise
+
+    async def explain(self, wanted: str) -> list[RequestRecord]:
+        return [record for record in self.records if record.belongs_to(wanted)]
 
     async def stats(self) -> list[ReplicaStats]:
         slots = [

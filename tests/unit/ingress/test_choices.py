@@ -32,7 +32,7 @@ async def test_every_prompt_gets_its_answers(
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(i, "Hello") for i in range(4)]
     assert [bytes(r.prompt) for r in engine.requests] == [b"a", b"a", b"b", b"b"]
     assert [r.sampling.seed for r in engine.requests] == [7, 8, 7, 8]
-    assert [r.id for r in engine.requests] == [f"{answer['id']}-{i}" for i in range(4)]
+    assert [r.id for r in engine.requests] == [f"{answer['id']}.{i}" for i in range(4)]
     # A prompt's tokens count once.
     assert answer["usage"]["prompt_tokens"] == 2 * END.usage.prompt_tokens
     assert answer["usage"]["completion_tokens"] == 4 * END.usage.completion_tokens

@@ -61,6 +61,11 @@ async def test_completion(client: httpx.AsyncClient, engine: ScriptedEngine, pat
             "predicted_ms": 400,
             "predicted_per_token_ms": 100,
             "predicted_per_second": 10,
+            "queue_ms": 500,
+            "stalled_ms": 0,
+            "preempted_ms": 0,
+            "preemptions": 0,
+            "mean_batch": 0,
         }
     )
     assert (settings["n_predict"], settings["temperature"], settings["n_ctx"]) == (

@@ -1,0 +1,25 @@
+"""The requests that have ended lately, to be asked about."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from serve_app.types import RequestRecord
+
+_N_KEPT = 1024
+
+
+class History:
+    """The last records. The decoder thread adds, any thread may look."""
+
+    def __init__(self) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=_N_KEPT)
+
+    def add(self, record: RequestRecord) -> None:
+        """Keep it, and forget the oldest."""
+        self._records.append(record)
+
+    def find(self, wanted: str) -> list[RequestRecord]:
+        """Those of that request, oldest first."""
+        copied = list(self._records)  # in one go: nobody adds meanwhile
+        return [record for record in copied if record.belongs_to(wanted)]

@@ -1,0 +1,72 @@
+"""Where one sequence's time goes."""
+
+from __future__ import annotations
+
+import time
+
+from serve_app.types import Timings
+
+
+class Trace:
+    """One sequence's times. Decoder thread only, but for the start."""
+
+    def __init__(self) -> None:
+        self.submitted = time.monotonic()
+        self.admitted: float | None = None
+        """When it first got a slot."""
+        self._first_token: float | None = None
+        self._preempted: float | None = None
+        self._preempted_s = 0.0
+        self._n_preemptions = 0
+        self._apart_s = 0.0
+        """Of the time since its first token, what it spent in passes or without a slot."""
+        self._n_passes = 0
+        self._n_lanes = 0
+
+    def admit(self) -> None:
+        """It got a slot, for the first time or again."""
+        now = time.monotonic()
+        self.admitted = self.admitted or now
+        if self._preempted is not None:
+            self._without_slot(now - self._preempted)
+            self._preempted = None
+
+    def preempt(self) -> None:
+        """It lost its slot."""
+        self._preempted = time.monotonic()
+        self._n_preemptions += 1
+
+    def computed(self, seconds: float, n_lanes: int) -> None:
+        """A pass took so long, and computed so many sequences, this one among them."""
+        self._n_passes += 1
+        self._n_lanes += n_lanes
+        if self._first_token is not None:
+            self._apart_s += seconds
+
+    def token(self) -> None:
+        """It has a token."""
+        self._first_token = self._first_token or time.monotonic()
+
+    def end(self) -> Timings:
+        """Its times up to now."""
+        now = time.monotonic()
+        if self._preempted is not None:
+            self._without_slot(now - self._preempted)
+            self._preempted = None
+        admitted = self.admitted or now
+        first_token = self._first_token or now
+        decode_s = now - first_token
+        return Timings(
+            queue_s=admitted - self.submitted,
+            prefill_s=first_token - admitted,
+            decode_s=decode_s,
+            stalled_s=max(0.0, decode_s - self._apart_s),
+            preempted_s=self._preempted_s,
+            n_preemptions=self._n_preemptions,
+            mean_batch=self._n_lanes / self._n_passes if self._n_passes else 0.0,
+        )
+
+    def _without_slot(self, seconds: float) -> None:
+        self._preempted_s += seconds
+        if self._first_token is not None:
+            self._apart_s += seconds

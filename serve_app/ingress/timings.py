@@ -1,0 +1,53 @@
+"""Where a request's time went, as clients are told.
+
+Source of the first fields: llama.cpp, tools/server/README.md, `timings`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from serve_app.types import RequestRecord, SequenceEnd
+
+Json = dict[str, Any]
+
+
+def timings(end: SequenceEnd) -> Json:
+    """llama-server's `timings`, and what the request waited for besides."""
+    usage, spent = end.usage, end.timings
+    n_prompt = usage.prompt_tokens - usage.cached_tokens
+    return {
+        "cache_n": usage.cached_tokens,
+        **_rates("prompt", n_prompt, spent.prefill_s),
+        **_rates("predicted", usage.completion_tokens, spent.decode_s),
+        "queue_ms": 1000 * spent.queue_s,
+        "stalled_ms": 1000 * spent.stalled_s,
+        "preempted_ms": 1000 * spent.preempted_s,
+        "preemptions": spent.n_preemptions,
+        "mean_batch": spent.mean_batch,
+    }
+
+
+def _rates(name: str, n: int, seconds: float) -> Json:
+    return {
+        f"{name}_n": n,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / max(1, n),
+        f"{name}_per_second": n / seconds if seconds else 0.0,
+    }
+
+
+def explained(record: RequestRecord) -> Json:
+    """One sequence of a request."""
+    found: Json = {
+        "id": record.id,
+        "replica_id": record.replica_id,
+        "node_id": record.node_id,
+        "state": record.state,
+    }
+    if record.end is not None:
+        found["finish_reason"] = record.end.reason.value
+        found["timings"] = timings(record.end)
+        if record.end.error is not None:
+            found["error"] = record.end.error.message
+    return found
