@@ -39,7 +39,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 class Corral:
     """A running `serve run` and a client for it."""
 
-    def __init__(self, directory: Path, models: list[dict[str, Any]]) -> None:
+    def __init__(self, directory: Path, models: list[dict[str, Any]], **ingress: object) -> None:
         self.directory = directory
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -56,7 +56,7 @@ class Corral:
                             "name": "corral",
                             "route_prefix": "/",
                             "import_path": "serve_app.app:build",
-                            "args": {"models": models},
+                            "args": {"models": models, "ingress": ingress},
                         }
                     ],
                 }

@@ -1,0 +1,147 @@
+"""Keys, limits and explanations, through `serve run`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.e2e.conftest import Corral, model, sse, wait_until
+
+ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
+
+
+def write_keys(directory: Path, *keys: dict[str, Any]) -> Path:
+    path = directory / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": list(keys)}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(gguf: Path) -> Iterator[Corral]:
+    """A server with one slot, for two who have keys."""
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    ben = {"name": "ben", "key": BEN, "max_prompt_tokens": 20, "max_concurrent_requests": 1}
+    keys = write_keys(directory, {"name": "ana", "key": ANA}, ben)
+    entry = model(gguf, "m", n_slots=1, n_ctx_slot=2048, max_waiting=4)
+    server = Corral(directory, [entry], api_key_file=str(keys))
+    server.http.headers["Authorization"] = f"Bearer {ANA}"
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def ana(guarded: Corral) -> Iterator[openai.OpenAI]:
+    with client(guarded, ANA) as client_:
+        yield client_
+
+
+@pytest.fixture
+def ben(guarded: Corral) -> Iterator[openai.OpenAI]:
+    with client(guarded, BEN) as client_:
+        yield client_
+
+
+def client(server: Corral, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def test_a_key_is_demanded(guarded: Corral, ana: openai.OpenAI) -> None:
+    assert ana.models.list().data[0].id == "m"
+    with (
+        client(guarded, "sk-wrong") as stranger,
+        pytest.raises(openai.AuthenticationError) as refused,
+    ):
+        stranger.models.list()
+    assert refused.value.code == "invalid_api_key"
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
+
+
+def test_limits_of_a_key(guarded: Corral, ben: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ben.completions.create(model="m", prompt=[5] * 21, max_tokens=1)
+    assert refused.value.code == "key_limit_exceeded"
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {BEN}"}
+    with guarded.http.stream("POST", "/v1/completions", json=body, headers=headers) as running:
+        lines = running.iter_lines()
+        next(lines)
+        with pytest.raises(openai.RateLimitError) as busy:
+            ben.completions.create(model="m", prompt="x", max_tokens=1)
+        assert busy.value.code == "rate_limit_exceeded"
+    wait_until(lambda: guarded.stats()["running"] == 0, 10, "the slot is free")
+    answer = ben.completions.create(model="m", prompt="x", max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1
+
+
+def test_what_a_request_waited_for(guarded: Corral) -> None:
+    """The second of two for one slot: it says so while it waits, and at its end how long it has."""
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "timings": True}
+    with guarded.http.stream(
+        "POST", "/v1/completions", json=body, headers={"x-request-id": "first"}
+    ) as first:
+        lines = (line for line in first.iter_lines() if line)
+        next(lines)
+        assert first.headers["x-request-id"] == "first"
+        with (
+            httpx.Client(base_url=guarded.url, headers=guarded.http.headers, timeout=60) as other,
+            other.stream(
+                "POST", "/v1/completions", json=body, headers={"x-request-id": "second"}
+            ) as second,
+        ):
+            # Serve sends a stream's status with its first text, when the wait is over.
+            *_, last, done = [line for line in second.iter_lines() if line]
+        *_, last_of_first, _ = lines
+    assert done == "data: [DONE]"
+    waited, spent = sse(last)["timings"], sse(last_of_first)["timings"]
+    assert waited["queue_ms"] > 0.5 * spent["predicted_ms"] > 10 * spent["queue_ms"]
+    explained = guarded.http.get("/v1/requests/second").json()
+    (sequence,) = explained["sequences"]
+    assert sequence["timings"] == waited
+    assert (sequence["state"], sequence["finish_reason"]) == ("ended", "length")
+    (replica,) = guarded.http.get("/v1/stats").json()["models"][0]["replicas"]
+    assert sequence["replica_id"] == replica["replica_id"]
+    by_answer = guarded.http.get(f"/v1/requests/{sse(last)['id']}").json()
+    assert by_answer["sequences"] == [sequence]
+
+
+def test_another_is_not_told(guarded: Corral, ana: openai.OpenAI) -> None:
+    answer = ana.completions.create(model="m", prompt="x", max_tokens=1)
+    path = f"/v1/requests/{answer.id}"
+    assert guarded.http.get(path).status_code == 200
+    foreign = guarded.http.get(path, headers={"Authorization": f"Bearer {BEN}"})
+    assert (foreign.status_code, foreign.json()["error"]["code"]) == (404, "request_not_found")
+
+
+def test_requests_are_in_the_log_with_their_id(guarded: Corral) -> None:
+    headers = {"x-request-id": "find-me"}
+    body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
+    answer = guarded.http.post("/v1/completions", json=body, headers=headers).json()
+    line = f"find-me -- {answer['id']} ended (length): "
+    wait_until(lambda: line in guarded.log, 20, line)
+
+
+def test_a_body_that_is_too_large(guarded: Corral) -> None:
+    answer = guarded.http.post("/v1/completions", content=b" " * (8 * 2**20 + 1))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_new_keys_are_valid_at_once_and_old_ones_not_any_more(
+    guarded: Corral, ana: openai.OpenAI, ben: openai.OpenAI
+) -> None:
+    write_keys(guarded.directory, {"name": "ana", "key": ANA})
+    with pytest.raises(openai.AuthenticationError):
+        ben.models.list()
+    assert ana.models.list().data[0].id == "m"
