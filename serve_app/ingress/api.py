@@ -14,7 +14,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from serve_app import __version__
 from serve_app.errors import InvalidRequestError, RequestNotFoundError
-from serve_app.ingress import answers, callers, errors, generation, llama_routes
+from serve_app.ingress import (
+    answers,
+    anthropic_routes,
+    callers,
+    chats,
+    errors,
+    generation,
+    llama_routes,
+    responses_routes,
+)
 from serve_app.ingress.answers import Answer, Choice
 from serve_app.ingress.encoding import encoded, sampling_of
 from serve_app.ingress.guard import Access, Guard
@@ -28,9 +37,8 @@ from serve_app.ingress.protocol import (
 )
 from serve_app.ingress.served import ServedModel, find
 from serve_app.ingress.timings import explained
-from serve_app.prompt import grammars
-from serve_app.prompt.tool_calls import HERMES_TAGS, HermesParser
-from serve_app.types import GenerationRequest, SamplingParams
+from serve_app.prompt.tool_calls import HermesParser
+from serve_app.types import GenerationRequest
 
 
 def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> FastAPI:  # noqa: B008
@@ -46,6 +54,8 @@ def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> F
     _add_generation_routes(app, models)
     _add_information_routes(app, models)
     llama_routes.add(app, models)
+    anthropic_routes.add(app, models)
+    responses_routes.add(app, models)
     return app
 
 
@@ -89,8 +99,8 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
         """Answer a chat through the model's own template; `stream` sends server-sent events."""
         model = find(models, body.model)
         tools = body.tools_for_template()
-        sampling = await sampling_of(body, lambda: _with_calls(model, body))
-        prompt = await _encode_chat(model, body, tools)
+        sampling = await sampling_of(body, lambda: chats.with_calls(model, body))
+        prompt = await chats.encode_chat(model, body, tools)
         n = body.n or 1
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         wanted = generation.requests(model, answer_id, [prompt], n, body, sampling, "messages")
@@ -165,34 +175,11 @@ async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int
     return tuple(prompt)
 
 
-def _with_calls(model: ServedModel, body: ChatCompletionRequest) -> SamplingParams:
-    """The sampling parameters, with the calls that the answer must consist of, if it must."""
-    sampling = body.sampling(body.max_completion_tokens or body.max_tokens)
-    forced = body.forced_tools()
-    if not forced:
-        return sampling
-    grammar = grammars.from_tool_calls(
-        [tool.function.model_dump() for tool in forced],
-        parallel=body.parallel_tool_calls is not False,
-        tags_are_tokens=model.tokenizer.is_mark(HERMES_TAGS[0]),
-        param="tools",
-    )
-    return dataclasses.replace(sampling, grammar=grammar)
-
-
 def _echoes(model: ServedModel, body: CompletionRequest) -> list[str]:
     return [
         prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
         for prompt in body.prompts
     ]
-
-
-async def _encode_chat(
-    model: ServedModel, body: ChatCompletionRequest, tools: list[dict[str, Any]]
-) -> tuple[int, ...]:
-    messages = [message.for_template() for message in body.messages]
-    size = sum(len(message["content"]) for message in messages) + len(str(tools))
-    return await encoded(model, "messages", size, model.tokenizer.encode_chat, messages, tools)
 
 
 async def _respond(

@@ -1,8 +1,9 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors as clients expect them: OpenAI's, and on Anthropic's routes, Anthropic's."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,38 +28,66 @@ def error_body(error: CorralError) -> dict[str, Any]:
     }
 
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error_body(error: CorralError, status: int) -> dict[str, Any]:
+    """Anthropic's error object. Source: Anthropic's API reference, "Errors"."""
+    otherwise = "invalid_request_error" if status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(status, otherwise)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def install(app: FastAPI) -> None:
-    """Answer every error of this app in OpenAI's shape."""
+    """Answer every error of this app in the shape that belongs to the path."""
     app.add_exception_handler(CorralError, _corral_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
 
 
-async def _corral_error(_request: Request, error: Exception) -> JSONResponse:
+async def _corral_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, CorralError)
-    return response(error)
+    return response(request, error)
 
 
-def response(error: CorralError) -> JSONResponse:
-    """The whole answer for an error."""
-    headers = {}
+def response(
+    request: Request,
+    error: CorralError,
+    status: int | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """The answer to a request that failed; with the error's own status, unless another is given."""
+    status = status or error.status
+    headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    return JSONResponse(error_body(error), error.status, headers)
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+    is_anthropics = f"{path}/".startswith("/v1/messages/")
+    body = anthropic_error_body(error, status) if is_anthropics else error_body(error)
+    return JSONResponse(body, status, headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     content_type = request.headers.get("content-type", "")
     if not content_type.startswith("application/json"):
-        return response(InvalidRequestError("Send JSON, with Content-Type: application/json."))
+        message = "Send JSON, with Content-Type: application/json."
+        return response(request, InvalidRequestError(message))
     fault = error.errors()[0]
     if fault["type"] == "json_invalid":
-        return response(InvalidRequestError(f"The body is not JSON: {fault['ctx']['error']}."))
+        message = f"The body is not JSON: {fault['ctx']['error']}."
+        return response(request, InvalidRequestError(message))
     path = ".".join(str(part) for part in fault["loc"][1:] if _names_a_field(part))
     where = f"{path}: " if path else ""
-    return response(InvalidRequestError(f"{where}{fault['msg']}", path or None))
+    return response(request, InvalidRequestError(f"{where}{fault['msg']}", path or None))
 
 
 def _names_a_field(part: int | str) -> bool:
@@ -69,12 +98,9 @@ def _names_a_field(part: int | str) -> bool:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}"
-    body = {
-        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    }
-    return JSONResponse(body, error.status_code, error.headers)
+    return response(request, InvalidRequestError(message), error.status_code, error.headers)
 
 
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return response(CorralError("The server failed to handle this request."))
+    return response(request, CorralError("The server failed to handle this request."))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.addresses import is_loopback
@@ -71,7 +72,7 @@ class Guard:
             if account is not None:
                 account.enter()
         except CorralError as error:
-            await errors.response(error)(scope, receive, send)
+            await errors.response(Request(scope), error)(scope, receive, send)
             return
         callers.enter(Caller(_request_id(headers), account))
         try:

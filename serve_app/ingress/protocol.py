@@ -6,7 +6,6 @@ llama-server's names and defaults.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.messages import ChatMessage, Tool
+from serve_app.ingress.strict import StrictModel
 from serve_app.prompt import grammars
 from serve_app.types import SamplingParams
 
@@ -45,14 +45,8 @@ class StreamOptions(BaseModel):
     """Send one more chunk, with the usage and no choices, before the end."""
 
 
-class GenerationParams(BaseModel):
-    """What completions and chat completions share.
-
-    A field that OpenAI documents and Corral cannot honour is refused unless its value asks for what
-    happens anyway (`n: 1`); one that nobody documents is refused always.
-    """
-
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+class GenerationParams(StrictModel):
+    """What completions and chat completions share."""
 
     # OpenAI's fields that change nothing at these values.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -60,9 +54,6 @@ class GenerationParams(BaseModel):
         "store": (None, False),
         "prediction": (None,),
     }
-
-    INERT: ClassVar[frozenset[str]] = frozenset()
-    """Fields that change nothing, whatever they are."""
 
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
@@ -108,15 +99,7 @@ class GenerationParams(BaseModel):
     """Accepted and not used."""
 
     @model_validator(mode="after")
-    def _refuse_what_cannot_be_honoured(self) -> GenerationParams:
-        for name, value in (self.model_extra or {}).items():
-            if name in self.INERT:
-                continue
-            if name not in self.NEUTRAL:
-                raise InvalidRequestError(f"Unknown parameter: {name!r}.", name)
-            if value not in self.NEUTRAL[name]:
-                accepted = " or ".join(json.dumps(neutral) for neutral in self.NEUTRAL[name])
-                raise InvalidRequestError(f"{name!r} is not supported, except as {accepted}.", name)
+    def _check_stream_options(self) -> GenerationParams:
         if self.timings and (self.n or 1) > 1:
             raise InvalidRequestError("'timings' is for one answer only.", "timings")
         if self.stream_options is not None and not self.stream:

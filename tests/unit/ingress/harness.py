@@ -137,3 +137,14 @@ def events(response: httpx.Response) -> list[Any]:
     assert all(line.startswith("data: ") for line in lines)
     bodies = [line.removeprefix("data: ") for line in lines]
     return [body if body == "[DONE]" else json.loads(body) for body in bodies]
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Events that are named after their `type`."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for event in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

@@ -1,0 +1,181 @@
+"""Anthropic's requests as types, and as the chats that they are.
+
+Source: Anthropic's API reference, "Messages" and "Count tokens in a Message".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.anthropic_messages import Message, Texts, joined
+from serve_app.ingress.messages import ChatMessage, FunctionDefinition, Tool
+from serve_app.ingress.protocol import (
+    ChatCompletionRequest,
+    Finite,
+    NamedFunction,
+    NamedToolChoice,
+    Stop,
+)
+from serve_app.ingress.strict import StrictModel
+
+
+class AnthropicTool(StrictModel):
+    """One of `tools`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "strict": (None, False),
+        "defer_loading": (None, False),
+        "allowed_callers": (None, ["direct"]),
+        "input_examples": (None, []),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    def as_tool(self) -> Tool:
+        """The tool as OpenAI has it."""
+        given: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            given["description"] = self.description
+        function = FunctionDefinition(**given, parameters=self.input_schema)
+        return Tool(type="function", function=function)
+
+
+class ToolChoice(BaseModel):
+    """`tool_choice`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """Of the tool that must be called, with the type `tool`."""
+    disable_parallel_tool_use: bool = False
+    """Allows one call in a turn; only with a type that makes the model call."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolChoice:
+        if (self.type == "tool") is (self.name is None):
+            message = "'name' goes with the type \"tool\", and with no other."
+            raise InvalidRequestError(message, "tool_choice")
+        if self.disable_parallel_tool_use and self.type == "auto":
+            raise InvalidRequestError(
+                "'disable_parallel_tool_use' is not supported, except with the types \"any\" and "
+                '"tool".',
+                "tool_choice",
+            )
+        return self
+
+    def as_choice(self) -> Literal["auto", "none", "required"] | NamedToolChoice:
+        """The choice as OpenAI has it."""
+        if self.name is not None:
+            return NamedToolChoice(type="function", function=NamedFunction(name=self.name))
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
+
+
+class Metadata(BaseModel):
+    """`metadata`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    user_id: str | None = None
+    """Whose request it is: slots are shared fairly among users."""
+
+
+class CountTokensRequest(StrictModel):
+    """POST /v1/messages/count_tokens: what makes the prompt."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "thinking": (None, {"type": "disabled"}),
+        "output_config": (None, {}),
+        "context_management": (None,),
+        "mcp_servers": (None, []),
+        "speed": (None, "standard"),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: Texts = Field(default=[])
+    tools: list[AnthropicTool] = Field(default=[])
+    tool_choice: ToolChoice | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _refuse_prefill(cls, messages: list[Message]) -> list[Message]:
+        if messages[-1].role == "assistant":
+            raise InvalidRequestError(
+                "The last message is the assistant's: to begin an answer for the model (prefill) is "
+                "not supported.",
+                "messages",
+            )
+        return messages
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """The same for OpenAI's chat. Raises InvalidRequestError."""
+        told = joined(self.system)
+        system = [ChatMessage(role="system", content=told)] if told else []
+        choice = self.tool_choice
+        return ChatCompletionRequest(
+            messages=system + [turn for message in self.messages for turn in message.as_messages()],
+            tools=[tool.as_tool() for tool in self.tools],
+            tool_choice=choice.as_choice() if choice else None,
+            parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            **self._sampling(),
+        )
+
+    def _sampling(self) -> dict[str, Any]:
+        """The chat's other fields."""
+        return {}
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CountTokensRequest.NEUTRAL,
+        "service_tier": (None, "auto", "standard_only"),
+        "container": (None,),
+        "inference_geo": (None,),
+        "diagnostics": (None,),
+    }
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """0 keeps all tokens."""
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool = False
+    metadata: Metadata | None = None
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+            "user": self.metadata.user_id if self.metadata else None,
+        }
+
+
+class AnthropicErrorBody(BaseModel):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
