@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from serve_app.engine.cost_model import CostModel
 from serve_app.engine.sequence import Sequence
 
+# Seconds of full slots after which the speed of before hardly counts any more.
+_PACE_S = 10.0
 # Generated tokens that a request is taken to have before any has ended, and the weight of the newest.
 _FIRST_GUESS = 128.0
 _NEWEST = 0.1
@@ -56,6 +58,20 @@ class Backlog:
         self._costs = costs
         self._n_slots = n_slots
         self._n_generated = _FIRST_GUESS
+        self._pace = 1.0
+        """Seconds of work, as measured at the start, that get done in a second with all slots busy."""
+
+    def progressed(self, n_prompt: int, n_generated: int, seconds: float) -> None:
+        """Learn how fast work gets done from a step with all slots busy: neighbours on the machine slow it
+        down, and so do bounded stalls."""
+        done_s = n_prompt * self._costs.prompt_token_s + n_generated * self._token_s
+        if done_s > 0 and seconds > 0:
+            weight = -math.expm1(-seconds / _PACE_S)
+            self._pace += weight * (done_s / seconds - self._pace)
+
+    @property
+    def _token_s(self) -> float:
+        return self._costs.steps_s(self._n_slots, 0) / self._n_slots
 
     def ended(self, sequence: Sequence) -> None:
         """Learn from an answer's length."""
@@ -63,7 +79,8 @@ class Backlog:
 
     def forecast(self, live: Iterable[Sequence]) -> Forecast:
         """With these sequences."""
-        costs, n_slots = self._costs, self._n_slots
-        token_s = costs.steps_s(n_slots, 0) / n_slots
-        rates = n_slots, costs.prompt_token_s, token_s, self._n_generated
+        prompt_token_s, token_s = (
+            seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
+        )
+        rates = self._n_slots, prompt_token_s, token_s, self._n_generated
         return Forecast(*rates, work_s=Forecast(*rates).work_of(live))

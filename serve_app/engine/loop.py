@@ -183,6 +183,7 @@ class DecoderLoop:
         table = self._lanes.table
         ends = table.lane_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
         passes = self._scheduler.schedule(began, table.n_cells, ends)
+        n_prompt, n_generated = self._counts["prompt_tokens"], self._counts["generated_tokens"]
         for planned in passes:
             if not self._attempt(planned):
                 break
@@ -192,6 +193,10 @@ class DecoderLoop:
         self._flush()
         self._worked = time.monotonic()
         self._seconds["steps"] += self._worked - began
+        if not table.has_idle:
+            n_prompt = self._counts["prompt_tokens"] - n_prompt
+            n_generated = self._counts["generated_tokens"] - n_generated
+            self._backlog.progressed(n_prompt, n_generated, self._worked - began)
 
     def _attempt(self, planned: Pass) -> bool:
         """Carry out a pass; False if the cache has no room for it, and somebody gave way instead."""

@@ -56,3 +56,21 @@ def test_the_wait_for_a_slot(n_live: int, n_arrived: int, wait_s: float) -> None
     live = [waiting(1, 100)] * n_live
     known = backlog.forecast(live[n_arrived:])
     assert known.wait_s(n_live, live[:n_arrived]) == pytest.approx(wait_s)
+
+
+def test_it_learns_how_fast_work_gets_done() -> None:
+    """Half as fast as measured, for a minute; steps without tokens say nothing."""
+    backlog = Backlog(COSTS, n_slots=4)
+    for _ in range(60):
+        backlog.progressed(100, 0, 1.0)
+        backlog.progressed(0, 0, 1.0)
+    assert seconds(backlog, waiting(1, 50)) == pytest.approx(2 * 50 * 0.02, rel=0.01)
+    for _ in range(60):
+        backlog.progressed(0, 50, 1.0)
+    assert seconds(backlog, waiting(101, None)) == pytest.approx(0.5 + 128 * 0.02, rel=0.01)
+
+
+def test_nothing_measured_nothing_learnt() -> None:
+    backlog = Backlog(CostModel(Measurements()), 4)
+    backlog.progressed(100, 10, 1.0)
+    assert seconds(backlog, waiting(9, 9)) == 0
