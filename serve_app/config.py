@@ -26,7 +26,7 @@ from ray.serve.config import AutoscalingConfig
 
 from serve_app.addresses import is_loopback
 from serve_app.errors import ConfigError
-from serve_app.llama.formats import CacheType, LoadMode
+from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode
 
 
 class _Section(BaseModel):
@@ -108,6 +108,9 @@ class EngineConfig(_Section):
     first `n_keep` tokens dropped; a request may say otherwise. Without, it ends with `length`."""
     n_keep: Annotated[int, Field(ge=-1)] = 0
     """First tokens that a context shift keeps, the very first one always; -1 keeps the prompt."""
+    embedding_pooling: EmbeddingPooling | Literal["auto"] = "auto"
+    """How the vectors of a text's tokens become its embedding: their `mean`, the first's (`cls`) or the
+    `last`'s. `auto` is what the model's file says, or else `mean`. Reranking models do without."""
 
 
 class Autoscaling(AutoscalingConfig):

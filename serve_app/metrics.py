@@ -19,6 +19,8 @@ _COUNTED = {
     "accepted_tokens": "Of them, those that were right.",
     "preemptions": "Sequences that lost their slot for a time.",
     "context_shifts": "Contexts that were full and went on.",
+    "embedded_texts": "Texts that became vectors.",
+    "embedded_tokens": "Their tokens.",
     "steps": "Steps of the engine.",
 }
 

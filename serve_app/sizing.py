@@ -99,6 +99,7 @@ def resolve(
         speculate=config.speculate,
         context_shift=config.context_shift,
         n_keep=config.n_keep,
+        embedding_pooling=None if config.embedding_pooling == "auto" else config.embedding_pooling,
         prefix_folder=config.cache_folder,
     )
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
 from serve_app.llama.constraint import Constraint
+from serve_app.llama.formats import EmbeddingPooling
 from serve_app.types import Sampled, SamplingParams
 
 Row = tuple[int, int, int, bool]
@@ -66,6 +70,22 @@ class MemoryUse:
     cache_bytes_per_token: int
     compute_bytes: int
     """What passes are computed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingShape:
+    """What passes over texts to be embedded may be."""
+
+    n_rows: int
+    """Most tokens in a pass."""
+    n_lanes: int
+    """Most texts in a pass."""
+    n_text: int
+    """Most tokens of a text."""
+    pooling: EmbeddingPooling | Literal["rank"]
+    """How the vectors of a text's tokens become one; `rank` for a reranking model, whose are scores."""
+    causal: bool
+    """Whether tokens see only those before them: a text can be computed in parts, and continued."""
 
 
 class Backend(Protocol):
@@ -133,6 +153,17 @@ class Backend(Protocol):
     def restore(self, seq_id: int, state: State) -> None:
         """Make the lane what it was when the state was saved, of this lane or another one, whatever
         it held. Raises DecodeError if it cannot; the lane is then in no known state."""
+
+    @property
+    def embedding(self) -> EmbeddingShape:
+        """What `embed` takes."""
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """A vector for each row, from a pass in a cache of its own; what it needs is made at the first
+        call. Of a reranking model, one number: the score of the row's text up to here.
+
+        A lane holds one text, which begins at position 0. Only lane 0 keeps it for the next pass. Raises
+        DecodeError, or ConfigError without memory for it; the texts are to be begun anew then."""
 
     def close(self) -> None:
         """Free everything; nothing is called afterwards."""

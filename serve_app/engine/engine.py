@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from serve_app.engine.backend import Backend
+from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.stats import EngineStats
 from serve_app.engine.stream import CallbackRunner, TokenStream
-from serve_app.errors import CorralError, EngineFailedError, InvalidRequestError, PromptTooLongError
+from serve_app.errors import (
+    CorralError,
+    EngineFailedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    TextTooLongError,
+)
 from serve_app.types import GenerationRequest, RequestRecord, TokenDelta
 
 
@@ -77,6 +85,26 @@ class Engine:
         if refusal is not None:
             raise refusal
 
+    def embed(self, texts: Sequence[tuple[int, ...]]) -> Future[Vectors]:
+        """Vectors of texts, given as tokens: float32, one row each, not normalised; of a reranking model,
+        one score each. Cancelling the future spares what was not yet computed. Raises like `submit`,
+        TextTooLongError instead of PromptTooLongError."""
+        (outcome,) = self.embed_many([texts])
+        if isinstance(outcome, CorralError):
+            raise outcome
+        return outcome
+
+    def embed_many(
+        self, requests: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[Future[Vectors] | CorralError]:
+        """The same for several requests, so that one pass computes what fits of them all; each is
+        accepted or refused for itself."""
+        refused = [self._reason_to_refuse_texts(texts) for texts in requests]
+        made = [Texts(texts) for texts in requests]
+        pairs = list(zip(made, refused, strict=True))
+        entered = iter(self._loop.submit_texts([one for one, refusal in pairs if refusal is None]))
+        return [refusal or next(entered) or one.future for one, refusal in pairs]
+
     def abort(self, request_id: str) -> None:
         """End a request, waiting or running; its slot is free within one step. Idempotent; an
         unknown id is ignored."""
@@ -126,8 +154,23 @@ class Engine:
             return error
         return EngineSequence(request, sink, constraint)
 
+    def _reason_to_refuse_texts(self, texts: Sequence[tuple[int, ...]]) -> CorralError | None:
+        n_vocab, n_text = self._vocabulary.n_vocab, self._loop.embedding.n_text
+        if not texts or not all(texts):
+            return InvalidRequestError("A text is empty.", "input")
+        longest = max(map(len, texts))
+        if longest > n_text:
+            return TextTooLongError(longest, n_text, "input")
+        if not all(0 <= token < n_vocab for text in texts for token in text):
+            return InvalidRequestError(
+                f"A text holds a token id outside 0 to {n_vocab - 1}.", "input"
+            )
+        return None
+
     def _reason_to_refuse(self, request: GenerationRequest) -> CorralError | None:
         n_vocab = self._vocabulary.n_vocab
+        if not self._loop.embedding.causal:
+            return InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
         if not request.prompt:
             return InvalidRequestError("The prompt is empty.", "prompt")
         if len(request.prompt) >= self.options.n_ctx_slot:

@@ -7,7 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from serve_app.engine.backend import MemoryUse, Row, State
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine.backend import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
@@ -73,6 +76,9 @@ class FakeBackend:
         self.lanes: list[list[int]] = [[] for _ in range(n_slots)]
         self.batches: list[list[Row]] = []
         """Every batch that was submitted."""
+        self.embedding = EmbeddingShape(16, 8, n_text=32, pooling="mean", causal=True)
+        self.embed_batches: list[list[Row]] = []
+        """Every batch of texts to be embedded."""
         self.open_samplers = 0
         self.closed = False
         self._script = script
@@ -83,6 +89,7 @@ class FakeBackend:
         self._may_run = threading.Event()
         self._may_run.set()
         self._unsettled: set[int] = set()
+        self._texts: dict[int, list[int]] = {}
         self._at_row: dict[int, list[int]] = {}
 
     def hold(self) -> None:
@@ -152,6 +159,24 @@ class FakeBackend:
         """Make the lane those tokens."""
         self._expect_settled(seq_id)
         self.lanes[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """For each row: its token, its position, and the sum of its text's tokens up to it."""
+        self._may_run.wait()
+        self.embed_batches.append(list(rows))
+        if self._fail_on.intersection(row[0] for row in rows):
+            raise DecodeError("scripted failure")
+        vectors = []
+        for token, position, lane, _ in rows:
+            text = self._texts.setdefault(lane, [])
+            if position == 0:
+                text.clear()
+            if position != len(text):
+                raise AssertionError(f"position {position} in a text of {len(text)}")
+            text.append(token)
+            vectors.append([token, position, sum(text)])
+        self._texts = {0: self._texts.get(0, [])}
+        return np.array(vectors, np.float32)
 
     def _expect_settled(self, seq_id: int) -> None:
         if seq_id in self._unsettled:

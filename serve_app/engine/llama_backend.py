@@ -9,8 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from serve_app.engine import calibration, modes
-from serve_app.engine.backend import MemoryUse, Row, State
+from serve_app.engine.backend import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
 from serve_app.engine.options import EngineOptions
@@ -20,11 +23,17 @@ from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama import library
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Context
+from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
 from serve_app.types import SamplingParams
 
 logger = logging.getLogger("corral.engine")
+
+# Texts in one pass of embeddings, at most.
+_TEXTS_AT_ONCE = 64
+# llama.cpp keeps the logits of all rows of such a pass: bytes for them, and rows that are enough for speed.
+_LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
 # Lanes of contexts that are only measured are no longer than this: a beginning, and a chunk behind it.
 _SWEEP_CTX = 640
@@ -40,6 +49,7 @@ class LlamaBackend:
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
         self.vocabulary = Model(path, load_mode=options.load_mode)
         self._options = options
+        self._embedder: Embedder | None = None
         try:
             measured = self._measure()
             self.mode, self.mode_reason = modes.choose(measured, options)
@@ -81,7 +91,7 @@ class LlamaBackend:
     def _measure(self) -> dict[Mode, Measurements]:
         """What passes cost in each mode that is open."""
         options = self._options
-        if options.sweep_limit_s <= 0:
+        if options.sweep_limit_s <= 0 or not self.vocabulary.is_causal:
             return {modes.candidates(options)[0]: Measurements()}
         limit_s = options.sweep_limit_s / modes.sweeps(options)
         measured: dict[Mode, Measurements] = {}
@@ -170,6 +180,38 @@ class LlamaBackend:
         self._context.restore(seq_id, state)
 
     @property
+    def embedding(self) -> EmbeddingShape:
+        """See Backend.embedding."""
+        model, options = self.vocabulary, self._options
+        rows = max(_ENOUGH_ROWS, _LOGITS_BYTES // (4 * model.n_vocab))
+        n_text = options.n_ctx_slot
+        if not model.is_causal:  # all of a text goes into one pass, and its positions are a table
+            n_text = rows = min(n_text, model.n_ctx_train)
+        pooling = options.embedding_pooling or model.pooling or "mean"
+        return EmbeddingShape(
+            n_rows=min(rows, options.n_batch) if model.is_causal else rows,
+            n_lanes=_TEXTS_AT_ONCE,
+            n_text=n_text,
+            pooling="rank" if model.pooling == "rank" else pooling,
+            causal=model.is_causal,
+        )
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """See Backend.embed."""
+        if self._embedder is None:
+            shape = self.embedding
+            self._embedder = Embedder(
+                self.vocabulary,
+                n_text=shape.n_text,
+                n_rows=shape.n_rows,
+                n_lanes=shape.n_lanes,
+                threads=self._options.threads,
+                flash_attn=self.mode.flash_attn,
+                ranks=shape.pooling == "rank",
+            )
+        return self._embedder.run(rows)
+
+    @property
     def state_key(self) -> bytes:
         """See Backend.state_key."""
         options = self._options
@@ -191,5 +233,7 @@ class LlamaBackend:
         )
 
     def close(self) -> None:
-        """Free the context. The model is freed with the last object that knows its vocabulary."""
+        """Free the contexts. The model is freed with the last object that knows its vocabulary."""
         self._context.close()
+        if self._embedder is not None:
+            self._embedder.close()

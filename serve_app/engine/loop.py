@@ -14,6 +14,7 @@ from dataclasses import replace
 from serve_app.engine.backend import Backend
 from serve_app.engine.backlog import Backlog, Forecast
 from serve_app.engine.cost_model import CostModel
+from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.fair_queue import FairQueue
 from serve_app.engine.history import History
 from serve_app.engine.lanes import Lanes
@@ -56,7 +57,8 @@ class DecoderLoop:
 
     That thread also opens the backend, and closes it: OpenMP keeps a team of workers for each thread
     that has ever computed, and with a second team, each step's threads wait asleep instead of
-    spinning, for a quarter of the speed. `open_backend` runs once; what it raises, `__init__` raises.
+    spinning, for a quarter of the speed. So embeddings are computed here, too. `open_backend` runs
+    once; what it raises, `__init__` raises.
     """
 
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
@@ -88,6 +90,7 @@ class DecoderLoop:
         )
         self._thread.start()
         self.vocabulary = opened.result().vocabulary
+        self.embedding = opened.result().embedding
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
@@ -102,6 +105,10 @@ class DecoderLoop:
         }
         found |= {record.id: record for record in self._history.find(wanted)}
         return list(found.values())
+
+    def submit_texts(self, requests: list[Texts]) -> list[CorralError | None]:
+        """Queue texts to be embedded; for each request, None or why it is refused."""
+        return self._mailbox.submit_texts(requests)
 
     def abort(self, request_id: str) -> None:
         """End a request, waiting or running, before the next step. Idempotent."""
@@ -174,15 +181,18 @@ class DecoderLoop:
         stored = PrefixStore(options.cache_ram_bytes, kept, self._files)
         self._lanes = Lanes(backend, table, stored)
         self._lanes.pin(options.n_batch)
+        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s)
         self.stats = self._snapshot()
 
     def step(self) -> None:
-        """Schedule; for each pass, decode, sample and postprocess; deliver."""
+        """Embed; schedule; for each pass, decode, sample and postprocess; deliver."""
         began = time.monotonic()
         self._admit()
+        self._embeddings.step(beside=bool(self._scheduler.running))
+        embed_s = time.monotonic() - began
         table = self._lanes.table
         ends = table.lane_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
-        passes = self._scheduler.schedule(began, table.n_cells, ends)
+        passes = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
         n_prompt, n_generated = self._counts["prompt_tokens"], self._counts["generated_tokens"]
         for planned in passes:
             if not self._attempt(planned):
@@ -349,6 +359,7 @@ class DecoderLoop:
 
     def _obey(self, commands: Commands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
+        self._embeddings.add(commands.texts)
         if not (commands.submitted or commands.aborted) and commands.deadline is None:
             return True
         self._waiting.extend(commands.submitted)
@@ -358,8 +369,9 @@ class DecoderLoop:
                 self._end(live[request_id], FinishReason.ABORT)
         self._draining = commands.deadline is not None
         if commands.deadline is not None and time.monotonic() >= commands.deadline:
+            error = EngineClosedError("The engine shut down before this request was done.")
+            self._embeddings.end(error)
             for sequence in self._live:
-                error = EngineClosedError("The engine shut down before this request was done.")
                 self._end(sequence, FinishReason.ERROR, error)
         self._flush()
         return self._has_work or not self._draining
@@ -413,6 +425,7 @@ class DecoderLoop:
             if delta.end is not None:
                 self._release(sequence, delta.end)
         self.stats = self._snapshot()
+        self._embeddings.deliver()
         outbox, self._outbox = self._outbox, []
         for sequence, delta in outbox:
             if delta.end is not None:
@@ -439,7 +452,10 @@ class DecoderLoop:
     def _fail(self, failure: EngineFailedError) -> None:
         """The backend is broken: end everything, and refuse what comes."""
         self.failure = failure
-        self._waiting.extend(self._mailbox.fail())
+        never_taken = self._mailbox.fail()
+        self._waiting.extend(never_taken.submitted)
+        self._embeddings.add(never_taken.texts)
+        self._embeddings.end(failure)
         for sequence in self._live:
             self._end(sequence, FinishReason.ERROR, failure)
         self._flush()
@@ -450,7 +466,7 @@ class DecoderLoop:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._scheduler.running)
+        return bool(self._waiting or self._scheduler.running or self._embeddings)
 
     def _snapshot(self) -> EngineStats:
         live, memory, counts = self._live, self._backend.memory, self._counts
@@ -474,6 +490,9 @@ class DecoderLoop:
             accepted_tokens=counts["accepted_tokens"],
             preemptions=counts["preemptions"],
             context_shifts=counts["context_shifts"],
+            embedded_texts=self._embeddings.counts["texts"],
+            embedded_tokens=self._embeddings.counts["tokens"],
+            embedding_passes=self._embeddings.counts["passes"],
             ended=dict(self._ended),
             step_s=self._seconds["steps"],
             decode_s=self._seconds["decoding"],

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from serve_app.engine.backlog import Forecast
+from serve_app.engine.embedding import Texts
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     CorralError,
@@ -17,12 +18,16 @@ from serve_app.errors import (
 )
 from serve_app.types import RequestRecord
 
+MAX_TEXTS = 2048
+"""While so many texts wait to be embedded, no request with more is accepted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Commands:
     """What other threads asked for since the last step."""
 
     submitted: list[Sequence]
+    texts: list[Texts]
     aborted: set[str]
     deadline: float | None
     """When a drain must be over, on `time.monotonic`; None while the engine is open."""
@@ -41,6 +46,8 @@ class Mailbox:
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._live: dict[str, RequestRecord] = {}
         self._submitted: list[Sequence] = []
+        self._texts: list[Texts] = []
+        self._n_texts = 0
         self._aborted: set[str] = set()
         self._deadline: float | None = None
         self._failed = False
@@ -53,11 +60,37 @@ class Mailbox:
             self._changed.notify()
         return refusals
 
-    def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | None:
+    def submit_texts(self, requests: list[Texts]) -> list[CorralError | None]:
+        """Any thread: accept these texts or say, for each request, why not."""
+        with self._changed:
+            refusals = [self._accept_texts(request) for request in requests]
+            self._changed.notify()
+        return refusals
+
+    def _accept_texts(self, request: Texts) -> CorralError | None:
+        if self._n_texts >= MAX_TEXTS:
+            return QueueFullError("Too many texts wait to be embedded.", 1)
+        if closed := self._closed():
+            return closed
+        self._n_texts += len(request.tokens)
+        self._texts.append(request)
+        request.future.add_done_callback(lambda _: self._forget_texts(len(request.tokens)))
+        return None
+
+    def _forget_texts(self, n_texts: int) -> None:
+        with self._changed:
+            self._n_texts -= n_texts
+
+    def _closed(self) -> CorralError | None:
         if self._failed:
             return EngineFailedError("The engine has failed and is being restarted.")
         if self._deadline is not None:
             return EngineClosedError("The engine is shutting down.")
+        return None
+
+    def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | None:
+        if closed := self._closed():
+            return closed
         if sequence.id in self._live:
             return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
         n_live = len(self._live)
@@ -101,10 +134,13 @@ class Mailbox:
         `wait_s` at most; None is for ever."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._submitted or self._aborted or self._deadline is not None, wait_s
+                lambda: (
+                    self._submitted or self._texts or self._aborted or self._deadline is not None
+                ),
+                wait_s,
             )
-            commands = Commands(self._submitted, self._aborted, self._deadline)
-            self._submitted, self._aborted = [], set()
+            commands = Commands(self._submitted, self._texts, self._aborted, self._deadline)
+            self._submitted, self._texts, self._aborted = [], [], set()
             return commands
 
     def forget(self, request_id: str) -> None:
@@ -114,9 +150,8 @@ class Mailbox:
             self._live.pop(request_id, None)
             self._aborted.discard(request_id)
 
-    def fail(self) -> list[Sequence]:
+    def fail(self) -> Commands:
         """Decoder thread: refuse everything from now on; returns what was never taken."""
         with self._changed:
             self._failed = True
-            submitted, self._submitted = self._submitted, []
-            return submitted
+        return self.take(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.llama.formats import CacheType, LoadMode, block_size
+from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class EngineOptions:
     request does not say."""
     n_keep: int = 0
     """First tokens that a context shift keeps, if the request does not say; -1: all of the prompt."""
+    embedding_pooling: EmbeddingPooling | None = None
+    """How a text's vectors become one; None: as the model's file says, or else their mean."""
     sweep_limit_s: float = 24.0
     """Most time at the start for measuring what passes cost; 0 measures nothing."""
     sweep_folder: Path | None = None

@@ -64,6 +64,7 @@ class Scheduler:
         self._mixed = mixed
         self._n_cells = 0
         self._lane_ends: Mapping[int, int] | None = None
+        self._beside_s = 0.0
         self._margin = _FIRST_MARGIN
         self._running: list[Sequence] = []
         self._has_news = False
@@ -84,12 +85,17 @@ class Scheduler:
         return tuple(self._running)
 
     def schedule(
-        self, now: float, n_cells: int = 0, lane_ends: Mapping[int, int] | None = None
+        self,
+        now: float,
+        n_cells: int = 0,
+        lane_ends: Mapping[int, int] | None = None,
+        beside_s: float = 0.0,
     ) -> list[Pass]:
         """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
         `n_cells` are in use, if the cache is unified. `lane_ends` are the tokens in the cache of each lane
-        that has room for one more and could drop it again; None if that does not matter."""
-        self._n_cells, self._lane_ends = n_cells, lane_ends
+        that has room for one more and could drop it again; None if that does not matter. `beside_s` were
+        spent on embeddings: prompts get less of the step."""
+        self._n_cells, self._lane_ends, self._beside_s = n_cells, lane_ends, beside_s
         decoding = [sequence for sequence in self._running if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = 0.0 if any(one.n_generated for one in decoding) else self._catch_up_s()
@@ -215,7 +221,7 @@ class Scheduler:
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._max_stall_s is not None and bool(self._costs)
         bounded = bounded and (bool(decoding) or self._has_news)
-        within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s)
+        within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
         left = self._n_batch
         turns: list[Turn] = []
         prompts = [sequence for sequence in self._running if sequence.n_pending > 1]

@@ -46,6 +46,10 @@ class EngineStats:
     preemptions: int = 0
     """Sequences that lost their slot for a time, because the cache was full."""
     context_shifts: int = 0
+    embedded_texts: int = 0
+    """Texts that became vectors, and their tokens, in so many passes."""
+    embedded_tokens: int = 0
+    embedding_passes: int = 0
     ended: dict[str, int] = field(default_factory=dict)
     """Requests by the reason of their end."""
     step_s: float = 0.0

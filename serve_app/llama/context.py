@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import llama_cpp
 import numpy as np
@@ -18,12 +19,19 @@ from serve_app.llama.model import Model
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
 
+Pooling = Literal["none", "rank"]
+"""What llama.cpp makes of a text's vectors: nothing, or a reranking model's score."""
+
 State = bytes | memoryview
 """The saved state of a sequence."""
 
 # llama.cpp rounds a lane's length up to this many cells.
 _CELL_PADDING = 256
 _CACHE_FULL = 1  # what llama_decode returns when it finds no cells; nothing was changed then
+_POOLINGS: dict[Pooling, int] = {
+    "none": llama_cpp.LLAMA_POOLING_TYPE_NONE,
+    "rank": llama_cpp.LLAMA_POOLING_TYPE_RANK,
+}
 _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
@@ -49,9 +57,11 @@ class Context:
         n_outputs: int | None = None,
         cache_type_k: CacheType = "f16",
         cache_type_v: CacheType = "f16",
+        pooling: Pooling | None = None,
     ) -> None:
         """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each lane. `n_outputs`
-        is how many rows of a batch may want logits; default: one for each lane."""
+        is how many rows of a batch may want logits; default: one for each lane. With `pooling`, the
+        context makes embeddings, and every row must want them."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
@@ -71,6 +81,9 @@ class Context:
         params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
         params.kv_unified = kv_unified
         params.no_perf = True
+        if pooling is not None:
+            params.embeddings = True
+            params.pooling_type = _POOLINGS[pooling]
         with library.captured() as lines:
             self.pointer = llama_cpp.llama_init_from_model(model.pointer, params)
         if not self.pointer:
@@ -133,6 +146,16 @@ class Context:
         until the next `decode`."""
         pointer = llama_cpp.llama_get_logits_ith(self.pointer, row)
         return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
+
+    def embeddings(self, n_rows: int) -> NDArray[np.float32]:
+        """A vector for each of the `n_rows` rows that were last decoded; only without llama.cpp's own
+        pooling. A view, good until the next `decode`."""
+        pointer = llama_cpp.llama_get_embeddings(self.pointer)
+        return np.ctypeslib.as_array(pointer, shape=(n_rows, self.model.n_embd))
+
+    def rank_score(self, seq_id: int) -> float:
+        """How relevant a reranking model finds the lane's text; one of the last batch's lanes."""
+        return float(llama_cpp.llama_get_embeddings_seq(self.pointer, seq_id)[0])
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a sequence's cached tokens from position `n_past` on; 0 empties its lane. Raises

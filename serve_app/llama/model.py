@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import llama_cpp
 from llguidance import LLMatcher, LLTokenizer
@@ -19,7 +20,7 @@ from llguidance.llamacpp import lltokenizer_from_vocab
 from serve_app.errors import ConfigError
 from serve_app.llama import library
 from serve_app.llama.constraint import Constraint
-from serve_app.llama.formats import LoadMode
+from serve_app.llama.formats import EmbeddingPooling, LoadMode
 
 _LOAD_MODES: dict[LoadMode, int] = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -27,6 +28,13 @@ _LOAD_MODES: dict[LoadMode, int] = {
     "mlock": llama_cpp.LLAMA_LOAD_MODE_MLOCK,
     "mmap+mlock": llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
     "none": llama_cpp.LLAMA_LOAD_MODE_NONE,
+}
+
+_POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
+    llama_cpp.LLAMA_POOLING_TYPE_MEAN: "mean",
+    llama_cpp.LLAMA_POOLING_TYPE_CLS: "cls",
+    llama_cpp.LLAMA_POOLING_TYPE_LAST: "last",
+    llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
@@ -97,6 +105,22 @@ class Model:
     def n_ctx_train(self) -> int:
         """The context length that the model was trained for, in tokens."""
         return self.meta_int("context_length", 2048)
+
+    @property
+    def n_embd(self) -> int:
+        """Numbers in an embedding."""
+        default = self.meta_int("embedding_length", 0)
+        return self.meta_int("embedding_length_out", default)
+
+    @property
+    def pooling(self) -> EmbeddingPooling | Literal["rank"] | None:
+        """How the file says that a text's vectors become one, or a score; None if it does not say."""
+        return _POOLINGS.get(self.meta_int("pooling_type", llama_cpp.LLAMA_POOLING_TYPE_NONE))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see only those before them; a model where they see all makes embeddings only."""
+        return self.meta(f"{self.meta('general.architecture')}.attention.causal") != "false"
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -240,6 +264,24 @@ class Model:
         with warnings.catch_warnings():  # it uses a deprecated name
             warnings.simplefilter("ignore", DeprecationWarning)
             return lltokenizer_from_vocab(self._vocab, eos_token=list(self.eog_tokens) or None)
+
+    def encode_pair(self, query: str, document: str) -> list[int]:
+        """What a reranking model reads: by its own template, or as BOS query EOS SEP document EOS, as
+        far as the vocabulary wants those; llama-server's rules."""
+        template = self.meta("tokenizer.chat_template.rerank")
+        if template is not None:
+            text = template.replace("{query}", query).replace("{document}", document)
+            return self.tokenize(text, add_special=False, parse_special=True)
+        sep = llama_cpp.llama_vocab_sep(self._vocab)
+        ends = [self.eos if self.eos is not None else sep]
+        ends *= llama_cpp.llama_vocab_get_add_eos(self._vocab)
+        begins = [self.bos] * llama_cpp.llama_vocab_get_add_bos(self._vocab)
+        between = [*ends, *[sep] * llama_cpp.llama_vocab_get_add_sep(self._vocab)]
+        asked, told = (
+            self.tokenize(text, add_special=False, parse_special=False)
+            for text in (query, document)
+        )
+        return [t for t in (*begins, *asked, *between, *told, *ends) if t is not None]
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation (end of text, end of turn)."""

@@ -47,6 +47,20 @@ class Tokenizer:
         """Token ids are 0 to n_vocab - 1."""
         return self._model.n_vocab
 
+    @property
+    def n_embd(self) -> int:
+        """Numbers in one of the model's embeddings."""
+        return self._model.n_embd
+
+    @property
+    def reranks(self) -> bool:
+        """Whether the model tells how relevant documents are, instead of making embeddings."""
+        return self._model.pooling == "rank"
+
+    def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
+        """What a reranking model reads; see `serve_app.llama.model.Model.encode_pair`."""
+        return tuple(self._model.encode_pair(query, document))
+
     def least_tokens(self, n_chars: int) -> int:
         """A text of so many characters has so many tokens at least."""
         return n_chars // self._model.longest_text

@@ -20,6 +20,8 @@ EXAMPLES: list[CorralError] = [
     errors.PromptTooLongError(9, 8, "prompt", False),
     errors.KeyLimitError("300 prompt tokens"),
     errors.AuthenticationError("no key"),
+    errors.TextTooLongError(9, 8),
+    errors.TextTooLongError(9, 8, "input"),
     errors.ModelNotFoundError("gpt"),
     errors.RequestNotFoundError("no such request"),
     errors.SlowRequestError("too slow"),

@@ -1,0 +1,182 @@
+"""Texts on their way to vectors: which go into the next pass, and what becomes of their tokens' vectors."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine.backend import Backend, EmbeddingShape, Row
+from serve_app.engine.cost_model import CostModel
+from serve_app.errors import CorralError
+
+Vectors = NDArray[np.float32]
+"""One row for each text."""
+
+# Of the stall budget, what a pass over texts may take beside running sequences; prompts get the rest.
+_SHARE = 0.5
+# A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
+# it follows what passes take.
+_FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
+
+
+class Texts:
+    """One request's texts, and the way to their vectors. Cancelling `future` spares what was not yet
+    computed."""
+
+    def __init__(self, tokens: Sequence[tuple[int, ...]]) -> None:
+        self.tokens = tokens
+        self.future: Future[Vectors] = Future()
+        self._vectors: dict[int, NDArray[np.float64]] = {}
+
+    def take(self, index: int, vector: NDArray[np.float64]) -> bool:
+        """One text's vector; True if it was the last one."""
+        self._vectors[index] = vector
+        return len(self._vectors) == len(self.tokens)
+
+    def end(self, error: CorralError | None = None) -> None:
+        """Hand over the vectors, or the error; once."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            vectors = [self._vectors[i] for i in range(len(self.tokens))]
+            self.future.set_result(np.array(vectors, np.float32))
+
+
+class _Text:
+    """One of them: its tokens, how far they are computed, and what became of their vectors."""
+
+    def __init__(self, owner: Texts, index: int, turn: int) -> None:
+        self.owner, self.index, self.turn = owner, index, turn
+        self.tokens = owner.tokens[index]
+        self.n_past = 0
+        self._pooled: NDArray[np.float64] | float = 0.0
+
+    @property
+    def n_pending(self) -> int:
+        return len(self.tokens) - self.n_past
+
+    def rows(self, lane: int, n_rows: int) -> list[Row]:
+        """The next so many."""
+        places = range(self.n_past, self.n_past + n_rows)
+        return [(self.tokens[place], place, lane, True) for place in places]
+
+    def advance(self, vectors: Vectors, pooling: str) -> bool:
+        """Take the vectors of the next tokens; True if that was the last of all texts."""
+        if pooling == "mean":
+            self._pooled = self._pooled + vectors.sum(axis=0, dtype=np.float64) / len(self.tokens)
+        elif pooling != "cls":
+            self._pooled = vectors[-1].astype(np.float64)
+        elif self.n_past == 0:
+            self._pooled = vectors[0].astype(np.float64)
+        self.n_past += len(vectors)
+        return self.n_pending == 0 and self.owner.take(self.index, np.asarray(self._pooled))
+
+
+def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
+    """How many rows each of the first texts gets in a pass of at most `limit`, at least one row. Only the
+    first text may be cut; `whole` ones are not, even if the first is above the limit. Pure."""
+    packed = [n_pending[0] if whole else min(n_pending[0], limit)]
+    left = limit - packed[0]
+    for n_rows in n_pending[1:]:
+        if n_rows > left:
+            break
+        packed.append(n_rows)
+        left -= n_rows
+    return packed
+
+
+class EmbeddingQueue:
+    """The texts that wait, and passes over them. Decoder thread only.
+
+    Requests take turns, text by text, so that a long list does not hold a short one up. A text that is
+    longer than a pass goes on in the next one, if the model's tokens see only those before them.
+    """
+
+    def __init__(self, backend: Backend, costs: CostModel, max_stall_s: float | None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._backend = backend
+        self._shape: EmbeddingShape = backend.embedding
+        self._costs = costs
+        self._max_stall_s = max_stall_s
+        self._slowdown = _FIRST_SLOWDOWN
+        self._waiting: list[_Text] = []
+        self._ended: list[tuple[Texts, CorralError | None]] = []
+        self._turn = 0
+
+    def __bool__(self) -> bool:
+        """Whether any text waits."""
+        return bool(self._waiting)
+
+    def add(self, requests: Iterable[Texts]) -> None:
+        """Queue texts."""
+        for request in requests:
+            self._waiting += [_Text(request, i, self._turn + i) for i in range(len(request.tokens))]
+        self._waiting.sort(key=lambda text: text.turn)
+
+    def step(self, *, beside: bool) -> None:
+        """Compute a pass, if any text waits: `beside` running sequences, within its share of the stall
+        budget by the cost model. Whoever ends is told by `deliver`."""
+        self._waiting = [text for text in self._waiting if not text.owner.future.cancelled()]
+        if not self._waiting:
+            return
+        texts = self._waiting[: self._shape.n_lanes]
+        pending = [text.n_pending for text in texts]
+        packed = pack(pending, self._limit(pending, beside), whole=not self._shape.causal)
+        batch = list(zip(texts, packed, strict=False))
+        try:
+            self._forward(batch)
+        except CorralError as error:
+            self._drop({text.owner for text, _ in batch}, error)
+
+    def _limit(self, pending: list[int], beside: bool) -> int:
+        n_rows = min(self._shape.n_rows, sum(pending))
+        if not (beside and self._max_stall_s and self._costs):
+            return n_rows
+        within_s = _SHARE * self._max_stall_s / self._slowdown
+        fitting = self._costs.chunk(n_rows, self._waiting[0].n_past, within_s=within_s)
+        return fitting or self._costs.smallest_chunk(n_rows)
+
+    def _forward(self, batch: list[tuple[_Text, int]]) -> None:
+        began, depth = time.monotonic(), batch[0][0].n_past
+        # Only lane 0 outlives a pass, and only the first text may be cut.
+        rows = [row for lane, (text, n) in enumerate(batch) for row in text.rows(lane, n)]
+        vectors = self._backend.embed(rows)
+        self._learn(len(rows), depth, time.monotonic() - began)
+        start = 0
+        for text, n_rows in batch:
+            if text.advance(vectors[start : start + n_rows], self._shape.pooling):
+                self._ended.append((text.owner, None))
+            start += n_rows
+        self._turn = batch[-1][0].turn
+        self._waiting = [text for text in self._waiting if text.n_pending]
+        self.counts["passes"] += 1
+        self.counts["tokens"] += len(rows)
+        self.counts["texts"] += sum(text.n_pending == 0 for text, _ in batch)
+
+    def _learn(self, n_rows: int, depth: int, seconds: float) -> None:
+        expected = self._costs.prefill_s(n_rows, depth)
+        if expected:
+            least, most = self._slowdown / _MOST_CHANGE, self._slowdown * _MOST_CHANGE
+            found = min(most, max(least, seconds / expected))
+            self._slowdown += _NEWEST * (found - self._slowdown)
+
+    def _drop(self, requests: set[Texts], error: CorralError) -> None:
+        self._waiting = [text for text in self._waiting if text.owner not in requests]
+        self._ended += [(request, error) for request in requests]
+
+    def end(self, error: CorralError) -> None:
+        """End all that wait."""
+        self._drop({text.owner for text in self._waiting}, error)
+
+    def deliver(self) -> None:
+        """Tell those that ended."""
+        ended, self._ended = self._ended, []
+        for request, error in ended:
+            request.end(error)

@@ -1,0 +1,296 @@
+"""Texts that become vectors: what shares a pass, who is next, and what ends without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+
+from serve_app.engine import Engine, InvalidRequestError
+from serve_app.engine.backend import EmbeddingShape
+from serve_app.engine.cost_model import CostModel, Measurements
+from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
+from serve_app.engine.fake import FakeBackend
+from serve_app.errors import (
+    DecodeError,
+    EngineClosedError,
+    EngineFailedError,
+    QueueFullError,
+    TextTooLongError,
+)
+from serve_app.llama.formats import EmbeddingPooling
+from tests.unit.engine.harness import (
+    PATIENCE_S,
+    WatchedBackend,
+    ask,
+    endless,
+    options,
+    request,
+    running,
+    start,
+    until,
+)
+
+Tokens = tuple[int, ...]
+
+
+def text(n_tokens: int, first: int = 1) -> Tokens:
+    return tuple(range(first, first + n_tokens))
+
+
+def mean(tokens: Tokens) -> list[float]:
+    """What the fake backend's rows come to."""
+    sums = np.cumsum(tokens)
+    exact = [np.mean(tokens), (len(tokens) - 1) / 2, np.mean(sums)]
+    return [float(np.float32(number)) for number in exact]
+
+
+# -- the policy, without an engine ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pending", "limit", "whole", "packed"),
+    [
+        ([3], 8, False, [3]),
+        ([3, 4], 8, False, [3, 4]),
+        ([3, 5, 1], 8, False, [3, 5]),
+        ([3, 6, 1], 8, False, [3]),  # in order: nobody overtakes
+        ([9, 1], 8, False, [8]),
+        ([8, 1], 8, False, [8]),
+        ([9, 1], 8, True, [9]),
+        ([3, 6], 8, True, [3]),
+        ([1, 1, 1], 1, False, [1]),
+    ],
+)
+def test_packing(pending: list[int], limit: int, whole: bool, packed: list[int]) -> None:
+    assert pack(pending, limit, whole=whole) == packed
+
+
+def queue(
+    *requests: Sequence[Tokens],
+    seconds_a_row: float = 0.0,
+    causal: bool = True,
+    pooling: EmbeddingPooling = "mean",
+) -> tuple[EmbeddingQueue, FakeBackend, list[Texts]]:
+    backend = FakeBackend(endless, n_slots=1)
+    backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling=pooling, causal=causal)
+    prefill = {n: n * seconds_a_row for n in (1, 2, 4, 8, 16)} if seconds_a_row else {}
+    made = EmbeddingQueue(backend, CostModel(Measurements(dict(prefill), prefill)), 0.25)
+    texts = [Texts(tokens) for tokens in requests]
+    made.add(texts)
+    return made, backend, texts
+
+
+def passes(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False) -> list[list[int]]:
+    """Every pass's tokens, until nothing waits."""
+    while made:
+        made.step(beside=beside)
+    made.deliver()
+    return [[row[0] for row in batch] for batch in backend.embed_batches]
+
+
+def test_requests_take_turns() -> None:
+    made, backend, _ = queue([(n,) * 8 for n in range(4)], [(9,), (10,)])
+    first, *rest = passes(made, backend)
+    assert first == [0] * 8 + [9]  # the short list's first text comes before the long one's second
+    assert rest == [[1] * 8 + [10], [2] * 8 + [3] * 8]
+
+
+def test_a_long_text_goes_on_in_the_next_pass() -> None:
+    made, backend, (request,) = queue([text(30), text(3, 50)])
+    assert passes(made, backend) == [list(text(16)), [*text(14, 17)], list(text(3, 50))]
+    assert request.future.result().tolist() == [mean(text(30)), mean(text(3, 50))]
+
+
+@pytest.mark.parametrize(("pooling", "row"), [("mean", None), ("cls", 0), ("last", 19)])
+def test_pooling_over_parts(pooling: EmbeddingPooling, row: int | None) -> None:
+    made, backend, (request,) = queue([text(20)], pooling=pooling)
+    assert len(passes(made, backend)) == 2
+    rows = [[token, token - 1, sum(text(token))] for token in text(20)]
+    expected = mean(text(20)) if row is None else rows[row]
+    assert request.future.result().tolist() == [expected]
+
+
+def test_a_text_that_must_be_whole_is() -> None:
+    made, backend, _ = queue([text(30)], [text(3)], causal=False)
+    assert [len(one) for one in passes(made, backend)] == [30, 3]
+
+
+def test_passes_beside_running_sequences_keep_to_the_stall_budget() -> None:
+    alone, backend, _ = queue([text(16)], seconds_a_row=0.015)
+    assert [len(one) for one in passes(alone, backend)] == [16]
+    beside, backend, _ = queue([text(16)], seconds_a_row=0.015)
+    sizes = [len(one) for one in passes(beside, backend, beside=True)]
+    # Half of 250 ms, and rows that are first taken to be twice as slow as a prompt's.
+    assert sizes[0] == 4
+    assert sum(sizes) == 16
+    slow, backend, _ = queue([text(3)], seconds_a_row=9)
+    assert len(passes(slow, backend, beside=True)) == 3  # it gets on all the same
+
+
+def test_what_was_cancelled_is_not_computed() -> None:
+    made, backend, (one, other) = queue([text(16)], [text(2, 40)])
+    one.future.cancel()
+    assert passes(made, backend) == [list(text(2, 40))]
+    assert other.future.done()
+
+
+def test_a_lane_that_was_left_half_way_is_begun_anew() -> None:
+    made, backend, (one, other) = queue([text(30)], [text(20, 40)])
+    made.step(beside=False)
+    one.future.cancel()
+    assert passes(made, backend) == [list(text(16)), [*text(16, 40)], [*text(4, 56)]]
+    assert other.future.result().tolist() == [mean(text(20, 40))]
+
+
+# -- the engine -----------------------------------------------------------------------------------
+
+
+def gather(engine: Engine, *requests: Sequence[Tokens]) -> list[list[list[float]]]:
+    outcomes = engine.embed_many(requests)
+    found = []
+    for outcome in outcomes:
+        assert not isinstance(outcome, Exception)
+        found.append(outcome.result(PATIENCE_S).tolist())
+    return found
+
+
+def test_requests_that_come_together_share_a_pass() -> None:
+    backend = WatchedBackend(n_slots=2)
+    with running(backend) as engine:
+        assert gather(engine, [(1, 2)], [(3,), (4, 5)]) == [
+            [mean((1, 2))],
+            [mean((3,)), mean((4, 5))],
+        ]
+        stats = engine.stats()
+    assert len(backend.embed_batches) == 1
+    assert (stats.embedded_texts, stats.embedded_tokens, stats.embedding_passes) == (3, 5, 1)
+
+
+def test_requests_that_come_during_a_pass_share_the_next() -> None:
+    backend = WatchedBackend(n_slots=2)
+    with running(backend) as engine:
+        backend.hold()
+        first = engine.embed([(1,)])
+        until(lambda: not engine._loop._mailbox._texts)  # it was taken
+        others = [engine.embed([(n,)]) for n in range(2, 9)]
+        backend.resume()
+        for one in (first, *others):
+            one.result(PATIENCE_S)
+        assert engine.stats().embedding_passes <= 3
+        assert engine.stats().embedded_texts == 8
+
+
+def test_generation_goes_on_beside_it() -> None:
+    alone, beside = WatchedBackend(n_slots=2), WatchedBackend(n_slots=2)
+    with running(alone) as engine:
+        expected = ask(engine, request("a", max_tokens=40)).text
+    with running(beside) as engine:
+        (inbox,) = start(engine, request("a", max_tokens=40))
+        found = gather(engine, *([text(20), (n,)] for n in range(10)))
+        inbox.wait()
+    assert inbox.text == expected
+    assert found == [[mean(text(20)), mean((n,))] for n in range(10)]
+
+
+@pytest.mark.parametrize("texts", [[], [()], [(1,), ()]], ids=repr)
+def test_nothing_is_no_text(texts: list[Tokens]) -> None:
+    with running(WatchedBackend(n_slots=1)) as engine, pytest.raises(InvalidRequestError):
+        engine.embed(texts)
+
+
+def test_refusals_come_before_anything_is_computed() -> None:
+    backend = WatchedBackend(n_slots=1)
+    with running(backend) as engine:
+        too_long, unknown, good = engine.embed_many([[text(33)], [(1, 257)], [(1,)]])
+        assert isinstance(too_long, TextTooLongError)
+        assert isinstance(unknown, InvalidRequestError)
+        assert not isinstance(good, Exception)
+        good.result(PATIENCE_S)
+    assert backend.embed_batches == [[(1, 0, 0, True)]]
+
+
+def test_2048_texts_wait_at_most() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend) as engine:
+        many = engine.embed([(1,)] * 2048)
+        with pytest.raises(QueueFullError):
+            engine.embed([(1,)])
+        many.cancel()
+        again = engine.embed([(1,)])  # their places are free at once
+        backend.resume()
+        again.result(PATIENCE_S)
+
+
+def test_a_failed_pass_ends_those_in_it_only() -> None:
+    backend = WatchedBackend(n_slots=1, fail_on=[7])
+    with running(backend) as engine:
+        backend.hold()
+        bad, good = (engine.embed([one]) for one in ((7,) * 16, (5,) * 16))
+        backend.resume()
+        with pytest.raises(DecodeError):
+            bad.result(PATIENCE_S)
+        assert good.result(PATIENCE_S).tolist() == [mean((5,) * 16)]
+
+
+def test_a_drain_finishes_what_was_accepted() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    engine = Engine(lambda: backend, options(1))
+    future = engine.embed([text(20), text(20)])
+    backend.resume()
+    engine.close(PATIENCE_S)
+    assert future.result(0).shape == (2, 3)
+    with pytest.raises(EngineClosedError):
+        engine.embed([(1,)])
+
+
+def test_what_is_not_done_in_time_ends_with_an_error() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    engine = Engine(lambda: backend, options(1))
+    future = engine.embed([text(20)] * 50)
+    until(lambda: not engine._loop._mailbox._texts)
+    engine._loop._mailbox.drain(0)
+    backend.resume()
+    engine.close(0)
+    with pytest.raises(EngineClosedError):
+        future.result(0)
+
+
+def test_an_engine_that_breaks_ends_them() -> None:
+    backend = WatchedBackend(n_slots=1, break_after=0)
+    with running(backend) as engine:
+        backend.hold()
+        futures = [engine.embed([text(20)] * 50) for _ in range(3)]
+        start(engine, request("breaks it"))
+        backend.resume()
+        for future in futures:
+            with pytest.raises(EngineFailedError):
+                future.result(PATIENCE_S)
+        with pytest.raises(EngineFailedError):
+            engine.embed([(1,)])
+
+
+def test_models_that_see_the_whole_text_generate_nothing() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling="cls", causal=False)
+    with running(backend) as engine:
+        with pytest.raises(InvalidRequestError, match="cannot generate"):
+            start(engine, request("a"))
+        assert gather(engine, [(5, 6)]) == [[[5, 0, 5]]]
+
+
+def test_a_cancelled_future_stays_so() -> None:
+    backend = WatchedBackend(n_slots=1)
+    with running(backend) as engine:
+        backend.hold()
+        futures = [engine.embed([(n,)]) for n in range(3)]
+        assert futures[2].cancel()
+        backend.resume()
+        futures[1].result(PATIENCE_S)
+        with pytest.raises(CancelledError):
+            futures[2].result(PATIENCE_S)
