@@ -10,12 +10,15 @@ to serve: nothing restarts it, nothing scales it.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import numpy as np
 import uvicorn
 import yaml
+from numpy.typing import NDArray
 
 from serve_app import config
 from serve_app.app import resolve
@@ -45,6 +48,10 @@ class LocalClient:
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See EngineClient."""
         return self._engine.explain(wanted)
+
+    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+        """See EngineClient."""
+        return await asyncio.wrap_future(self._engine.embed(texts))
 
     async def stats(self) -> list[ReplicaStats]:
         """See EngineClient."""

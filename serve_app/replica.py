@@ -6,10 +6,13 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray import serve
 
 from serve_app.engine import Engine, TokenStream
@@ -40,9 +43,10 @@ class EngineReplica:
         )
         self._engine = Engine.load(path, options)
         self._metrics = ReplicaMetrics(model.id)
-        batching: Any = self._enter  # Serve's setters are not in its decorator's type
-        batching.set_max_batch_size(options.n_slots + options.max_waiting)
-        batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
+        batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
+        for batching in batched:
+            batching.set_max_batch_size(options.n_slots + options.max_waiting)
+            batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
         logger.info(
             "Model %s: %d slots x %d tokens, %d threads.",
             model.id,
@@ -73,6 +77,20 @@ class EngineReplica:
     async def _enter(self, requests: list[GenerationRequest]) -> list[TokenStream | CorralError]:
         """Submit what arrived together in one go."""
         return self._engine.submit_many(requests)
+
+    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+        """See Engine.embed. Cancelling it spares what was not yet computed."""
+        outcome = await self._enter_texts(texts)
+        if isinstance(outcome, CorralError):
+            raise outcome
+        return await asyncio.wrap_future(outcome)
+
+    @serve.batch
+    async def _enter_texts(
+        self, requests: list[tuple[tuple[int, ...], ...]]
+    ) -> list[Future[NDArray[np.float32]] | CorralError]:
+        """Submit what arrived together in one go: one pass computes what fits of all of it."""
+        return self._engine.embed_many(requests)
 
     async def stats(self) -> ReplicaStats:
         """What this replica is doing."""

@@ -19,6 +19,7 @@ from serve_app.ingress import (
     anthropic_routes,
     callers,
     chats,
+    embedding_routes,
     errors,
     generation,
     llama_routes,
@@ -56,6 +57,7 @@ def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> F
     llama_routes.add(app, models)
     anthropic_routes.add(app, models)
     responses_routes.add(app, models)
+    embedding_routes.add(app, models)
     return app
 
 

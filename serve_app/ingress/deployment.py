@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI
+from numpy.typing import NDArray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
@@ -46,6 +48,17 @@ class HandleClient:
             raise _translate(error) from error
         finally:
             response.cancel()  # leaving a Serve stream does not stop it
+
+    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+        """See EngineClient."""
+        response: Any = self._handle.embed.remote(texts)
+        try:
+            vectors: NDArray[np.float32] = await response
+        except (RayError, RayServeException, CorralError) as error:
+            raise _translate(error) from error
+        finally:
+            response.cancel()  # nothing happens if it has ended
+        return vectors
 
     async def stats(self) -> list[ReplicaStats]:
         """See EngineClient. A replica that does not answer in time is left out."""

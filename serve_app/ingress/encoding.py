@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from serve_app.errors import PromptTooLongError
 from serve_app.ingress.protocol import GenerationParams
 from serve_app.ingress.served import ServedModel
 from serve_app.types import SamplingParams
+
+Encoded = TypeVar("Encoded")
 
 # Longer texts are tokenized on a thread, so that other requests' events are not held up.
 _INLINE_CHARS = 4096
@@ -30,9 +32,7 @@ async def encoded(
     return await apart(n_chars, encode, *args)
 
 
-async def apart(
-    n_chars: int, encode: Callable[..., tuple[int, ...]], *args: Any
-) -> tuple[int, ...]:
+async def apart(n_chars: int, encode: Callable[..., Encoded], *args: Any) -> Encoded:
     """What `encode` makes of these arguments, which have so many characters."""
     if n_chars <= _INLINE_CHARS:
         return encode(*args)

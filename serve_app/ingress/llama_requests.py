@@ -22,6 +22,17 @@ Mixed = list[TokenId | Text]
 Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
 
 
+def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int | str]]:
+    """One prompt, or several: a list of texts only, or with a list in it, is of several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if any(isinstance(one, list) for one in prompt):
+        return [[one] if isinstance(one, int) else one for one in prompt]
+    if all(isinstance(one, str) for one in prompt):
+        return [one for one in prompt if isinstance(one, str)]
+    return [[one for one in prompt if not isinstance(one, list)]]
+
+
 class LlamaParams(GenerationParams):
     """What `/completion` and `/infill` share. Samplers that Corral does not have are refused, unless they
     are switched off."""
@@ -139,14 +150,8 @@ class LlamaCompletionRequest(LlamaParams):
 
     @property
     def prompts(self) -> list[str | list[int | str]]:
-        """The prompt, or the prompts: a list of texts only, or with a list in it, is of several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if any(isinstance(one, list) for one in self.prompt):
-            return [[one] if isinstance(one, int) else one for one in self.prompt]
-        if all(isinstance(one, str) for one in self.prompt):
-            return [one for one in self.prompt if isinstance(one, str)]
-        return [[one for one in self.prompt if not isinstance(one, list)]]
+        """The prompt, or the prompts."""
+        return several(self.prompt)
 
     @property
     def is_batch(self) -> bool:

@@ -43,7 +43,7 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     async def completion(body: LlamaCompletionRequest) -> Response:
         """Continue texts, llama-server's way."""
         model = find(models, body.model)
-        prompts = [await _encode(model, prompt) for prompt in body.prompts]
+        prompts = [await encode(model, prompt, "prompt") for prompt in body.prompts]
         return await _respond(model, body, prompts, is_batch=body.is_batch)
 
     @app.post("/infill", response_model=None)
@@ -57,15 +57,15 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         return await _respond(model, body, [prompt], is_batch=False)
 
 
-async def _encode(model: ServedModel, prompt: str | list[int | str]) -> tuple[int, ...]:
+async def encode(model: ServedModel, prompt: str | list[int | str], field: str) -> tuple[int, ...]:
     """Texts among token ids are tokenized where they stand; only one at the beginning gets a BOS."""
     parts: list[int | str] = [prompt] if isinstance(prompt, str) else prompt
     tokens: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):
             if part >= model.tokenizer.n_vocab:
-                message = f"prompt: token ids of this model are below {model.tokenizer.n_vocab}."
-                raise InvalidRequestError(message, "prompt")
+                message = f"{field}: token ids of this model are below {model.tokenizer.n_vocab}."
+                raise InvalidRequestError(message, field)
             tokens.append(part)
         else:
             encode = model.tokenizer.tokenize

@@ -7,6 +7,9 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.protocol import ModelCard
 from serve_app.prompt.tokenizer import Tokenizer
@@ -18,6 +21,10 @@ class EngineClient(Protocol):
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         """Run a request; raises CorralError. Closing the generator ends the request."""
+
+    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+        """A vector, not normalised, for each text, given as tokens; of a reranking model, one score each.
+        Raises CorralError. Cancelling it ends the request."""
 
     async def stats(self) -> list[ReplicaStats]:
         """What each replica tells about itself."""

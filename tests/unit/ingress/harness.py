@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from serve_app.engine.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
@@ -36,6 +38,8 @@ class ByteTokenizer:
     """One token for each byte; a chat is its contents joined."""
 
     n_vocab = FakeVocabulary.n_vocab
+    n_embd = 3
+    reranks = False
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -65,6 +69,9 @@ class ByteTokenizer:
 
     def encode_infill(self, before: str, after: str) -> tuple[int, ...]:
         return self.encode(f"<{before}|{after}>")
+
+    def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
+        return self.encode(f"{query}|{document}")
 
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
@@ -97,6 +104,9 @@ class ScriptedEngine:
         """What the next requests get instead."""
         self.requests: list[GenerationRequest] = []
         self.records: list[RequestRecord] = []
+        self.texts: list[tuple[tuple[int, ...], ...]] = []
+        self.refusal: Exception | None = None
+        """What `embed` raises."""
         self.left_early = False
         self.busy = False
         self.n_replicas = 1
@@ -114,6 +124,13 @@ class ScriptedEngine:
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         return [record for record in self.records if record.belongs_to(wanted)]
+
+    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+        """Of each text: its last token, its length and a zero."""
+        self.texts.append(texts)
+        if self.refusal is not None:
+            raise self.refusal
+        return np.array([[text[-1], len(text), 0] for text in texts], np.float32)
 
     async def stats(self) -> list[ReplicaStats]:
         slots = [

@@ -1,0 +1,247 @@
+"""Embeddings and rankings over a scripted engine."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from serve_app.errors import QueueFullError
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
+
+
+async def ask(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await client.post("/v1/embeddings", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def refused(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(path, json=body)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def unit(*numbers: float) -> Any:
+    return pytest.approx([n / np.linalg.norm(numbers) for n in numbers], abs=1e-6)
+
+
+async def test_one_text(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    answer = await ask(client, input="abc", model="first", user="someone")
+    assert engine.texts == [((97, 98, 99),)]
+    (data,) = answer.pop("data")
+    assert data == {"object": "embedding", "index": 0, "embedding": unit(99, 3, 0)}
+    usage = {"prompt_tokens": 3, "total_tokens": 3}
+    assert answer == {"object": "list", "model": "first", "usage": usage}
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        (["ab", "c"], ((97, 98), (99,))),
+        ([5, 6], ((5, 6),)),
+        ([[5, 6], [7]], ((5, 6), (7,))),
+    ],
+    ids=repr,
+)
+async def test_every_form_of_input(
+    client: httpx.AsyncClient, engine: ScriptedEngine, given: Any, texts: Any
+) -> None:
+    answer = await ask(client, input=given)
+    assert engine.texts == [texts]
+    assert [one["index"] for one in answer["data"]] == list(range(len(texts)))
+    expected = [unit(text[-1], len(text), 0) for text in texts]
+    assert [one["embedding"] for one in answer["data"]] == expected
+    assert answer["usage"]["total_tokens"] == sum(map(len, texts))
+
+
+async def test_2048_texts_are_taken_and_no_more(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    assert len((await ask(client, input=["some text"] * 2048))["data"]) == 2048
+    await refused(client, "/v1/embeddings", input=["a"] * 2049)
+    assert len(engine.texts) == 1
+
+
+async def test_dimensions_cut_and_have_length_1_again(client: httpx.AsyncClient) -> None:
+    (data,) = (await ask(client, input="abc", dimensions=2))["data"]
+    assert data["embedding"] == unit(99, 3)
+    (data,) = (await ask(client, input="abc", dimensions=1))["data"]
+    assert data["embedding"] == [1]
+
+
+async def test_base64_holds_the_same_floats(client: httpx.AsyncClient) -> None:
+    (plain,) = (await ask(client, input="abc", encoding_format="float"))["data"]
+    (packed,) = (await ask(client, input="abc", encoding_format="base64"))["data"]
+    floats = np.frombuffer(base64.b64decode(packed["embedding"]), "<f4")
+    assert floats.tolist() == plain["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": ""}, "input", "none may be empty"),
+        ({"input": []}, "input", "none may be empty"),
+        ({"input": ["a", ""]}, "input", "none may be empty"),
+        ({"input": [[1], []]}, "input", "none may be empty"),
+        ({"input": ["a", 1]}, "input", "must be a text, a list of token ids, or a list of up to"),
+        ({"input": [1, 257]}, "input", "token ids of this model are below 257"),
+        ({"input": [-1]}, "input", "must be a text, a list of token ids"),
+        ({}, "input", "required"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "a", "dimensions": 4}, "dimensions", "embeddings have 3"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "a", "inputs": "b"}, "inputs", "not permitted"),
+    ],
+    ids=repr,
+)
+async def test_what_cannot_work_is_refused_by_name(
+    client: httpx.AsyncClient, engine: ScriptedEngine, body: Any, param: str, message: str
+) -> None:
+    error = await refused(client, "/v1/embeddings", **body)
+    assert message in error["message"]
+    assert error["param"] == param
+    assert engine.texts == []
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/embeddings", "input"), ("/embedding", "content"), ("/rerank", "documents")],
+)
+async def test_too_long_a_text_is_refused_before_the_engine(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    field: str,
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", path == "/rerank")
+    query = {"query": "q"} if path == "/rerank" else {}
+    n_fitting = N_CTX_SLOT - {"/rerank": 2, "/embedding": 1}.get(path, 0)  # "q|", "^"
+    error = await refused(client, path, **query, **{field: ["ok", "x" * (n_fitting + 1)]})
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == field
+    assert f"{N_CTX_SLOT + 1} tokens; this model takes {N_CTX_SLOT}" in error["message"]
+    assert engine.texts == []
+    body = {**query, field: ["x" * n_fitting]}
+    assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_the_engines_refusal_is_passed_on(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.refusal = QueueFullError("Too many texts wait.", 1)
+    response = await client.post("/v1/embeddings", json={"input": "a"})
+    assert response.status_code == 429
+    assert response.headers["Retry-After"] == "1"
+
+
+# -- llama-server's -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/embedding", "/embeddings"])
+async def test_llama_servers_shape(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(path, json={"content": ["ab", [7, 8, "c"]]})
+    assert response.json() == [
+        {"index": 0, "embedding": [unit(98, 3, 0)]},
+        {"index": 1, "embedding": [unit(99, 3, 0)]},
+    ]
+    one = await client.post(path, json={"input": "ab"})  # as its README says of /embeddings
+    assert one.json() == response.json()[:1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (-1, [98, 3, 0]),
+        (0, [32760, 32760 * 3 / 98, 0]),
+        (1, [98 / 101, 3 / 101, 0]),
+        (2, [98 / 9613**0.5, 3 / 9613**0.5, 0]),
+        (3, [98 / (98**3 + 27) ** (1 / 3), 3 / (98**3 + 27) ** (1 / 3), 0]),
+    ],
+)
+async def test_llama_servers_norms(
+    client: httpx.AsyncClient, kind: int, expected: list[float]
+) -> None:
+    body = {"content": "ab", "embd_normalize": kind}
+    (answer,) = (await client.post("/embedding", json=body)).json()
+    assert answer["embedding"] == [pytest.approx(expected, rel=1e-6)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"content": ""}, "content"),
+        ({"content": []}, "content"),
+        ({"content": ["a"] * 2049}, "content"),
+        ({"content": [300]}, "content"),
+        ({"content": "a", "embd_normalize": -2}, "embd_normalize"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_what_llama_servers_route_refuses(
+    client: httpx.AsyncClient, body: Any, param: str
+) -> None:
+    assert (await refused(client, "/embedding", **body))["param"] == param
+
+
+# -- rankings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/reranking", "/rerank", "/reranking"])
+async def test_documents_come_by_score(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    body = {"query": "q", "documents": ["b", "d", "a", "d"]}
+    response = await client.post(path, json=body)
+    assert engine.texts == [tuple(tuple(f"q|{one}".encode()) for one in "bdad")]
+    assert response.json() == {
+        "model": "first",
+        "object": "list",
+        "usage": {"prompt_tokens": 12, "total_tokens": 12},
+        "results": [
+            {"index": 1, "relevance_score": 100},
+            {"index": 3, "relevance_score": 100},
+            {"index": 0, "relevance_score": 98},
+            {"index": 2, "relevance_score": 97},
+        ],
+    }
+    best = (await client.post(path, json={**body, "top_n": 1})).json()["results"]
+    assert best == [{"index": 1, "relevance_score": 100}]
+
+
+async def test_a_model_does_one_or_the_other(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = await refused(client, "/v1/rerank", query="q", documents=["a"])
+    assert "'first' cannot rank: its file names no pooling of the type 'rank'" in error["message"]
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    for path, field in (("/v1/embeddings", "input"), ("/embedding", "content")):
+        error = await refused(client, path, **{field: "a"})
+        assert "makes no embeddings: use /v1/rerank" in error["message"]
+    assert engine.texts == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"documents": ["a"]}, "query"),
+        ({"query": "", "documents": ["a"]}, "query"),
+        ({"query": "q"}, "documents"),
+        ({"query": "q", "documents": []}, "documents"),
+        ({"query": "q", "documents": ["a", ""]}, "documents.1"),
+        ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
+    ],
+    ids=repr,
+)
+async def test_what_rankings_refuse(client: httpx.AsyncClient, body: Any, param: str) -> None:
+    assert (await refused(client, "/rerank", **body))["param"] == param
