@@ -188,9 +188,10 @@ class LlamaBackend:
         if not model.is_causal:  # all of a text goes into one pass, and its positions are a table
             n_text = rows = min(n_text, model.n_ctx_train)
         pooling = options.embedding_pooling or model.pooling or "mean"
+        n_rows = min(rows, options.n_batch) if model.is_causal else rows
         return EmbeddingShape(
-            n_rows=min(rows, options.n_batch) if model.is_causal else rows,
-            n_lanes=_TEXTS_AT_ONCE,
+            n_rows=n_rows,
+            n_lanes=min(n_rows, _TEXTS_AT_ONCE),  # llama.cpp has an output for each lane
             n_text=n_text,
             pooling="rank" if model.pooling == "rank" else pooling,
             causal=model.is_causal,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
 import pytest
+from gguf import PoolingType
 from numpy.typing import NDArray
 
-from tests.e2e.conftest import Corral
+from tests.e2e.conftest import Corral, model
+from tests.integration.embedding_models import write_bert, write_reranker
 
 SENTENCES = ["What is the capital of France?", "List three fruits.", "Tell me a story about a fox."]
 DEMO = 2  # its place among the server's models
@@ -89,6 +94,16 @@ async def test_many_small_requests_share_passes(corral: Corral) -> None:
     assert after["embedding_passes"] - before["embedding_passes"] < n_requests
 
 
+def test_who_leaves_is_not_computed_for(corral: Corral, client: openai.OpenAI) -> None:
+    before = corral.stats(DEMO)["embedded_texts"]
+    with pytest.raises(openai.APITimeoutError):
+        client.embeddings.create(model="demo", input=[[5] * 2000] * 2048, timeout=2)
+    client.embeddings.create(model="demo", input="The next one is served.")
+    done = corral.stats(DEMO)["embedded_texts"]
+    time.sleep(1)
+    assert corral.stats(DEMO)["embedded_texts"] == done < before + 2048
+
+
 def test_llama_servers_route(corral: Corral, client: openai.OpenAI) -> None:
     expected = vectors(client.embeddings.create(model="demo", input=SENTENCES))
     body = {"content": SENTENCES, "model": "demo"}
@@ -104,3 +119,26 @@ def test_a_chat_model_does_not_rank(corral: Corral) -> None:
     answer = corral.http.post("/v1/rerank", json=body)
     assert answer.status_code == 400
     assert "cannot rank" in answer.json()["error"]["message"]
+
+
+def test_models_that_are_made_for_it(
+    start: Callable[[list[dict[str, Any]]], Corral], tmp_path: Path
+) -> None:
+    bert, ranker = tmp_path / "bert.gguf", tmp_path / "ranker.gguf"
+    write_bert(bert, PoolingType.CLS)
+    write_reranker(ranker, template="{query}: {document}")
+    corral = start([model(bert, "bert"), model(ranker, "ranker", n_slots=2, n_ctx_slot=256)])
+    corral.wait_ready()
+    documents = ["an animal", "a very old house", "nothing"]
+    body = {"query": "fox", "documents": documents, "top_n": 2, "model": "ranker"}
+    ranked = corral.http.post("/v1/rerank", json=body).json()["results"]
+    assert len(ranked) == 2
+    assert ranked[0]["relevance_score"] > ranked[1]["relevance_score"]
+    with openai.OpenAI(base_url=f"{corral.url}/v1", api_key="none", max_retries=0) as client:
+        texts = ["the fox", "a cat story"]
+        found = vectors(client.embeddings.create(model="bert", input=texts))
+        assert np.linalg.norm(found, axis=1) == pytest.approx([1, 1], abs=1e-5)
+        with pytest.raises(openai.BadRequestError, match="it cannot generate"):
+            client.completions.create(model="bert", prompt="the fox")
+        with pytest.raises(openai.BadRequestError, match="use /v1/rerank"):
+            client.embeddings.create(model="ranker", input=texts)

@@ -216,6 +216,14 @@ def test_prompts_get_what_the_stall_budget_leaves(
     assert served(made.schedule(NOW)) == list(enumerate(rows))
 
 
+def test_what_embeddings_took_is_taken_from_prompts() -> None:
+    def n_rows(beside_s: float) -> int:
+        made = stalling(0.3, streaming(0), running(1, 200))
+        return dict(served(made.schedule(NOW, beside_s=beside_s)))[1]
+
+    assert n_rows(0.0) > n_rows(0.1) > n_rows(9.0) > 0
+
+
 def test_a_prompt_gets_on_even_if_nothing_fits() -> None:
     costs = CostModel(Measurements(decode_s={1: 0.001}, prefill_s={16: 9.0, 32: 9.0}))
     made = Scheduler(256, costs, 0.1)

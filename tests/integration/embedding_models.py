@@ -1,0 +1,103 @@
+"""Tiny models with random weights that are made for something else than to generate."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFWriter, LlamaFileType, PoolingType, TokenType
+from numpy.typing import NDArray
+
+from serve_app.demo_model import random_gguf
+from serve_app.demo_model.gguf_file import add_hyperparameters, add_tokenizer
+
+N_CTX_BERT = 64
+_SHAPE = random_gguf.SHAPES["tiny"]
+
+
+def _finish(writer: GGUFWriter, tensors: dict[str, NDArray[np.float32]]) -> None:
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_reranker(path: Path, *, template: str | None) -> None:
+    """Qwen3's reranking form: causal, with a classifier of two outputs behind the last token."""
+    writer = GGUFWriter(path, "qwen3")
+    tokens, merges = random_gguf._vocabulary(_SHAPE.n_vocab)
+    add_hyperparameters(writer, _SHAPE, LlamaFileType.ALL_F32, rope_base=1e6)
+    add_tokenizer(writer, tokens, merges)
+    writer.add_pooling_type(PoolingType.RANK)
+    writer.add_classifier_output_labels(["yes", "no"])
+    if template is not None:
+        writer.add_string("tokenizer.chat_template.rerank", template)
+    tensors = {}
+    for index, tensor in enumerate(random_gguf._tensors(_SHAPE, tokens)):
+        kind = random_gguf._kind(tensor, "f32")
+        rng = np.random.default_rng([0, index])
+        tensors[tensor.name] = random_gguf._draw(tensor, kind, rng).astype(np.float32)
+    rng = np.random.default_rng(1)
+    head = 0.05 * rng.standard_normal((2, _SHAPE.n_embd), np.float32)
+    _finish(writer, {**tensors, "cls.output.weight": head})
+
+
+def write_bert(path: Path, pooling: PoolingType) -> None:
+    """BERT: every token sees the whole text; a table of positions, and a wordpiece vocabulary. With the
+    pooling type `RANK`, it has a classifier of one output."""
+    n_embd, n_ff, n_layer = 64, 128, 2
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [f"\u2581{word}" for word in ("the", "fox", "cat", "story", *string.ascii_lowercase)]
+    tokens = [*special, *words, *string.ascii_lowercase]
+    kinds = [TokenType.CONTROL] * len(special) + [TokenType.NORMAL] * (len(tokens) - len(special))
+    writer = GGUFWriter(path, "bert")
+    writer.add_name("random-bert")
+    writer.add_file_type(LlamaFileType.ALL_F32)
+    writer.add_block_count(n_layer)
+    writer.add_context_length(N_CTX_BERT)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(4)
+    writer.add_layer_norm_eps(1e-12)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(pooling)
+    writer.add_token_type_count(2)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    writer.add_mask_token_id(4)
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (len(tokens), n_embd),
+        "token_types.weight": (2, n_embd),
+        "position_embd.weight": (N_CTX_BERT, n_embd),
+        "token_embd_norm.weight": (n_embd,),
+        "token_embd_norm.bias": (n_embd,),
+    }
+    for layer in range(n_layer):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            shapes[f"blk.{layer}.{name}.weight"] = (n_embd, n_embd)
+            shapes[f"blk.{layer}.{name}.bias"] = (n_embd,)
+        shapes[f"blk.{layer}.ffn_up.weight"] = (n_ff, n_embd)
+        shapes[f"blk.{layer}.ffn_up.bias"] = (n_ff,)
+        shapes[f"blk.{layer}.ffn_down.weight"] = (n_embd, n_ff)
+        shapes[f"blk.{layer}.ffn_down.bias"] = (n_embd,)
+        for name in ("attn_output_norm", "layer_output_norm"):
+            shapes[f"blk.{layer}.{name}.weight"] = (n_embd,)
+            shapes[f"blk.{layer}.{name}.bias"] = (n_embd,)
+    if pooling is PoolingType.RANK:
+        shapes |= {"cls.weight": (n_embd, n_embd), "cls.bias": (n_embd,)}
+        shapes |= {"cls.output.weight": (1, n_embd), "cls.output.bias": (1,)}
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in shapes.items():
+        scale = 1 if len(shape) == 1 else shape[-1] ** -0.5
+        offset = 1.0 if "norm.weight" in name else 0.0
+        tensors[name] = (offset + 0.3 * scale * rng.standard_normal(shape)).astype(np.float32)
+    _finish(writer, tensors)
