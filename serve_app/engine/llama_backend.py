@@ -189,9 +189,11 @@ class LlamaBackend:
             n_text = rows = min(n_text, model.n_ctx_train)
         pooling = options.embedding_pooling or model.pooling or "mean"
         n_rows = min(rows, options.n_batch) if model.is_causal else rows
+        # A lane of recurrent layers takes memory of its own.
+        n_lanes = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
         return EmbeddingShape(
             n_rows=n_rows,
-            n_lanes=min(n_rows, _TEXTS_AT_ONCE),  # llama.cpp has an output for each lane
+            n_lanes=min(n_rows, n_lanes),  # llama.cpp has an output for each lane
             n_text=n_text,
             pooling="rank" if model.pooling == "rank" else pooling,
             causal=model.is_causal,

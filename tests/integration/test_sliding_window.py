@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
@@ -93,3 +95,22 @@ async def test_answers_are_the_same_with_a_store(path: Path) -> None:
         finally:
             engine.close()
     assert said[0] == said[1]
+
+
+def test_embeddings_do_not_depend_on_what_shares_a_pass(path: Path) -> None:
+    options = EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, n_batch=64, sweep_limit_s=0)
+    longer = tuple(range(100, 100 + 3 * WINDOW))  # than the window, and than a pass
+    texts = [longer, (5, 6, 7), longer[:WINDOW], (8,)]
+    engine = Engine.load(path, options)
+    try:
+        together = engine.embed(texts).result(60)
+        alone = [engine.embed([text]).result(60)[0] for text in texts]
+    finally:
+        engine.close(0)
+    whole = Engine.load(path, replace(options, n_batch=256))
+    try:
+        (in_one_pass,) = whole.embed([longer]).result(60)
+    finally:
+        whole.close(0)
+    assert together == pytest.approx(np.array(alone), rel=0.05, abs=0.02)
+    assert together[0] == pytest.approx(in_one_pass, rel=0.05, abs=0.02)
