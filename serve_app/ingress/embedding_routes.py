@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 
 from serve_app.errors import InvalidRequestError, TextTooLongError
-from serve_app.ingress import llama_routes
+from serve_app.ingress import callers, llama_routes
 from serve_app.ingress.embedding_requests import (
     EmbeddingsRequest,
     LlamaEmbeddingRequest,
@@ -44,7 +44,7 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             message = f"dimensions: this model's embeddings have {n_embd}."
             raise InvalidRequestError(message, "dimensions")
         texts = await _encode(model, body.texts)
-        _check_lengths(model, texts, "input")
+        _admit(model, texts, "input")
         vectors = await model.engine.embed(texts)
         shortened = normalized(vectors[:, : body.dimensions], 2)
         as_base64 = body.encoding_format == "base64"
@@ -71,7 +71,7 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         model = find(models, body.model)
         _check_makes_embeddings(model)
         texts = tuple([await llama_routes.encode(model, text, "content") for text in body.texts])
-        _check_lengths(model, texts, "content")
+        _admit(model, texts, "content")
         vectors = normalized(await model.engine.embed(texts), body.embd_normalize)
         return JSONResponse(
             [{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)]
@@ -97,7 +97,7 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             return tuple(model.tokenizer.encode_pair(body.query, text) for text in body.documents)
 
         texts = await apart(sum(map(len, body.documents)), encode)
-        _check_lengths(model, texts, "documents")
+        _admit(model, texts, "documents")
         scores = (await model.engine.embed(texts))[:, 0]
         ranked = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
@@ -128,10 +128,12 @@ def _check_makes_embeddings(model: ServedModel) -> None:
         )
 
 
-def _check_lengths(model: ServedModel, texts: Texts, field: str) -> None:
+def _admit(model: ServedModel, texts: Texts, field: str) -> None:
+    """Raises TextTooLongError for the model, KeyLimitError or RateLimitError for the caller."""
     longest = max(map(len, texts))
     if longest > model.n_ctx_slot:
         raise TextTooLongError(longest, model.n_ctx_slot, field)
+    callers.current().admit(texts)
 
 
 def _usage(texts: Texts) -> dict[str, Any]:

@@ -121,7 +121,7 @@ async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             while True:
-                message = await receive()
+                message = await _received(receive)
                 if message["type"] == "http.disconnect":
                     return None
                 body += message.get("body", b"")
@@ -132,6 +132,15 @@ async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
     except TimeoutError:
         message_ = f"The body took longer than {BODY_TIMEOUT_S:.0f} seconds to arrive."
         raise SlowRequestError(message_) from None
+
+
+async def _received(receive: Receive) -> Message:
+    try:
+        return await receive()
+    except TimeoutError:
+        raise
+    except Exception:  # Serve's way to say that the client left before it had sent all
+        return {"type": "http.disconnect"}
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -117,6 +117,16 @@ async def test_a_keys_largest_prompt(connect: Open, keys: Path, engine: Scripted
     assert engine.requests == []
 
 
+async def test_texts_to_embed_count_as_prompts(
+    connect: Open, keys: Path, engine: ScriptedEngine
+) -> None:
+    client = connect(Access(keys))
+    body = {"input": ["123456", "12345"]}
+    answer = await client.post("/v1/embeddings", json=body, headers=bearer(BEN))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "key_limit_exceeded")
+    assert engine.texts == []
+
+
 async def test_a_keys_tokens_are_those_of_prompts_and_answers(
     connect: Open, keys: Path, engine: ScriptedEngine
 ) -> None:
@@ -178,6 +188,30 @@ async def test_a_body_that_does_not_come(connect: Open, monkeypatch: pytest.Monk
 
     answer = await connect(Access()).post(CHAT, content=pieces())
     assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("ending", [{"type": "http.disconnect"}, RuntimeError("cancelled")])
+async def test_a_client_that_leaves_while_it_sends_gets_no_answer(
+    engine: ScriptedEngine, ending: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Serve tells it as ASGI does, or by an exception."""
+    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, ending]
+    sent = []
+
+    async def receive() -> Any:
+        message = messages.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+    await build_api({"m": model})(scope | {"server": ("127.0.0.1", 80)}, receive, send)
+    assert sent == []
+    assert caplog.records == []
 
 
 async def test_no_other_site_may_ask(connect: Open) -> None:
