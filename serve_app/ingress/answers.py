@@ -15,7 +15,8 @@ from serve_app.ingress import logprobs
 from serve_app.ingress.errors import error_body
 from serve_app.ingress.generation import Deltas
 from serve_app.ingress.timings import timings
-from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.prompt.answer import AnswerParser, Part, Thought
+from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -29,8 +30,8 @@ class Choice:
     kind: Literal["chat", "text"]
     piece: logprobs.Piece | None = None
     """If log probabilities are wanted."""
-    parser: HermesParser | None = None
-    """Finds the tool calls in the text, where there are tools."""
+    parser: AnswerParser | None = None
+    """Finds the thoughts and the tool calls in a chat's text."""
     echo: str = ""
     """What the text begins with."""
     end: SequenceEnd | None = None
@@ -74,13 +75,18 @@ class Choice:
         return [*(self._body(content, None) for content in others), self._body(last, delta)]
 
     def _split(self, delta: TokenDelta) -> list[str | Json]:
-        """The delta's text as prose and calls, each call in OpenAI's shape."""
+        """The delta's text as prose, and thoughts and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
         parts = self.parser.feed(delta.text)
         if delta.end is not None:
             parts += self.parser.finish()
-        return [part if isinstance(part, str) else self._call(part) for part in parts]
+        return [self._shaped(part) for part in parts]
+
+    def _shaped(self, part: Part) -> str | Json:
+        if isinstance(part, Thought):
+            return {"reasoning_content": part.text}
+        return self._call(part) if isinstance(part, ToolCall) else part
 
     def _call(self, call: ToolCall) -> Json:
         self._n_calls += 1
@@ -204,12 +210,17 @@ def _mean_logprob(deltas: Iterable[TokenDelta]) -> float:
 def _message(parts: list[str | Json]) -> Json:
     """A whole answer's message. A stream's chunks number their calls, a message does not."""
     text = "".join(part for part in parts if isinstance(part, str))
-    calls = [call for part in parts if isinstance(part, dict) for call in part["tool_calls"]]
+    others = [part for part in parts if isinstance(part, dict)]
+    calls = [call for part in others for call in part.get("tool_calls", ())]
     for call in calls:
         del call["index"]
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": text or None, "tool_calls": calls}
+    thoughts = "".join(part.get("reasoning_content", "") for part in others)
+    message: Json = {"role": "assistant", "content": text}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
+    return message
 
 
 def usage_body(usage: Usage) -> Json:

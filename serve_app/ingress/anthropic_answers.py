@@ -15,7 +15,8 @@ from serve_app.errors import CorralError
 from serve_app.ingress import chats
 from serve_app.ingress.errors import anthropic_error_body
 from serve_app.ingress.generation import Deltas
-from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -28,7 +29,7 @@ class MessageAnswer:
     id: str
     model: str
     n_prompt: int
-    parser: HermesParser | None
+    parser: AnswerParser
     """Finds the tool calls in the text, where there are tools."""
     _blocks: list[Json] = field(default_factory=list)
     """Those that are complete."""

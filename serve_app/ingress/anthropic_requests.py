@@ -27,7 +27,6 @@ class AnthropicTool(StrictModel):
     """One of `tools`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "strict": (None, False),
         "defer_loading": (None, False),
         "allowed_callers": (None, ["direct"]),
         "input_examples": (None, []),
@@ -38,13 +37,15 @@ class AnthropicTool(StrictModel):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
+    """Whether the input is held to the schema."""
 
     def as_tool(self) -> Tool:
         """The tool as OpenAI has it."""
         given: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             given["description"] = self.description
-        function = FunctionDefinition(**given, parameters=self.input_schema)
+        function = FunctionDefinition(**given, parameters=self.input_schema, strict=self.strict)
         return Tool(type="function", function=function)
 
 
@@ -57,19 +58,13 @@ class ToolChoice(BaseModel):
     name: str | None = None
     """Of the tool that must be called, with the type `tool`."""
     disable_parallel_tool_use: bool = False
-    """Allows one call in a turn; only with a type that makes the model call."""
+    """Allows one call in a turn."""
 
     @model_validator(mode="after")
     def _check(self) -> ToolChoice:
         if (self.type == "tool") is (self.name is None):
             message = "'name' goes with the type \"tool\", and with no other."
             raise InvalidRequestError(message, "tool_choice")
-        if self.disable_parallel_tool_use and self.type == "auto":
-            raise InvalidRequestError(
-                "'disable_parallel_tool_use' is not supported, except with the types \"any\" and "
-                '"tool".',
-                "tool_choice",
-            )
         return self
 
     def as_choice(self) -> Literal["auto", "none", "required"] | NamedToolChoice:
@@ -128,6 +123,7 @@ class CountTokensRequest(StrictModel):
             tools=[tool.as_tool() for tool in self.tools],
             tool_choice=choice.as_choice() if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            chat_template_kwargs={"enable_thinking": False},  # as there is no `thinking`
             **self._sampling(),
         )
 

@@ -37,7 +37,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         chat = body.as_chat()
         answer_id = f"msg_{uuid.uuid4().hex}"
         request = await chats.request(model, answer_id, chat, "messages")
-        parser = chats.parser_for(chat)
+        parser = chats.parser(model, chat, request.prompt)
         answer = MessageAnswer(answer_id, model.id, len(request.prompt), parser)
         deltas = await generation.start(model, [request])
         if body.stream:
@@ -49,5 +49,5 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         """The tokens of the prompt that a message would be answered from."""
         model = find(models, body.model)
         chat = body.as_chat()
-        prompt = await chats.encode_chat(model, chat, chat.tools_for_template())
+        prompt = await chats.encode_chat(model, chat)
         return {"input_tokens": len(prompt)}

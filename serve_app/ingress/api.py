@@ -38,7 +38,6 @@ from serve_app.ingress.protocol import (
 )
 from serve_app.ingress.served import ServedModel, find
 from serve_app.ingress.timings import explained
-from serve_app.prompt.tool_calls import HermesParser
 from serve_app.types import GenerationRequest
 
 
@@ -100,14 +99,14 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
     async def chat_completions(body: ChatCompletionRequest) -> Response:
         """Answer a chat through the model's own template; `stream` sends server-sent events."""
         model = find(models, body.model)
-        tools = body.tools_for_template()
         sampling = await sampling_of(body, lambda: chats.with_calls(model, body))
-        prompt = await chats.encode_chat(model, body, tools)
+        prompt = await chats.encode_chat(model, body)
         n = body.n or 1
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         wanted = generation.requests(model, answer_id, [prompt], n, body, sampling, "messages")
         piece = model.tokenizer.piece if body.logprobs else None
-        choices = [Choice(i, "chat", piece, HermesParser() if tools else None) for i in range(n)]
+        parsers = [chats.parser(model, body, prompt) for _ in range(n)]
+        choices = [Choice(i, "chat", piece, parser) for i, parser in enumerate(parsers)]
         answer = Answer("chat", answer_id, model.id, choices, n, with_timings=body.timings)
         return await _respond(model, body, wanted, answer)
 

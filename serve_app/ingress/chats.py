@@ -11,36 +11,42 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from serve_app.ingress import generation
-from serve_app.ingress.encoding import encoded, sampling_of
+from serve_app.ingress.encoding import apart, refuse_far_too_long, sampling_of
 from serve_app.ingress.protocol import ChatCompletionRequest
 from serve_app.ingress.served import ServedModel
 from serve_app.prompt import grammars
-from serve_app.prompt.tool_calls import HERMES_TAGS, HermesParser, ToolCall
+from serve_app.prompt.answer import AnswerParser, Thought
+from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
 
 
 def with_calls(model: ServedModel, body: ChatCompletionRequest) -> SamplingParams:
-    """The sampling parameters, with the calls that the answer must consist of, if it must."""
+    """The sampling parameters, with what calls must be like, if the request says so."""
     sampling = body.sampling(body.max_completion_tokens or body.max_tokens)
-    forced = body.forced_tools()
-    if not forced:
+    tool_format = model.tokenizer.tool_format
+    if not body.holds_calls or tool_format is None:
         return sampling
+    forced = body.forced_tools()
     grammar = grammars.from_tool_calls(
-        [tool.function.model_dump() for tool in forced],
+        [tool.function.model_dump() for tool in forced or body.tools],
+        tool_format,
+        model.tokenizer.mark,
+        forced=bool(forced),
         parallel=body.parallel_tool_calls is not False,
-        tags_are_tokens=model.tokenizer.is_mark(HERMES_TAGS[0]),
         param="tools",
     )
     return dataclasses.replace(sampling, grammar=grammar)
 
 
-async def encode_chat(
-    model: ServedModel, body: ChatCompletionRequest, tools: list[dict[str, Any]]
-) -> tuple[int, ...]:
+async def encode_chat(model: ServedModel, body: ChatCompletionRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. Raises InvalidRequestError."""
     messages = [message.for_template() for message in body.messages]
-    size = sum(len(message["content"]) for message in messages) + len(str(tools))
-    return await encoded(model, "messages", size, model.tokenizer.encode_chat, messages, tools)
+    tools, extra = body.tools_for_template(), body.chat_template_kwargs
+    n_chars = sum(len(message["content"]) for message in messages)
+    refuse_far_too_long(model, "messages", n_chars)
+    encode = model.tokenizer.encode_chat
+    n_chars += len(str(tools))
+    return await apart(n_chars, encode, messages, tools, extra, body.may_think)
 
 
 async def request(
@@ -48,22 +54,25 @@ async def request(
 ) -> GenerationRequest:
     """The one request that answers a chat. Raises InvalidRequestError."""
     sampling = await sampling_of(body, lambda: with_calls(model, body))
-    prompt = await encode_chat(model, body, body.tools_for_template())
+    prompt = await encode_chat(model, body)
     (only,) = generation.requests(model, answer_id, [prompt], 1, body, sampling, prompt_field)
     return only
 
 
-def parser_for(body: ChatCompletionRequest) -> HermesParser | None:
-    """What finds the calls in the answer; None if there are no tools to call."""
-    return HermesParser() if body.tools_for_template() else None
+def parser(
+    model: ServedModel, body: ChatCompletionRequest, prompt: tuple[int, ...]
+) -> AnswerParser:
+    """What splits an answer to this chat, whose prompt is this."""
+    thinks = body.reasoning_format != "none"
+    return model.tokenizer.answer_parser(prompt, body.tools_for_template(), thinks)
 
 
-def split(parser: HermesParser | None, delta: TokenDelta) -> list[str | ToolCall]:
-    """The delta's text as prose and calls; no prose is empty."""
-    if parser is None:
-        return [delta.text] if delta.text else []
+def split(parser: AnswerParser, delta: TokenDelta) -> list[str | ToolCall]:
+    """The delta's text as prose and calls, without thoughts; no prose is empty."""
     parts = parser.feed(delta.text)
-    return parts if delta.end is None else parts + parser.finish()
+    if delta.end is not None:
+        parts += parser.finish()
+    return [part for part in parts if not isinstance(part, Thought)]
 
 
 def event(body: dict[str, Any]) -> str:

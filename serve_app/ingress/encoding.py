@@ -25,11 +25,16 @@ async def sampling_of(body: GenerationParams, make: Callable[[], SamplingParams]
 async def encoded(
     model: ServedModel, field: str, n_chars: int, encode: Callable[..., tuple[int, ...]], *args: Any
 ) -> tuple[int, ...]:
-    """See `apart`. Raises PromptTooLongError, before anything is tokenized, for what cannot fit."""
+    """See `apart` and `refuse_far_too_long`."""
+    refuse_far_too_long(model, field, n_chars)
+    return await apart(n_chars, encode, *args)
+
+
+def refuse_far_too_long(model: ServedModel, field: str, n_chars: int) -> None:
+    """Raises PromptTooLongError for so many characters if they cannot fit, however they are tokenized."""
     n_least = model.tokenizer.least_tokens(n_chars)
     if n_least >= model.n_ctx_slot:
         raise PromptTooLongError(n_least, model.n_ctx_slot, field, exact=False)
-    return await apart(n_chars, encode, *args)
 
 
 async def apart(n_chars: int, encode: Callable[..., Encoded], *args: Any) -> Encoded:

@@ -209,4 +209,5 @@ class ApplyTemplateRequest(BaseModel):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] = Field(default=[])
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None

@@ -142,7 +142,8 @@ def _add_text(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         """A chat as the text that the model gets."""
         messages = [message.for_template() for message in body.messages]
         tools = [tool.for_template() for tool in body.tools]
-        return {"prompt": find(models, body.model).tokenizer.render_chat(messages, tools)}
+        tokenizer = find(models, body.model).tokenizer
+        return {"prompt": tokenizer.render_chat(messages, tools, body.chat_template_kwargs)}
 
 
 def _piece(piece: bytes) -> str | list[int]:

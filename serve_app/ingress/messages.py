@@ -31,8 +31,8 @@ class FunctionDefinition(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; none means no parameters."""
-    strict: Literal[False] | None = None
-    """Arguments are not held to the schema, so `true` cannot be honoured."""
+    strict: bool | None = None
+    """Whether arguments are held to the schema; where calls are forced, they always are."""
 
 
 class Tool(BaseModel):
@@ -45,7 +45,7 @@ class Tool(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """What chat templates read: the fields that were given, in the order they were."""
-        return self.model_dump(exclude_unset=True)
+        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
 class FunctionCall(BaseModel):
@@ -91,6 +91,7 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ChatMessage:
@@ -100,6 +101,10 @@ class ChatMessage(BaseModel):
                 raise InvalidRequestError(f"{name!r} is not supported in a message.", "messages")
         if self.tool_calls and self.role != "assistant":
             raise InvalidRequestError("Only an assistant's message has 'tool_calls'.", "messages")
+        if self.reasoning_content and self.role != "assistant":
+            raise InvalidRequestError(
+                "Only an assistant's message has 'reasoning_content'.", "messages"
+            )
         if (self.role == "tool") is (self.tool_call_id is None):
             raise InvalidRequestError(
                 "A tool's message, and no other, has a 'tool_call_id'.", "messages"
@@ -118,6 +123,8 @@ class ChatMessage(BaseModel):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": call.type, "function": call.function.for_template()}

@@ -286,12 +286,16 @@ class ChatCompletionRequest(GenerationParams):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
-    """Functions that the model may call, if its chat template asks for calls in the Hermes format."""
+    """Functions that the model may call, if its chat template asks for calls in a format that is known."""
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     """`none` hides the tools from the model; `required`, or a function's name, makes it call some, or that
     one, with arguments that its schema validates."""
     parallel_tool_calls: bool | None = None
-    """False allows one call in a turn; only with a `tool_choice` that makes the model call."""
+    """False allows one call in a turn."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    """llama-server's: `none` leaves thoughts and their tags in the content."""
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -299,13 +303,7 @@ class ChatCompletionRequest(GenerationParams):
         return [] if value is None else value
 
     @model_validator(mode="after")
-    def _refuse_single_calls(self) -> ChatCompletionRequest:
-        if self.tools and self.parallel_tool_calls is False and not self.forced_tools():
-            raise InvalidRequestError(
-                "'parallel_tool_calls': false is not supported, except with a 'tool_choice' that makes "
-                "the model call.",
-                "parallel_tool_calls",
-            )
+    def _check_combinations(self) -> ChatCompletionRequest:
         self.forced_tools()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
@@ -319,8 +317,21 @@ class ChatCompletionRequest(GenerationParams):
     @property
     def is_constrained(self) -> bool:
         """See GenerationParams."""
+        return not self.may_think or self.holds_calls
+
+    @property
+    def may_think(self) -> bool:
+        """Whether nothing says what the text begins with."""
         formatted = self.response_format is not None and self.response_format.type != "text"
-        return formatted or bool(self.forced_tools()) or super().is_constrained
+        return not (formatted or self.forced_tools() or super().is_constrained)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls must be as the request says, if there are any."""
+        if not self.tools_for_template():
+            return False
+        strict = any(tool.function.strict for tool in self.tools)
+        return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
 
     def constraint(self) -> str | None:
         """See GenerationParams."""

@@ -15,7 +15,8 @@ from serve_app.errors import CorralError
 from serve_app.ingress import chats
 from serve_app.ingress.generation import Deltas
 from serve_app.ingress.responses_requests import FunctionChoice, ResponsesRequest
-from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SamplingParams, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -29,7 +30,7 @@ class ResponseAnswer:
     model: str
     body: ResponsesRequest
     sampling: SamplingParams
-    parser: HermesParser | None
+    parser: AnswerParser
     """Finds the tool calls in the text, where there are tools."""
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[Json] = field(default_factory=list)
@@ -172,7 +173,7 @@ class ResponseAnswer:
             "temperature": self.sampling.temperature,
             "text": body.text.model_dump(by_alias=True, include={"format"}),
             "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice,
-            "tools": [tool.model_dump() | {"strict": False} for tool in body.tools],
+            "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.tools],
             "top_logprobs": 0,
             "top_p": self.sampling.top_p,
             "truncation": "disabled",

@@ -30,7 +30,7 @@ class FunctionTool(FunctionDefinition):
 
     def as_tool(self) -> Tool:
         """The tool as the chat has it."""
-        given = self.model_dump(exclude_unset=True, exclude={"type", "strict"})
+        given = self.model_dump(exclude_unset=True, exclude={"type"})
         return Tool(type="function", function=FunctionDefinition(**given))
 
 

@@ -27,7 +27,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         chat = body.as_chat()
         answer_id = f"resp_{uuid.uuid4().hex}"
         request = await chats.request(model, answer_id, chat, "input")
-        parser = chats.parser_for(chat)
+        parser = chats.parser(model, chat, request.prompt)
         answer = ResponseAnswer(answer_id, model.id, body, request.sampling, parser)
         deltas = await generation.start(model, [request])
         if body.stream:

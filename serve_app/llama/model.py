@@ -42,6 +42,17 @@ _END_BYTES = 2**20
 # Compiled grammars that are kept, as the next request may have the same one.
 _GRAMMARS_KEPT = 64
 _N_BLOCKS = 64
+ANSWER_MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<think>",
+    "</think>",
+)
+"""What structures an answer: calls and thoughts. Control tokens in some vocabularies."""
 _BLOCK_BYTES = 4096
 
 
@@ -199,10 +210,10 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, not always whole characters; control tokens are empty unless
-        `special`. Cached."""
-        key = (token, special)
+        `special`, but for those of ANSWER_MARKS that the chat template uses. Cached."""
+        key = (token, special or token in self._shown)
         if key not in self._pieces:
-            self._pieces[key] = self._read_piece(token, special)
+            self._pieces[key] = self._read_piece(*key)
         return self._pieces[key]
 
     def _read_piece(self, token: int, special: bool) -> bytes:
@@ -234,16 +245,26 @@ class Model:
         texts = (self.detokenize([token], special=True) for token in tokens)
         return tuple(text for text in texts if text)
 
-    def is_mark(self, text: str) -> bool:
-        """Whether the text is one token that stands for itself, not for its characters; grammars write it
-        otherwise then."""
+    @functools.cached_property
+    def _shown(self) -> frozenset[int]:
+        """Tokens whose text is shown although they may be control tokens."""
+        template = self.chat_template or ""
+        found = (self.mark(text) for text in ANSWER_MARKS if text in template)
+        return frozenset(token for token in found if token is not None)
+
+    def mark(self, text: str) -> int | None:
+        """The one token that stands for the text, and not for its characters; grammars write it otherwise
+        then. As llguidance decides it, in `lltokenizer_from_vocab`."""
         tokens = self.tokenize(text, add_special=False, parse_special=True)
         if len(tokens) != 1:
-            return False
+            return None
         found = llama_cpp.llama_vocab_get_attr(self._vocab, tokens[0])
-        return bool(
-            found & (llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
-        )
+        in_brackets = text.startswith("<") and text.endswith(">")
+        if found & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL or (
+            found & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED and in_brackets
+        ):
+            return tokens[0]
+        return None
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""

@@ -16,6 +16,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.prompt import answer, tool_calls
 
 Message = Mapping[str, Any]
 """`role`, `content` and whatever else the template reads."""
@@ -40,8 +41,11 @@ class ChatTemplate:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"The model's chat template is not valid: {error}") from error
-        self.calls_tools = "tools" in names and "<tool_call>" in source
-        """Whether it takes tools, and asks for calls in the Hermes format."""
+        self.tool_format = tool_calls.detect(source) if "tools" in names else None
+        """How it asks for calls; None if it takes no tools, or asks in a way that is not understood."""
+        self.thinks = answer.OPEN in source
+        """Whether its model may think before it answers."""
+        self._reserved = {"messages", "tools", "add_generation_prompt", *environment.globals}
 
     def render(
         self,
@@ -49,14 +53,24 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt that asks for the assistant's next turn; the conversation alone if
-        `add_generation_prompt` is false. `tools` are functions as OpenAI describes them.
+        `add_generation_prompt` is false. `tools` are functions as OpenAI describes them; `extra` are more
+        variables for the template.
 
         Raises InvalidRequestError, in the template's own words, for messages that it does not take.
         """
+        extra = extra or {}
+        for name in sorted(self._reserved & extra.keys()):
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {name!r} is not yours to set.", "chat_template_kwargs"
+            )
+        if self.tool_format is not None:
+            messages = [self.tool_format.message(message) for message in messages]
         try:
             return self._template.render(
+                extra,
                 messages=messages,
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,

@@ -6,22 +6,21 @@ Every function raises InvalidRequestError that says where the fault is, and name
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serve_app.errors import InvalidRequestError
-from serve_app.prompt.tool_calls import HERMES_TAGS
+from serve_app.prompt.answer import CLOSE, OPEN
+from serve_app.prompt.tool_calls import ToolFormat, lark
+from serve_app.prompt.tool_calls.calls import Function
 
 MAX_CHARS = 65_536
 """Longest schema (as JSON), GBNF grammar or regular expression."""
 MAX_DEPTH = 64
 """Deepest nesting of a schema."""
-
-# Between a JSON text's tokens, as in llama.cpp: without a bound, a model can go on with blanks for ever.
-_BLANKS = r" |\n{1,2}[ \t]{0,20}"
 
 
 def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
@@ -29,43 +28,46 @@ def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
     text = _bounded(json.dumps(schema), param)
     if _depth(schema) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
-    overrides: Any = {"whitespace_pattern": _BLANKS, "lenient": False}
+    overrides: Any = {"whitespace_pattern": lark.BLANKS, "lenient": False}
     return _checked(LLMatcher.grammar_from_json_schema(text, overrides=overrides), param)
 
 
 def from_tool_calls(
-    functions: Sequence[Mapping[str, Any]], *, parallel: bool, tags_are_tokens: bool, param: str
+    functions: Sequence[Function],
+    tool_format: ToolFormat,
+    mark: Callable[[str], int | None],
+    *,
+    forced: bool,
+    parallel: bool,
+    param: str,
 ) -> str:
-    """Calls of these functions in the Hermes format: one, and with `parallel` perhaps more. Tags that are
-    tokens of their own are written otherwise in a grammar than those that are text."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object", "properties": {}},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    schema = {"anyOf": calls, "x-guidance": {"whitespace_pattern": _BLANKS}}
-    text = _bounded(json.dumps(schema), param)
-    if _depth(schema) > MAX_DEPTH:
+    """Calls of these functions, with arguments that their schemas validate: one, and with `parallel`
+    perhaps more. If they are not forced, any text may come before them, or instead of them. `mark` says
+    which marks are tokens of their own: see `serve_app.llama.model.Model.mark`."""
+    schemas = [function.get("parameters") or {} for function in functions]
+    _bounded(json.dumps(schemas), param)
+    if max(map(_depth, schemas), default=0) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
-    opening, closing = (tag if tags_are_tokens else f'"{tag}"' for tag in HERMES_TAGS)
-    more = r'("\n" call)*' if parallel else ""
-    return _checked(
-        LLMatcher.grammar_from_lark(
-            f"""%llguidance {{}}
-start: call {more}
-call: {opening} "\\n" body "\\n" {closing}
-body: %json {text}
-"""
-        ),
-        param,
-    )
+
+    def written(text: str) -> str:
+        token = mark(text)
+        return lark.text(text) if token is None else f"<[{token}]>"
+
+    opening = tool_format.opening
+    if opening is None:
+        start = "start: calls" if forced else "start: calls | OTHER?\nOTHER: /\\s*[^{\\s](.|\\n)*/"
+    elif forced:
+        start = f"start: {written(opening)} calls"
+    else:
+        # A lazy lexeme ends with the mark, so that no text can have it.
+        tags = [f"<[{token}]>" for tag in (OPEN, CLOSE) if (token := mark(tag)) is not None]
+        thoughts = f"(TEXT ({' | '.join(tags)}))*" if tags else ""
+        lazy = "[lazy]" if mark(opening) is None else ""
+        start = f"""start: {thoughts} TEXT | {thoughts} opened calls
+opened{lazy}: TEXT {written(opening)}
+TEXT: /(.|\\n)*/"""
+    rules = tool_format.rules(functions, written, parallel)
+    return _checked(LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{start}\n{rules}\n"), param)
 
 
 def from_gbnf(text: str, param: str) -> str:

@@ -8,8 +8,14 @@ from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama.model import Model
+from serve_app.prompt import answer
+from serve_app.prompt.answer import AnswerParser
 from serve_app.prompt.chat_template import ChatTemplate, Message
 from serve_app.prompt.quotes import Quotes
+from serve_app.prompt.tool_calls import ToolFormat
+
+# No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
+_THOUGHT_TOKENS = 16
 
 
 class Tokenizer:
@@ -28,9 +34,14 @@ class Tokenizer:
         )
 
     @property
-    def calls_tools(self) -> bool:
-        """Whether the model's chat template takes tools, and asks for calls in the Hermes format."""
-        return self._template is not None and self._template.calls_tools
+    def tool_format(self) -> ToolFormat | None:
+        """How the model calls tools; None if its chat template takes none, or is not understood."""
+        return None if self._template is None else self._template.tool_format
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think before it answers."""
+        return self._template is not None and self._template.thinks
 
     @property
     def path(self) -> str:
@@ -77,17 +88,16 @@ class Tokenizer:
         )
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token, not always whole characters; none for control tokens, unless
-        `special`."""
+        """The bytes of one token; see `serve_app.llama.model.Model.piece`."""
         return self._model.piece(token, special=special)
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._model.detokenize(tokens, special=special)
 
-    def is_mark(self, text: str) -> bool:
-        """See `serve_app.llama.model.Model.is_mark`."""
-        return self._model.is_mark(text)
+    def mark(self, text: str) -> int | None:
+        """See `serve_app.llama.model.Model.mark`."""
+        return self._model.mark(text)
 
     def encode_infill(self, before: str, after: str) -> tuple[int, ...]:
         """The tokens of a prompt for what is between two texts, in the usual order: prefix, suffix,
@@ -104,7 +114,10 @@ class Tokenizer:
         return (*bos, prefix, *encoded[0], suffix, *encoded[1], middle)
 
     def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        extra: Mapping[str, Any] | None = None,
     ) -> str:
         """A chat as text, up to where the assistant's turn begins. Raises InvalidRequestError if the
         model has no chat template, or its template refuses the messages or knows no tools."""
@@ -112,31 +125,48 @@ class Tokenizer:
             raise InvalidRequestError(
                 "This model has no chat template: use /v1/completions.", "messages"
             )
-        if tools and not self.calls_tools:
+        if tools and self.tool_format is None:
             raise InvalidRequestError(
-                "This model's chat template has no tools in the Hermes format, the only one that is "
+                "This model's chat template has no tools, or asks for calls in a format that is not "
                 "understood here.",
                 "tools",
             )
-        return self._template.render(messages, tools)
+        return self._template.render(messages, tools, extra=extra)
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        extra: Mapping[str, Any] | None = None,
+        thinks: bool = True,
     ) -> tuple[int, ...]:
-        """The tokens of a chat, up to where the assistant's turn begins. What the template writes as
-        control tokens becomes control tokens; what messages and tools write stays text. Raises
-        InvalidRequestError like `render_chat`."""
-        if not self._quotes.needed(messages, tools):
-            text = self.render_chat(messages, tools)
-            has_bos = bool(self.bos) and text.startswith(self.bos)
-            return tuple(self._model.tokenize(text, add_special=not has_bos, parse_special=True))
-        rendered = self.render_chat(*self._quotes.put(messages, tools))
-        has_bos = bool(self.bos) and rendered.startswith(self.bos)
+        """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, a thought
+        that the template begins is ended. What the template writes as control tokens becomes control
+        tokens; what messages and tools write stays text. Raises InvalidRequestError like `render_chat`."""
+        if self._quotes.needed(messages, tools):
+            messages, tools = self._quotes.put(messages, tools)
+        text = self.render_chat(messages, tools, extra)
+        if not thinks and text.rstrip().endswith(answer.OPEN):
+            text = f"{text.rstrip()}\n\n{answer.CLOSE}\n\n"
+        wants_bos = not (self.bos and text.startswith(self.bos))
         tokens: list[int] = []
-        for text, is_quoted in self._quotes.parts(rendered):
-            first = not tokens and not has_bos
-            tokens += self._model.tokenize(text, add_special=first, parse_special=not is_quoted)
+        for part, is_quoted in self._quotes.parts(text):
+            first = wants_bos and not tokens
+            tokens += self._model.tokenize(part, add_special=first, parse_special=not is_quoted)
         return tuple(tokens)
+
+    def answer_parser(
+        self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), thinks: bool = True
+    ) -> AnswerParser:
+        """What splits the answer to this prompt, of a chat with these tools. Thoughts stay in the prose
+        unless `thinks`."""
+        calls = self.tool_format.parser(tools) if tools and self.tool_format else None
+        beginning = self.decode(prompt[-_THOUGHT_TOKENS:], special=True)
+        return AnswerParser(
+            calls,
+            thinks=thinks and self.thinks,
+            is_thinking=beginning.rstrip().endswith(answer.OPEN),
+        )
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens that every chat with this system prompt, and without tools, begins with. Raises

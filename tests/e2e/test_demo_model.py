@@ -149,6 +149,26 @@ def test_tools_that_are_not_needed_are_left_alone(client: openai.OpenAI) -> None
     assert not answer.choices[0].message.tool_calls
 
 
+def test_calls_that_may_be_made_can_be_held_to_their_schema(client: openai.OpenAI) -> None:
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    called, told = (
+        client.chat.completions.create(
+            model="demo",
+            messages=[user(question)],
+            tools=[strict],
+            parallel_tool_calls=False,
+            temperature=0,
+        ).choices[0]
+        for question in ("What is the weather in Lisbon?", "What is the capital of France?")
+    )
+    assert called.finish_reason == "tool_calls"
+    (call,) = called.message.tool_calls or []
+    assert call.type == "function"
+    assert json.loads(call.function.arguments) == {"city": "Lisbon"}
+    assert told.finish_reason == "stop"
+    assert told.message.content == "The capital of France is Paris."
+
+
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )

@@ -16,9 +16,16 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
+def tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
+@pytest.fixture
+async def client(
+    engine: ScriptedEngine, tokenizer: ByteTokenizer
+) -> AsyncIterator[httpx.AsyncClient]:
     models = {
-        name: ServedModel(name, N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+        name: ServedModel(name, N_CTX_SLOT, tokenizer, engine)  # type: ignore[arg-type]
         for name in ("first", "org/second")
     }
     transport = httpx.ASGITransport(build_api(models), raise_app_exceptions=False)

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from serve_app.engine.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tool_calls import ToolFormat
+from serve_app.prompt.tool_calls.formats import HERMES
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
@@ -31,7 +34,8 @@ HELLO = [TokenDelta("Hel", (1,)), TokenDelta("", (2,)), TokenDelta("lo", (3,), E
 def said(message: dict[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     called = [f"{call['name']}{call['arguments']}" for call in calls]
-    return "".join([message["content"], *called])
+    thought = f"({message['reasoning_content']})" if "reasoning_content" in message else ""
+    return "".join([thought, message["content"], *called])
 
 
 class ByteTokenizer:
@@ -40,6 +44,9 @@ class ByteTokenizer:
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
     reranks = False
+    tool_format: ToolFormat | None = HERMES
+    thinks = False
+    answer_parser = Tokenizer.answer_parser
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -61,11 +68,16 @@ class ByteTokenizer:
         pieces = (self.piece(token, special=special) for token in tokens)
         return b"".join(pieces).decode(errors="replace")
 
-    def render_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        return bytes(self.encode_chat(messages, tools)).decode()
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        extra: dict[str, Any] | None = None,
+    ) -> str:
+        return bytes(self.encode_chat(messages, tools, extra)).decode()
 
-    def is_mark(self, text: str) -> bool:
-        return False
+    def mark(self, text: str) -> int | None:
+        return None
 
     def encode_infill(self, before: str, after: str) -> tuple[int, ...]:
         return self.encode(f"<{before}|{after}>")
@@ -74,12 +86,21 @@ class ByteTokenizer:
         return self.encode(f"{query}|{document}")
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        extra: dict[str, Any] | None = None,
+        thinks: bool = True,
     ) -> tuple[int, ...]:
         if messages[0]["content"] == "refuse":
             raise InvalidRequestError("The template refuses.", "messages")
         names = "".join(f"[{tool['function']['name']}]" for tool in tools)
-        return self.encode(names + "|".join(f"{m['role']}:{said(m)}" for m in messages))
+        ending = (
+            "".join(v for v in (extra or {}).values() if isinstance(v, str))
+            if thinks
+            else "|no thought"
+        )
+        return self.encode(names + "|".join(f"{m['role']}:{said(m)}" for m in messages) + ending)
 
 
 COUNTERS = (

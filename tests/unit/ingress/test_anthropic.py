@@ -192,7 +192,16 @@ async def test_no_tools_are_shown_with_the_choice_none(
     assert bytes(engine.requests[0].prompt) == b"user:Hi"
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+async def test_strict_tools_are_a_grammar(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    await client.post("/v1/messages", json=asked(tools=[TOOL | {"strict": True}]))
+    assert "get_weather" in (engine.requests[0].sampling.grammar or "")
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "any"}, {"type": "auto"}, {"type": "tool", "name": "get_weather"}]
+)
 async def test_forced_calls_are_a_grammar(
     client: httpx.AsyncClient, engine: ScriptedEngine, choice: dict[str, Any]
 ) -> None:
@@ -252,13 +261,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked([{"type": "hologram"}]), "'hologram'"),
         (asked([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]), "turn of the user"),
         (asked(tools=[{"name": "f"}]), "input_schema: Field required"),
-        (asked(tools=[TOOL | {"strict": True}]), "'strict' is not supported"),
         (asked(tools=[{"type": "web_search_20250305", "name": "w"}]), "Input should be 'custom'"),
         (asked(tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
         (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "no"}), "no function 'no'"),
         (asked(tool_choice={"type": "tool"}), "'name' goes with"),
-        (asked(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}),
-         "'disable_parallel_tool_use' is not supported"),
         (asked() | {"messages": []}, "messages: List should have at least 1 item"),
         (asked() | {"messages": [{"role": "assistant", "content": "I"}]}, "prefill"),
         (asked("refuse"), "The template refuses."),

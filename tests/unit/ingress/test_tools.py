@@ -7,11 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.prompt.tool_calls.formats import FORMATS
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
-from tests.unit.ingress.harness import END, ScriptedEngine, chat, events
+from tests.unit.ingress.harness import END, ByteTokenizer, ScriptedEngine, chat, events
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -34,8 +35,8 @@ async def answer(client: httpx.AsyncClient, **fields: Any) -> Any:
     return response.json()["choices"][0]
 
 
-async def streamed(client: httpx.AsyncClient) -> list[Any]:
-    body = chat("Weather in Oslo?", tools=[WEATHER], stream=True)
+async def streamed(client: httpx.AsyncClient, **fields: Any) -> list[Any]:
+    body = chat("Weather in Oslo?", tools=[WEATHER], stream=True, **fields)
     *chunks, done = events(await client.post("/v1/chat/completions", json=body))
     assert done == "[DONE]"
     return [chunk["choices"][0] for chunk in chunks]
@@ -122,6 +123,77 @@ async def test_forced_calls_are_a_grammar(
     assert "get_weather" in grammar
 
 
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"parallel_tool_calls": False}, {"tools": [STRICT]}, {"tools": [WEATHER, STRICT]}]
+)
+async def test_calls_that_may_be_made_are_a_grammar_too(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    engine.script = script(f"I will look.\n{CALL}")
+    body = chat("Weather in Oslo?") | {"tools": [WEATHER]} | fields
+    response = await client.post("/v1/chat/completions", json=body)
+    choice = response.json()["choices"][0]
+    assert choice["message"]["content"] == "I will look."
+    assert choice["finish_reason"] == "tool_calls"
+    (request,) = engine.requests
+    assert "get_weather" in (request.sampling.grammar or "")
+    assert "strict" not in bytes(request.prompt).decode()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel_tool_calls": True},
+        {"tool_choice": "none", "parallel_tool_calls": False},
+        {"tool_choice": "auto"},
+    ],
+)
+async def test_other_calls_are_left_to_the_model(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    await answer(client, **fields)
+    assert engine.requests[0].sampling.grammar is None
+
+
+SAID = {
+    "llama3": '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+    "mistral-list": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
+    "mistral-named": '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}',
+    "qwen-coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", SAID)
+async def test_other_formats(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    tokenizer: ByteTokenizer,
+    name: str,
+    choice: str,
+    stream: bool,
+) -> None:
+    (tokenizer.tool_format,) = (one for one in FORMATS if one.name == name)
+    engine.script = script(SAID[name])
+    if stream:
+        _, *choices = await streamed(client, tool_choice=choice)
+        (call,) = (call for c in choices for call in c["delta"].get("tool_calls", []))
+        reason = choices[-1]["finish_reason"]
+        assert not any("content" in c["delta"] for c in choices)
+    else:
+        said = await answer(client, tool_choice=choice)
+        (call,), reason = said["message"]["tool_calls"], said["finish_reason"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert reason == "tool_calls"
+    grammar = engine.requests[0].sampling.grammar
+    assert (grammar is not None) is (choice == "required")
+
+
 def with_message(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"}, message]}
 
@@ -136,10 +208,8 @@ def with_arguments(arguments: str) -> dict[str, Any]:
     [
         (chat(tools=[{}]), "Field required"),
         (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "match pattern"),
-        (chat(tools=[{"type": "function", "function": {"name": "f", "strict": True}}]), "False"),
         (chat(tool_choice="required"), "'tool_choice' needs 'tools'"),
         (chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "no"}}), "'no'"),
-        (chat(tools=[WEATHER], parallel_tool_calls=False), "'parallel_tool_calls': false is not"),
         (chat(tools=[WEATHER], regex="a"), "together with 'tools'"),
         (with_arguments("{"), "arguments of the call of 'f' are not JSON"),
         (with_arguments("[]"), "arguments of the call of 'f' are no JSON object"),

@@ -32,6 +32,14 @@ def test_renders_as_transformers_does(source: str, expected: str) -> None:
     assert render(source) == expected
 
 
+def test_callers_can_set_what_is_not_the_servers() -> None:
+    template = ChatTemplate("{{ enable_thinking }} {{ bos_token }}", bos="<s>", eos="</s>")
+    assert template.render(MESSAGES, extra={"enable_thinking": False}) == "False <s>"
+    for name in ("messages", "tools", "add_generation_prompt", "bos_token", "raise_exception"):
+        with pytest.raises(InvalidRequestError, match=name):
+            template.render(MESSAGES, extra={name: None})
+
+
 def test_the_templates_own_refusal_is_the_clients_error() -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")

@@ -7,21 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from tests.unit.prompt.splitting import cuts, parse
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADDED = ToolCall("add", '{"a": 1, "b": "é"}')
 
 
-def parse(pieces: list[str]) -> list[str | ToolCall]:
-    """What the pieces hold, neighbouring prose joined."""
-    parser = HermesParser()
-    joined: list[str | ToolCall] = []
-    for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined
+def read(pieces: list[str]) -> list[str | ToolCall]:
+    return parse(HermesParser(), pieces)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +27,7 @@ def parse(pieces: list[str]) -> list[str | ToolCall]:
         (f"\n{ADD}\n", [ADDED]),
         (f"{ADD}\n{ADD}", [ADDED, ADDED]),
         (f"Let me see.\n\n{ADD}\nDone.", ["Let me see.", ADDED, "Done."]),
-        (ADD.replace("arguments", "parameters"), [ToolCall("add", "{}")]),
+        (ADD.replace("arguments", "parameters"), [ADDED]),
         ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", "{}")]),
         (ADD[:-1], [ADD[:-1]]),
         ("<tool_call>{</tool_call>\n", ["<tool_call>{</tool_call>\n"]),
@@ -47,10 +40,8 @@ def parse(pieces: list[str]) -> list[str | ToolCall]:
     ],
 )
 def test_however_the_text_is_cut(text: str, expected: list[str | ToolCall]) -> None:
-    assert parse([text]) == expected
-    assert parse(list(text)) == expected
-    for cut in range(len(text)):
-        assert parse([text[:cut], text[cut:]]) == expected
+    for pieces in cuts(text):
+        assert read(pieces) == expected
 
 
 def test_prose_is_not_held_back() -> None:
@@ -62,10 +53,8 @@ def test_prose_is_not_held_back() -> None:
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "\n", "{", '"', "a", "<", "tool"])))
 def test_text_without_a_call_comes_back_whole(pieces: list[str]) -> None:
-    parts = parse(pieces)
-    assert all(isinstance(part, str) for part in parts)
-    lines = "".join(pieces).replace("\n", "")
-    assert "".join(str(part) for part in parts).replace("\n", "") == lines
+    text = "".join(pieces)
+    assert read(pieces) == ([text] if text else [])
 
 
 @given(
@@ -80,6 +69,6 @@ def test_any_arguments_survive(arguments: dict[str, object], sizes: list[int]) -
     for size in sizes:
         pieces.append(text[:size])
         text = text[size:]
-    (call,) = parse([*pieces, text])
+    (call,) = read([*pieces, text])
     assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == arguments

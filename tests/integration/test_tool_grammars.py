@@ -1,0 +1,283 @@
+"""Calls that a grammar makes, in every format, from a model that would say something else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.engine import Engine, EngineOptions, FinishReason, GenerationRequest, SamplingParams
+from serve_app.errors import InvalidRequestError
+from serve_app.llama import model as llama_model
+from serve_app.llama.model import ANSWER_MARKS, Model
+from serve_app.prompt import answer, grammars
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tool_calls import ToolCall, ToolFormat
+from serve_app.prompt.tool_calls.formats import FORMATS
+
+TOKENIZER = Tokenizer(BUILTIN_MODEL)
+MODEL = Model(BUILTIN_MODEL, vocab_only=True)
+PROMPT = TOKENIZER.encode_chat([{"role": "user", "content": "Name three fruits."}])
+(IM_START,) = TOKENIZER.tokenize("<|im_start|>", False, True)
+(IM_END,) = TOKENIZER.tokenize("<|im_end|>", False, True)
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "at": {"$ref": "#/$defs/point"},
+    },
+    "required": ["days", "unit", "at"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}, "y": {"type": "null"}},
+            "required": ["x", "y"],
+            "additionalProperties": False,
+        }
+    },
+}
+FUNCTIONS: list[dict[str, Any]] = [
+    {"name": "get_weather", "parameters": PLACE},
+    {"name": "now", "description": "é"},
+]
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+
+
+def no_token(text: str) -> int | None:
+    return None
+
+
+def tokens_of_marks(text: str) -> int | None:
+    """As if the calls' marks were control tokens, all the same: the other ones end a text."""
+    return None if "think" in text else IM_START
+
+
+def grammar_of(
+    form: ToolFormat, *, forced: bool, parallel: bool = False, as_tokens: bool = False
+) -> str:
+    mark = tokens_of_marks if as_tokens else no_token
+    return grammars.from_tool_calls(
+        FUNCTIONS, form, mark, forced=forced, parallel=parallel, param="tools"
+    )
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    options = EngineOptions(
+        n_slots=8, n_ctx_slot=1024, threads=2, n_batch=256, max_waiting=64, sweep_limit_s=0
+    )
+    engine = Engine.load(BUILTIN_MODEL, options)
+    yield engine
+    engine.close(0)
+
+
+async def say(engine: Engine, grammar: str, seed: int) -> tuple[str, FinishReason]:
+    params = SamplingParams(grammar=grammar, max_tokens=400, seed=seed, temperature=1.5)
+    text, end = "", None
+    async for delta in engine.submit(GenerationRequest(f"s{seed}", PROMPT, params)):
+        text, end = text + delta.text, delta.end
+    assert end is not None
+    return text, end.reason
+
+
+def calls_in(form: ToolFormat, text: str) -> list[ToolCall]:
+    parser = form.parser(TOOLS)
+    parts = [*parser.feed(text), *parser.finish()]
+    assert all(isinstance(part, ToolCall) for part in parts), text
+    return [part for part in parts if isinstance(part, ToolCall)]
+
+
+@every_format
+@pytest.mark.parametrize("parallel", [False, True])
+async def test_forced_calls_validate(engine: Engine, form: ToolFormat, parallel: bool) -> None:
+    grammar = grammar_of(form, forced=True, parallel=parallel)
+    said = await asyncio.gather(*(say(engine, grammar, seed) for seed in range(8)))
+    # A string may go on for ever, and so may calls.
+    ended = [text for text, reason in said if reason is FinishReason.STOP]
+    assert ended or parallel
+    for text in ended:
+        calls = calls_in(form, text)
+        assert len(calls) == 1 or parallel
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            schema = PLACE if call.name == "get_weather" else {"maxProperties": 0}
+            jsonschema.validate(arguments, schema)
+
+
+def takes(grammar: str, text: str) -> tuple[bool, bool]:
+    """Whether the grammar takes the text, and whether it may end there."""
+    constraint = MODEL.constraint(grammar)
+    for token in MODEL.tokenize(text, add_special=False, parse_special=True):
+        if not constraint.take(token):
+            return False, False
+    return True, constraint.complete or any(map(constraint.take, MODEL.eog_tokens))
+
+
+NOW = {
+    "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3": '{"name": "now", "parameters": {}}',
+    "mistral-list": '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "123456789"}]',
+    "mistral-named": "[TOOL_CALLS]now[ARGS]{}",
+    "qwen-coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+}
+TWICE = {
+    "hermes": f"{NOW['hermes']}\n{NOW['hermes']}",
+    "mistral-list": '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
+    "mistral-named": NOW["mistral-named"] * 2,
+    "qwen-coder": f"{NOW['qwen-coder']}\n{NOW['qwen-coder']}",
+}
+
+
+def with_tokens(text: str) -> str:
+    for mark in ("<tool_call>", "[TOOL_CALLS]", "</tool_call>", "[ARGS]"):
+        text = text.replace(mark, "<|im_start|>")
+    return text
+
+
+@every_format
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
+    """Text is free up to the mark, and what is behind it is not."""
+
+    def written(text: str) -> str:
+        return with_tokens(text) if as_tokens else text
+
+    single = grammar_of(form, forced=False, as_tokens=as_tokens)
+    several = grammar_of(form, forced=False, parallel=True, as_tokens=as_tokens)
+    now = written(NOW[form.name])
+    for grammar in (single, several):
+        assert takes(grammar, "Hello <tool, [TOOL] and { }.") == (True, True)
+        assert takes(grammar, now) == (True, True)
+        assert takes(grammar, now.replace("now", "then")) == (False, False)
+        assert not takes(grammar, now[:-1])[1]
+        if form.opening is not None:
+            assert takes(grammar, f"Well.\n{now}") == (True, True)
+    assert takes(single, f"{now} More.") == (False, False)
+    if form.name in TWICE:
+        twice = written(TWICE[form.name])
+        assert takes(single, twice) == (False, False)
+        assert takes(several, twice) == (True, True)
+
+
+def test_thoughts_that_are_tokens_come_before_calls() -> None:
+    (hermes,) = (one for one in FORMATS if one.name == "hermes")
+    marks = {answer.OPEN: IM_START, answer.CLOSE: IM_START}
+    grammar = grammars.from_tool_calls(
+        FUNCTIONS, hermes, marks.get, forced=False, parallel=False, param="tools"
+    )
+    thought = "<|im_start|>\nHm.\n<|im_start|>\n\n"
+    assert takes(grammar, f"{thought}Yes.") == (True, True)
+    assert takes(grammar, f"{thought}{NOW['hermes']}") == (True, True)
+    assert takes(grammar, f"{thought}{NOW['hermes']}".replace("now", "then")) == (False, False)
+
+
+ARRAY = {"type": "array"}
+
+
+def test_a_string_parameter_is_free_text() -> None:
+    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
+    function = {"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "n": ARRAY}}}
+    grammar = grammars.from_tool_calls(
+        [function], coder, no_token, forced=True, parallel=False, param="tools"
+    )
+    text = "<tool_call>\n<function=f>\n<parameter=s>\na\n\n</parameter>é\n</parameter>\n"
+    assert takes(grammar, f"{text}</function>\n</tool_call>") == (True, True)
+    assert takes(grammar, f"{text}<parameter=n>\n[1]\n</parameter>\n</function>\n</tool_call>")[1]
+    assert takes(grammar, f"{text}<parameter=n>\n[1\n</parameter>") == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["Oslo", "null"], []),
+        ({"$ref": "#/$defs/unit"}, ["C"], ["K", '"C"']),
+        ({"allOf": [{"$ref": "#/$defs/unit"}]}, ["F"], ["K"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["12", "null"], ["x"]),
+        ({"enum": [1, 2]}, ["1"], ["3"]),
+        ({}, ["x", "1"], []),
+        ({"$ref": "#/$defs/circle"}, ["x"], []),
+    ],
+)
+def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused: list[str]) -> None:
+    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
+    named = {"unit": {"type": "string", "enum": ["C", "F"]}, "circle": {"$ref": "#/$defs/circle"}}
+    parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": named}
+    grammar = grammars.from_tool_calls(
+        [{"name": "f", "parameters": parameters}],
+        coder,
+        no_token,
+        forced=True,
+        parallel=False,
+        param="tools",
+    )
+    for value, expected in [*((one, True) for one in taken), *((one, False) for one in refused)]:
+        body = f"<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>"
+        assert takes(grammar, f"<tool_call>\n{body}\n</tool_call>")[0] is expected, value
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "integer", "minimum": "x"}}},
+        {"properties": {"a>": {"type": "integer"}}},
+        {"properties": {"a": {"type": "no type"}}},
+    ],
+)
+def test_what_cannot_be_a_grammar_is_refused(parameters: dict[str, Any]) -> None:
+    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
+    with pytest.raises(InvalidRequestError) as raised:
+        grammars.from_tool_calls(
+            [{"name": "f", "parameters": parameters}],
+            coder,
+            no_token,
+            forced=True,
+            parallel=False,
+            param="tools",
+        )
+    assert raised.value.param == "tools"
+
+
+# -- marks that are control tokens ----------------------------------------------------------------
+
+
+def test_every_formats_marks_can_be_shown() -> None:
+    needed = {mark for form in FORMATS for mark in form.marks} | {answer.OPEN, answer.CLOSE}
+    assert needed == set(ANSWER_MARKS)
+
+
+def test_marks_of_the_template_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in model has no such marks: others of its control tokens stand for them."""
+    assert MODEL.piece(IM_START) == b""
+    monkeypatch.setattr(llama_model, "ANSWER_MARKS", ("<|im_start|>", "<|endoftext|>"))
+    model = Model(BUILTIN_MODEL, vocab_only=True)
+    assert model.piece(IM_START) == b"<|im_start|>"
+    assert model.detokenize([IM_START, IM_END]) == "<|im_start|>"
+    (unused,) = model.tokenize("<|endoftext|>", add_special=False, parse_special=True)
+    assert model.piece(unused) == b""  # its template does not have it
+
+
+def test_a_thought_that_the_template_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0].content }}|{% if quick is not defined %}<think>\n{% endif %}"
+    monkeypatch.setattr(Model, "chat_template", property(lambda self: template))
+    tokenizer = Tokenizer(BUILTIN_MODEL)
+    messages = [{"role": "user", "content": "Hi"}]
+    thinking = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(thinking, special=True) == "Hi|<think>\n"
+    assert tokenizer.answer_parser(thinking).feed("Hm") == [answer.Thought("Hm")]
+    ended = tokenizer.encode_chat(messages, thinks=False)
+    assert tokenizer.decode(ended, special=True) == "Hi|<think>\n\n</think>\n\n"
+    assert tokenizer.answer_parser(ended).feed("Hm") == ["Hm"]
+    quick = tokenizer.encode_chat(messages, (), {"quick": True}, False)
+    assert tokenizer.decode(quick, special=True) == "Hi|"
+    with pytest.raises(InvalidRequestError, match="'messages'"):
+        tokenizer.encode_chat(messages, (), {"messages": []})
