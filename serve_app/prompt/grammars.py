@@ -60,10 +60,12 @@ def from_tool_calls(
         start = f"start: {written(opening)} calls"
     else:
         # A lazy lexeme ends with the mark, so that no text can have it.
-        tags = [f"<[{token}]>" for tag in (OPEN, CLOSE) if (token := mark(tag)) is not None]
-        thoughts = f"(TEXT ({' | '.join(tags)}))*" if tags else ""
+        # Control tokens are no text, so thoughts that have them for tags need a rule.
+        begun, ended = mark(OPEN), mark(CLOSE)
+        has_tags = begun is not None and ended is not None
+        thought = f"((TEXT <[{begun}]>)? TEXT <[{ended}]>)?" if has_tags else ""
         lazy = "[lazy]" if mark(opening) is None else ""
-        start = f"""start: {thoughts} TEXT | {thoughts} opened calls
+        start = f"""start: {thought} (TEXT | opened calls)
 opened{lazy}: TEXT {written(opening)}
 TEXT: /(.|\\n)*/"""
     rules = tool_format.rules(functions, written, parallel)

@@ -176,7 +176,9 @@ def test_thoughts_that_are_tokens_come_before_calls() -> None:
         FUNCTIONS, hermes, marks.get, forced=False, parallel=False, param="tools"
     )
     thought = "<|im_start|>\nHm.\n<|im_start|>\n\n"
+    assert takes(grammar, "Yes.") == (True, True)
     assert takes(grammar, f"{thought}Yes.") == (True, True)
+    assert takes(grammar, thought.removeprefix("<|im_start|>") + NOW["hermes"]) == (True, True)
     assert takes(grammar, f"{thought}{NOW['hermes']}") == (True, True)
     assert takes(grammar, f"{thought}{NOW['hermes']}".replace("now", "then")) == (False, False)
 
@@ -206,6 +208,8 @@ def test_a_string_parameter_is_free_text() -> None:
         ({"enum": [1, 2]}, ["1"], ["3"]),
         ({}, ["x", "1"], []),
         ({"$ref": "#/$defs/circle"}, ["x"], []),
+        ({"type": "string", "enum": [{"x": 1}, "x"]}, ["x"], ["y"]),
+        ({"type": "string", "enum": 1}, ["x"], []),
     ],
 )
 def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused: list[str]) -> None:
@@ -223,6 +227,15 @@ def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused:
     for value, expected in [*((one, True) for one in taken), *((one, False) for one in refused)]:
         body = f"<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>"
         assert takes(grammar, f"<tool_call>\n{body}\n</tool_call>")[0] is expected, value
+
+
+def test_a_function_without_properties_takes_none() -> None:
+    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
+    function = {"name": "now", "parameters": {"properties": [], "required": 1, "type": []}}
+    grammar = grammars.from_tool_calls(
+        [function], coder, no_token, forced=True, parallel=False, param="tools"
+    )
+    assert takes(grammar, NOW["qwen-coder"]) == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from typing import Any
 from serve_app.errors import InvalidRequestError
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import CallParser, Found, Function, ToolCall, call_of
-from serve_app.prompt.tool_calls.schemas import constants, read_value, resolved, types_of
+from serve_app.prompt.tool_calls.schemas import (
+    constants,
+    properties_of,
+    read_value,
+    resolved,
+    types_of,
+)
 
 MARKS = OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -49,7 +55,7 @@ class QwenCoderParser(CallParser):
         if function is None:
             return None
         schema = self._schemas.get(function[1], {})
-        inner = schema.get("properties") or {}
+        inner = properties_of(schema)
         arguments = {}
         place = function.end()
         while found := _PARAMETER.match(text, place):
@@ -74,14 +80,15 @@ free[suffix="\\n</parameter>\\n"]: /(.|\\n)*/"""
 
 def _parameters(function: Function) -> list[str]:
     schema = function.get("parameters") or {}
-    required = schema.get("required") or ()
+    required = schema.get("required")
     found = []
-    for name, inner in (schema.get("properties") or {}).items():
+    for name, inner in properties_of(schema).items():
         if not re.fullmatch(r"[^<>\n]+", name):
             raise InvalidRequestError(f"tools: no parameter can be called {name!r}.", "tools")
         opening = lark.text(f"<parameter={name}>\n")
         body = f"{opening} {_value(inner, schema)}"
-        found.append(body if name in required else f"({body})?")
+        is_needed = isinstance(required, list) and name in required
+        found.append(body if is_needed else f"({body})?")
     return found
 
 
@@ -89,7 +96,7 @@ def _value(schema: Any, root: Mapping[str, Any]) -> str:
     """A value of this schema, and the tag that closes it."""
     closing = lark.text("\n</parameter>\n")
     types = types_of(schema, root)
-    values = constants(resolved(schema, root))
+    values = [one for one in constants(resolved(schema, root)) if isinstance(one, str)]
     if types == {"string"} and values:
         return f"({' | '.join(lark.text(value) for value in values)}) {closing}"
     if not types or "string" in types:

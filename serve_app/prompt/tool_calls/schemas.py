@@ -40,19 +40,29 @@ def read_value(text: str, schema: Any, root: Any) -> object:
 
 def types_of(schema: Any, root: Any) -> set[str]:
     """The JSON types that the schema names; none if it leaves them open."""
-    schema = resolved(schema, root)
-    named = schema.get("type")
-    if isinstance(named, str):
-        return {named}
-    if isinstance(named, list):
-        return {name for name in named if isinstance(name, str)}
-    if values := constants(schema):
-        return {name for one in values for name in _TYPES[type(one)]}
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(options, list):
-        found = [types_of(option, root) for option in options]
-        return set().union(*found) if all(found) else set()
-    return set()
+    types, seen, left = set[str](), set[str](), [schema]
+    while left:
+        one = left.pop()
+        if not isinstance(one, Mapping):
+            return set()
+        inner = _inner(one)
+        if isinstance(ref := one.get("$ref"), str):
+            # Each is followed once: callers may send circles.
+            left += [] if ref in seen else [_at(root, ref)]
+            seen.add(ref)
+        elif named := _named_types(one):
+            types |= named
+        elif inner:
+            left += inner
+        else:
+            return set()
+    return types
+
+
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """An object's properties, if these are as they should be."""
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def constants(schema: Mapping[str, Any]) -> list[Any]:
@@ -67,14 +77,32 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
     for _ in range(_MAX_REFS):
         if not isinstance(schema, Mapping):
             return {}
-        parts = schema.get("allOf")
-        if isinstance(parts, list) and len(parts) == 1:
-            schema = parts[0]
-        elif isinstance(ref := schema.get("$ref"), str) and ref.startswith("#/"):
+        inner = schema.get("allOf")
+        if isinstance(ref := schema.get("$ref"), str):
             schema = _at(root, ref)
+        elif isinstance(inner, list) and len(inner) == 1:
+            schema = inner[0]
         else:
             return schema
     return {}
+
+
+def _named_types(schema: Mapping[str, Any]) -> set[str]:
+    named = schema.get("type")
+    if isinstance(named, str):
+        return {named}
+    if isinstance(named, list):
+        return {name for name in named if isinstance(name, str)}
+    return {name for value in constants(schema) for name in _TYPES[type(value)]}
+
+
+def _inner(schema: Mapping[str, Any]) -> list[Any]:
+    """Schemas of which one decides: any of several, or the only one of all."""
+    for key, most in (("anyOf", None), ("oneOf", None), ("allOf", 1)):
+        found = schema.get(key)
+        if isinstance(found, list) and (most is None or len(found) == most):
+            return found
+    return []
 
 
 def _at(root: Any, ref: str) -> Any:

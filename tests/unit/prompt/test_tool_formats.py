@@ -15,6 +15,7 @@ from serve_app.demo_model.template import CHAT_TEMPLATE
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat, detect
 from serve_app.prompt.tool_calls.formats import FORMATS
+from serve_app.prompt.tool_calls.schemas import types_of
 from tests.unit.prompt.splitting import cuts, parse
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
@@ -143,6 +144,36 @@ M_ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
 def test_however_the_text_is_cut(name: str, text: str, expected: list[str | ToolCall]) -> None:
     for pieces in cuts(text):
         assert read(name, pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"const": 1}, {"integer", "number"}),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, {"boolean", "null"}),
+        ({"oneOf": [{"type": "array"}, {}]}, set()),
+        ({"allOf": [{"$ref": "#/$defs/a"}]}, {"boolean"}),
+        ({"allOf": [{"type": "array"}, {"minItems": 1}]}, set()),
+        ({"$ref": "#/$defs/circle"}, {"null"}),
+        ({"$ref": "elsewhere"}, set()),
+        ({"type": 1, "enum": 2, "anyOf": 3}, set()),
+        ("no schema", set()),
+    ],
+)
+def test_types_of_schemas(schema: Any, types: set[str]) -> None:
+    circle = {"anyOf": [{"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/circle"}, {"type": "null"}]}
+    assert types_of(schema, {"$defs": {"a": {"type": "boolean"}, "circle": circle}}) == types
+
+
+def test_tools_with_odd_schemas_are_read() -> None:
+    odd: list[Any] = [{"properties": []}, {"properties": {"a": 1}}, {"properties": None}, None]
+    for parameters in odd:
+        parser = FORMAT["qwen-coder"].parser(
+            [{"function": {"name": "add", "parameters": parameters}}]
+        )
+        assert parse(parser, [xml(a="1")]) == one(a=1)
 
 
 @pytest.mark.parametrize("name", CALLS)
