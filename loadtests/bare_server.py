@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from serve_app import config
 from serve_app.app import resolve
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
+from serve_app.errors import EngineUnavailableError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.served import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sources import cache_folder, locate
-from serve_app.types import ReplicaStats, RequestRecord
+from serve_app.types import ReplicaStats, RequestRecord, SlotAction
 
 
 class LocalClient:
@@ -44,6 +45,12 @@ class LocalClient:
                 yield delta
         finally:
             self._engine.abort(request.id)
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        """See EngineClient."""
+        raise EngineUnavailableError("Slots are left alone here.")
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See EngineClient."""

@@ -95,6 +95,9 @@ class EngineConfig(_Section):
     cache_folder: Path | None = None
     """A folder on each node where those prefixes are kept for the next start, too. They hold what users
     wrote; nobody but the owner can read them. Default: they are lost at the end."""
+    slot_folder: Path | None = None
+    """A folder on each node for `POST /slots/{id_slot}`, llama-server's way to save a slot's cache to a
+    file and to take it back. Default: that is refused."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
     max_stall_ms: PositiveFloat | None = 250

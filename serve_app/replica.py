@@ -23,7 +23,14 @@ from serve_app.placement.machine import usable_cores
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
 from serve_app.sources import cache_folder, locate
-from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SequenceEnd, TokenDelta
+from serve_app.types import (
+    GenerationRequest,
+    ReplicaStats,
+    RequestRecord,
+    SequenceEnd,
+    SlotAction,
+    TokenDelta,
+)
 
 logger = logging.getLogger("corral.replica")
 
@@ -100,6 +107,18 @@ class EngineReplica:
             node_id=ray.get_runtime_context().get_node_id(),
             engine=dataclasses.asdict(self._engine.stats()),
         )
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction | None:
+        """See SlotFiles; None if another replica is meant. Raises CorralError."""
+        if replica_id != serve.get_replica_context().replica_id.unique_id:
+            return None
+        files = self._engine.slot_files
+        if action == "erase":
+            return await asyncio.to_thread(files.erase, slot_id)
+        act = files.save if action == "save" else files.restore
+        return await asyncio.to_thread(act, slot_id, name)
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See Engine.explain."""

@@ -101,6 +101,7 @@ def resolve(
         n_keep=config.n_keep,
         embedding_pooling=None if config.embedding_pooling == "auto" else config.embedding_pooling,
         prefix_folder=config.cache_folder,
+        slot_folder=config.slot_folder,
     )
 
 

@@ -172,6 +172,17 @@ class TokenDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotAction:
+    """What was done with one slot, because somebody asked for it."""
+
+    slot_id: int
+    n_tokens: int
+    n_bytes: int
+    """Of the file, if there was one."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """What one engine replica tells about itself."""
 

@@ -9,7 +9,7 @@ from serve_app.engine.backend import Backend
 from serve_app.engine.prefix_store import PrefixStore, StoredPrefix
 from serve_app.engine.sequence import Sequence
 from serve_app.engine.slots import Choice, Slot, SlotTable, Wait
-from serve_app.errors import DecodeError
+from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
 
 logger = logging.getLogger("corral.engine")
 
@@ -125,6 +125,40 @@ class Lanes:
         for slot in sorted(self.table.slots, key=lambda slot: slot.last_used):
             if slot.idle:
                 self.store(slot, slot.idle_tokens)
+
+    # -- when somebody asks -----------------------------------------------------------------------
+
+    def save(self, slot_id: int) -> StoredPrefix:
+        """What an idle slot has. Raises InvalidRequestError, EngineUnavailableError like all of these."""
+        slot = self._at_rest(slot_id)
+        return StoredPrefix(list(slot.idle_tokens), self._backend.save(slot.id))
+
+    def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
+        """Have a prefix in an idle slot; what is lost by that is stored first."""
+        slot = self._at_rest(slot_id)
+        self.erase(slot_id)
+        try:
+            self._backend.restore(slot.id, prefix.state)
+        except DecodeError as error:
+            raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
+        slot.idle_tokens = list(prefix.tokens)
+
+    def erase(self, slot_id: int) -> int:
+        """Empty an idle slot; returns the tokens that it had. The prefix store may have them still."""
+        slot = self._at_rest(slot_id)
+        n_tokens = len(slot.idle_tokens)
+        self.store(slot, slot.idle_tokens)
+        self._backend.truncate(slot.id, 0)
+        slot.idle_tokens, slot.n_shared = [], 0
+        return n_tokens
+
+    def _at_rest(self, slot_id: int) -> Slot:
+        slots = self.table.slots
+        if slot_id not in range(len(slots)) or slots[slot_id].pinned:
+            raise InvalidRequestError(f"There is no slot {slot_id}.", "id_slot")
+        if not slots[slot_id].idle or slot_id in self._unsettled:
+            raise EngineUnavailableError(f"Slot {slot_id} is busy.")
+        return slots[slot_id]
 
     # -- in a lane --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from serve_app.engine.backend import Backend
 from serve_app.engine.backlog import Backlog, Forecast
 from serve_app.engine.cost_model import CostModel
 from serve_app.engine.embedding import EmbeddingQueue, Texts
+from serve_app.engine.errands import Errand
 from serve_app.engine.fair_queue import FairQueue
 from serve_app.engine.history import History
 from serve_app.engine.lanes import Lanes
@@ -89,7 +90,8 @@ class DecoderLoop:
             target=self._run, args=(open_backend, opened), name="corral-decoder", daemon=True
         )
         self._thread.start()
-        self.vocabulary = opened.result().vocabulary
+        backend = opened.result()
+        self.vocabulary, self.state_key = backend.vocabulary, backend.state_key
         self.embedding = opened.result().embedding
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
@@ -109,6 +111,10 @@ class DecoderLoop:
     def submit_texts(self, requests: list[Texts]) -> list[CorralError | None]:
         """Queue texts to be embedded; for each request, None or why it is refused."""
         return self._mailbox.submit_texts(requests)
+
+    def ask(self, errand: Errand) -> None:
+        """Have it done between two steps."""
+        self._mailbox.ask(errand)
 
     def abort(self, request_id: str) -> None:
         """End a request, waiting or running, before the next step. Idempotent."""
@@ -360,8 +366,10 @@ class DecoderLoop:
     def _obey(self, commands: Commands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
         self._embeddings.add(commands.texts)
-        if not (commands.submitted or commands.aborted) and commands.deadline is None:
+        if not (commands.submitted or commands.errands or commands.aborted or commands.deadline):
             return True
+        for errand in commands.errands:
+            errand.run(self._lanes)
         self._waiting.extend(commands.submitted)
         live = {sequence.id: sequence for sequence in self._live}
         for request_id in commands.aborted:
@@ -456,6 +464,8 @@ class DecoderLoop:
         self._waiting.extend(never_taken.submitted)
         self._embeddings.add(never_taken.texts)
         self._embeddings.end(failure)
+        for errand in never_taken.errands:
+            errand.refuse(failure)
         for sequence in self._live:
             self._end(sequence, FinishReason.ERROR, failure)
         self._flush()

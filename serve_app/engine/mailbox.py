@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from serve_app.engine.backlog import Forecast
 from serve_app.engine.embedding import Texts
+from serve_app.engine.errands import Errand
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     CorralError,
@@ -28,6 +29,7 @@ class Commands:
 
     submitted: list[Sequence]
     texts: list[Texts]
+    errands: list[Errand]
     aborted: set[str]
     deadline: float | None
     """When a drain must be over, on `time.monotonic`; None while the engine is open."""
@@ -48,6 +50,7 @@ class Mailbox:
         self._submitted: list[Sequence] = []
         self._texts: list[Texts] = []
         self._n_texts = 0
+        self._errands: list[Errand] = []
         self._aborted: set[str] = set()
         self._deadline: float | None = None
         self._failed = False
@@ -76,6 +79,16 @@ class Mailbox:
         self._texts.append(request)
         request.future.add_done_callback(lambda _: self._forget_texts(len(request.tokens)))
         return None
+
+    def ask(self, errand: Errand) -> None:
+        """Any thread: have it done between two steps, or refused."""
+        with self._changed:
+            refusal = self._closed()
+            if refusal is None:
+                self._errands.append(errand)
+                self._changed.notify()
+        if refusal is not None:
+            errand.refuse(refusal)
 
     def _forget_texts(self, n_texts: int) -> None:
         with self._changed:
@@ -135,12 +148,18 @@ class Mailbox:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._submitted or self._texts or self._aborted or self._deadline is not None
+                    self._submitted
+                    or self._texts
+                    or self._errands
+                    or self._aborted
+                    or self._deadline is not None
                 ),
                 wait_s,
             )
-            commands = Commands(self._submitted, self._texts, self._aborted, self._deadline)
-            self._submitted, self._texts, self._aborted = [], [], set()
+            commands = Commands(
+                self._submitted, self._texts, self._errands, self._aborted, self._deadline
+            )
+            self._submitted, self._texts, self._errands, self._aborted = [], [], [], set()
             return commands
 
     def forget(self, request_id: str) -> None:

@@ -56,6 +56,8 @@ class EngineOptions:
     """Where measurements are kept for the next start."""
     prefix_folder: Path | None = None
     """Where the prefixes that lost their slot are kept for the next start."""
+    slot_folder: Path | None = None
+    """Where slots are saved to and restored from, when somebody asks for it; None refuses that."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):

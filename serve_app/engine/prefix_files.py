@@ -1,42 +1,26 @@
-"""The stored prefixes' copies on disk, one file each, so that a restart finds them.
-
-A file is what `_FIELDS` names, a checksum of all the rest, the tokens, and the state. It is checked
-before any of it is used: llama.cpp believes what a state says.
-"""
+"""The stored prefixes' copies on disk, one file each, so that a restart finds them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import stat
-import struct
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
-from serve_app.engine.backend import State
+from serve_app.engine import prefix_file
+from serve_app.engine.prefix_file import RefusedFileError
 from serve_app.engine.prefix_store import StoredPrefix
 from serve_app.errors import ConfigError
 
 logger = logging.getLogger("corral.engine")
 
-_MAGIC = b"CorralPx"
-_VERSION = 1
-_FIELDS = struct.Struct("<8sI32sIQ")  # magic, version, fingerprint, tokens, bytes of state
-_DIGEST_BYTES = 32
-_TOKEN_BYTES = 4
-_UNFINISHED = ".unfinished"
 # A file that nobody has written to for so long is left from a process that died.
 _ABANDONED_S = 3600.0
 # Prefixes that wait for the disk, tens of MB each; one more is being written.
 _MAX_QUEUED = 4
-
-
-class _RefusedError(Exception):
-    """A file must not be used; the message says why."""
 
 
 class PrefixFiles:
@@ -53,7 +37,7 @@ class PrefixFiles:
     """
 
     def __init__(self, folder: Path, fingerprint: bytes) -> None:
-        self._key = blake2b(fingerprint, digest_size=_DIGEST_BYTES).digest()
+        self._key = prefix_file.key_of(fingerprint)
         self._folder = folder / self._key[:16].hex()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +68,7 @@ class PrefixFiles:
                     continue
             except FileNotFoundError:
                 continue  # another replica discarded it just now
-            except (OSError, _RefusedError) as error:
+            except (OSError, RefusedFileError) as error:
                 logger.warning("The stored prefix %s is not loaded: %s", path, error)
                 continue
             budget_bytes -= len(prefix.state)
@@ -116,7 +100,9 @@ class PrefixFiles:
         self._writer.submit(self._fulfil, name)
 
     def _name(self, tokens: list[int]) -> str:
-        return blake2b(self._key + _packed(tokens), digest_size=16).hexdigest() + ".prefix"
+        return (
+            blake2b(self._key + prefix_file.packed(tokens), digest_size=16).hexdigest() + ".prefix"
+        )
 
     def _newest_first(self) -> list[Path]:
         """All files but unfinished ones; of those, remove what is abandoned."""
@@ -124,38 +110,17 @@ class PrefixFiles:
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):  # another replica may be faster
                 modified_ns = path.stat().st_mtime_ns
-                if path.suffix != _UNFINISHED:
+                if path.suffix != prefix_file.UNFINISHED:
                     aged.append((modified_ns, path))
                 elif time.time() - modified_ns / 1e9 > _ABANDONED_S:
                     path.unlink()
         return [path for _, path in sorted(aged, reverse=True)]
 
     def _read(self, path: Path, room_bytes: int) -> StoredPrefix | None:
-        """The prefix in a file, None if its state takes more than `room_bytes`. Raises _RefusedError,
-        OSError."""
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise _RefusedError("it is not a file")
-        with path.open("rb") as file:
-            fields, checksum = file.read(_FIELDS.size), file.read(_DIGEST_BYTES)
-            if len(checksum) < _DIGEST_BYTES or not fields.startswith(_MAGIC):
-                raise _RefusedError("it is not a stored prefix, or cut off in its header")
-            _, version, key, n_tokens, n_state = _FIELDS.unpack(fields)
-            if version != _VERSION:
-                raise _RefusedError(f"it is of version {version}, this program reads {_VERSION}")
-            if key != self._key:
-                raise _RefusedError("it is of another model, context or version of llama.cpp")
-            n_bytes = _FIELDS.size + _DIGEST_BYTES + n_tokens * _TOKEN_BYTES + n_state
-            if status.st_size != n_bytes:
-                raise _RefusedError(f"it has {status.st_size} bytes, its header says {n_bytes}")
-            if n_state > room_bytes:
-                return None
-            tokens, state = file.read(n_tokens * _TOKEN_BYTES), file.read(n_state)
-        if _checksum(fields, tokens, state) != checksum:
-            raise _RefusedError("its checksum is wrong")
-        prefix = StoredPrefix(list(struct.unpack(f"<{n_tokens}i", tokens)), state)
-        if path.name != self._name(prefix.tokens):
-            raise _RefusedError("it is not under its own name")
+        """See `prefix_file.read`."""
+        prefix = prefix_file.read(path, self._key, room_bytes)
+        if prefix is not None and path.name != self._name(prefix.tokens):
+            raise RefusedFileError("it is not under its own name")
         return prefix
 
     # -- writer thread ----------------------------------------------------------------------------
@@ -186,29 +151,5 @@ class PrefixFiles:
         return False
 
     def _write(self, name: str, prefix: StoredPrefix) -> None:
-        """Make a file, whole or not at all."""
-        tokens = _packed(prefix.tokens)
-        fields = _FIELDS.pack(_MAGIC, _VERSION, self._key, len(prefix.tokens), len(prefix.state))
-        checksum = _checksum(fields, tokens, prefix.state)
-        descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, dir=self._folder)  # mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.writelines((fields, checksum, tokens, prefix.state))
-                file.flush()
-                os.fsync(descriptor)
-            Path(unfinished).replace(self._folder / name)
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
+        prefix_file.write(self._folder / name, self._key, prefix)
         self._intact.add(name)
-
-
-def _packed(tokens: list[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}i", *tokens)
-
-
-def _checksum(*parts: State) -> bytes:
-    digest = blake2b(digest_size=_DIGEST_BYTES)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()

@@ -26,9 +26,10 @@ from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
 from serve_app.sources import locate
-from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, TokenDelta
+from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SlotAction, TokenDelta
 
 _STATS_TIMEOUT_S = 2.0
+_SLOT_TIMEOUT_S = 60.0
 
 
 class HandleClient:
@@ -69,10 +70,25 @@ class HandleClient:
         answers = await self._ask_all("explain", wanted)
         return [record for found in answers if isinstance(found, list) for record in found]
 
-    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        """See EngineClient."""
+        arguments = replica_id, action, slot_id, name
+        answers = await self._ask_all("act_on_slot", *arguments, timeout_s=_SLOT_TIMEOUT_S)
+        for answer in answers:
+            if isinstance(answer, SlotAction):
+                return answer
+            if isinstance(answer, RayError | CorralError):
+                raise _translate(answer)
+        raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
+
+    async def _ask_all(
+        self, method: str, *arguments: Any, timeout_s: float = _STATS_TIMEOUT_S
+    ) -> list[Any]:
         try:
             return await self._handle.broadcast(method, *arguments).results_async(
-                timeout_s=_STATS_TIMEOUT_S, return_exceptions=True
+                timeout_s=timeout_s, return_exceptions=True
             )
         except DeploymentUnavailableError:
             return []

@@ -78,10 +78,10 @@ def response(
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     content_type = request.headers.get("content-type", "")
-    if not content_type.startswith("application/json"):
+    fault = error.errors()[0]
+    if fault["loc"][0] == "body" and not content_type.startswith("application/json"):
         message = "Send JSON, with Content-Type: application/json."
         return response(request, InvalidRequestError(message))
-    fault = error.errors()[0]
     if fault["type"] == "json_invalid":
         message = f"The body is not JSON: {fault['ctx']['error']}."
         return response(request, InvalidRequestError(message))

@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve_app import __version__
-from serve_app.errors import EngineUnavailableError, InvalidRequestError
-from serve_app.ingress import generation, llama_answers, llama_metrics
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress import generation, llama_answers, llama_metrics, llama_slots
 from serve_app.ingress.encoding import apart, encoded, sampling_of
 from serve_app.ingress.llama_answers import LlamaAnswer
 from serve_app.ingress.llama_requests import (
@@ -26,6 +26,7 @@ from serve_app.ingress.llama_requests import (
     LlamaParams,
     TokenizeRequest,
 )
+from serve_app.ingress.llama_slots import slots_of
 from serve_app.ingress.served import ServedModel, find
 from serve_app.types import SamplingParams
 
@@ -35,6 +36,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     _add_generation(app, models)
     _add_text(app, models)
     _add_information(app, models)
+    llama_slots.add(app, models)
 
 
 def _add_generation(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
@@ -159,7 +161,7 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         """What the model is served with; slots are those of all its replicas."""
         found = find(models, model)
         defaults = llama_answers.generation_settings(SamplingParams(), found.n_ctx_slot, found.id)
-        slots = await _slots(found)
+        slots = await slots_of(found)
         return {
             "default_generation_settings": {
                 "id": 0,
@@ -186,30 +188,3 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         """llama-server's metrics, summed over the replicas of the model."""
         replicas = await find(models, model).engine.stats()
         return Response(llama_metrics.render(replicas), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/slots")
-    async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
-        """The slots of all replicas of the model."""
-        found = await _slots(find(models, model))
-        if fail_on_no_slot and all(slot["is_processing"] for slot in found):
-            raise EngineUnavailableError("No slot is free.")
-        return found
-
-
-async def _slots(model: ServedModel) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": slot["id"],
-            "replica_id": replica.replica_id,
-            "id_task": slot["request_id"],
-            "n_ctx": model.n_ctx_slot,
-            "speculative": False,
-            "is_processing": slot["request_id"] is not None,
-            "n_prompt_tokens": slot["n_prompt"],
-            "n_past": slot["n_past"],
-            "next_token": {"n_decoded": slot["n_generated"]},
-        }
-        for replica in await model.engine.stats()
-        for slot in replica.engine["slots"]
-        if slot["state"] != "pinned"
-    ]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.protocol import ModelCard
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, TokenDelta
+from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SlotAction, TokenDelta
 
 
 class EngineClient(Protocol):
@@ -28,6 +28,11 @@ class EngineClient(Protocol):
 
     async def stats(self) -> list[ReplicaStats]:
         """What each replica tells about itself."""
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        """Save, restore or erase one replica's slot. Raises CorralError."""
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """What the replicas remember of a request."""

@@ -173,6 +173,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
         model(gguf, "small", n_slots=1, n_ctx_slot=2048, max_waiting=1),
         model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048, max_waiting=16),
     ]
+    models[-1]["engine"]["slot_folder"] = str(directory / "slots")
     server = Corral(directory, models)
     try:
         server.wait_ready()

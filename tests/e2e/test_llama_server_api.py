@@ -77,3 +77,20 @@ def test_no_tokens_for_infill(corral: Corral) -> None:
     body = {"input_prefix": "def add(a, b):", "input_suffix": "\n"}
     error = curl(corral, "/infill", body)["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "suffix")
+
+
+def test_a_slot_is_saved_and_restored(corral: Corral) -> None:
+    body = {"model": "demo", "prompt": "One two three four five six", "n_predict": 4}
+    curl(corral, "/completion", body | {"temperature": 0})
+    slots = curl(corral, "/slots?model=demo")
+    slot = max(slots, key=lambda slot: slot["n_past"])["id"]
+    asked = {"model": "demo", "filename": "slot.bin"}
+    saved = curl(corral, f"/slots/{slot}?action=save", asked)
+    assert saved["n_saved"] > 0
+    assert saved["n_written"] == (corral.directory / "slots" / "slot.bin").stat().st_size
+    erased = curl(corral, f"/slots/{slot}?action=erase", {"model": "demo"})
+    assert erased == {"id_slot": slot, "n_erased": saved["n_saved"]}
+    restored = curl(corral, f"/slots/{slot}?action=restore", asked)
+    assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
+    refused = curl(corral, "/slots/0?action=erase", {"model": "big"})["error"]
+    assert "engine.slot_folder" in refused["message"]

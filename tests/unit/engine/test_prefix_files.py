@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engine import prefix_files
+from serve_app.engine import prefix_file
 from serve_app.engine.prefix_files import PrefixFiles
 from serve_app.engine.prefix_store import StoredPrefix
 from serve_app.errors import ConfigError
 
-HEADER = prefix_files._FIELDS.size + prefix_files._DIGEST_BYTES
+HEADER = prefix_file._FIELDS.size + prefix_file._DIGEST_BYTES
 
 
 def prefix(text: str, n_bytes: int = 100) -> StoredPrefix:
@@ -74,7 +74,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
-    monkeypatch.setattr("serve_app.engine.prefix_files.os.fsync", made.fsync)
+    monkeypatch.setattr("serve_app.engine.prefix_file.os.fsync", made.fsync)
     return made
 
 
@@ -345,7 +345,7 @@ def test_a_write_that_fails_is_told_once_a_kind_and_leaves_nothing(
         if number:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("serve_app.engine.prefix_files.os.fsync", fsync)
+    monkeypatch.setattr("serve_app.engine.prefix_file.os.fsync", fsync)
     with opened(tmp_path) as files:
         for text in "abcde":
             files.add(prefix(text))

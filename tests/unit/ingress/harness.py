@@ -21,6 +21,7 @@ from serve_app.types import (
     ReplicaStats,
     RequestRecord,
     SequenceEnd,
+    SlotAction,
     Timings,
     TokenDelta,
     Usage,
@@ -124,6 +125,7 @@ class ScriptedEngine:
         self.scripts: list[Sequence[TokenDelta | Exception]] = []
         """What the next requests get instead."""
         self.requests: list[GenerationRequest] = []
+        self.slot_actions: list[tuple[str, str, int, str]] = []
         self.records: list[RequestRecord] = []
         self.texts: list[tuple[tuple[int, ...], ...]] = []
         self.refusal: Exception | None = None
@@ -142,6 +144,14 @@ class ScriptedEngine:
         except GeneratorExit:
             self.left_early = True
             raise
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        self.slot_actions.append((replica_id, action, slot_id, name))
+        if self.refusal is not None:
+            raise self.refusal
+        return SlotAction(slot_id, 17, 170, 0.25)
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         return [record for record in self.records if record.belongs_to(wanted)]

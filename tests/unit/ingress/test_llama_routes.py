@@ -271,3 +271,59 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
 async def test_metrics_without_replicas(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     engine.n_replicas = 0
     assert "llamacpp:n_decode_total 0.0" in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "answer"),
+    [
+        ("save", {"filename": "a.bin"}, {"filename": "a.bin", "n_saved": 17, "n_written": 170,
+                                         "timings": {"save_ms": 250}}),
+        ("restore", {"filename": "a.bin"}, {"filename": "a.bin", "n_restored": 17, "n_read": 170,
+                                            "timings": {"restore_ms": 250}}),
+        ("erase", None, {"n_erased": 17}),
+    ],
+)  # fmt: skip
+async def test_slot_actions(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    action: str,
+    body: dict[str, str] | None,
+    answer: dict[str, Any],
+) -> None:
+    found = await client.post(f"/slots/3?action={action}", json=body)
+    assert found.json() == {"id_slot": 3, **answer}
+    assert engine.slot_actions == [("r1", action, 3, (body or {}).get("filename", ""))]
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "param"),
+    [
+        ("action=shred", None, "action"),
+        ("", None, "action"),
+        ("action=save", None, "filename"),
+        ("action=erase", {"filename": "a"}, "filename"),
+        ("action=erase&replica_id=r9", None, "replica_id"),
+    ],
+)
+async def test_slot_actions_that_are_wrong(
+    client: httpx.AsyncClient, engine: ScriptedEngine, query: str, body: Any, param: str
+) -> None:
+    answer = await client.post(f"/slots/3?{query}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert engine.slot_actions == []
+
+
+async def test_one_of_several_replicas_must_be_named(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.n_replicas = 2
+    answer = await client.post("/slots/3?action=erase")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "replica_id")
+    assert (await client.post("/slots/3?action=erase&replica_id=r1")).status_code == 200
+
+
+async def test_there_are_no_adapters(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/lora-adapters")).json() == []
+    assert (await client.post("/lora-adapters", json=[])).json() == {"success": True}
+    refused = await client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "id")

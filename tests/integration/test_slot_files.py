@@ -1,0 +1,76 @@
+"""Slots saved and restored with real llama.cpp: what is computed from them is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
+from serve_app.types import SamplingParams, TokenDelta
+
+PROMPT = tuple(range(300, 364))
+
+
+def load(model: Path, folder: Path, *, kv_unified: bool, slots: int = 2) -> Engine:
+    options = EngineOptions(
+        n_slots=slots,
+        n_ctx_slot=256,
+        threads=1,
+        flash_attn=False,
+        kv_unified=kv_unified,
+        sweep_limit_s=0,
+        slot_folder=folder,
+    )
+    return Engine.load(model, options)
+
+
+async def greedy(engine: Engine, name: str) -> tuple[str, TokenDelta]:
+    deltas = []
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    async for delta in engine.submit(GenerationRequest(name, PROMPT, sampling)):
+        deltas.append(delta)
+    return "".join(delta.text for delta in deltas), deltas[-1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "q8_0")
+    return path
+
+
+@pytest.mark.parametrize("kv_unified", [False, True])
+async def test_a_slot_survives_its_engine(model: Path, tmp_path: Path, kv_unified: bool) -> None:
+    engine = load(model, tmp_path, kv_unified=kv_unified)
+    try:
+        text, _ = await greedy(engine, "a")
+        (slot,) = [slot.id for slot in engine.stats().slots if slot.n_past]
+        saved = engine.slot_files.save(slot, "a.bin")
+    finally:
+        engine.close()
+    engine = load(model, tmp_path, kv_unified=kv_unified)
+    try:
+        assert engine.slot_files.restore(1, "a.bin").n_tokens == saved.n_tokens >= len(PROMPT)
+        again, last = await greedy(engine, "b")
+        assert again == text
+        assert last.end is not None
+        assert last.end.usage.cached_tokens == len(PROMPT) - 1
+    finally:
+        engine.close()
+
+
+async def test_another_contexts_file_is_refused(model: Path, tmp_path: Path) -> None:
+    engine = load(model, tmp_path, kv_unified=False)
+    try:
+        await greedy(engine, "a")
+        engine.slot_files.save(0, "a.bin")
+    finally:
+        engine.close()
+    other = load(model, tmp_path, kv_unified=True)
+    try:
+        with pytest.raises(InvalidRequestError, match="of another model, context or version"):
+            other.slot_files.restore(0, "a.bin")
+    finally:
+        other.close()
