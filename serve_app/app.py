@@ -14,7 +14,7 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.guard import Access
 from serve_app.llama.model import Model
-from serve_app.placement.machine import available_memory, usable_cores
+from serve_app.placement.machine import available_memory, oversubscription, usable_cores
 from serve_app.replica import EngineReplica
 from serve_app.resolved import ResolvedModel
 from serve_app.sources import locate
@@ -59,6 +59,7 @@ def resolve(model: ModelConfig, share: float) -> ResolvedModel:
             cores=max(1, math.floor(share * usable_cores())),
             memory_bytes=math.floor(share * available_memory()),
         )
+        num_cpus = _num_cpus(model, share)
     except ConfigError as error:
         raise ConfigError(f"models ({model.id}): {error}") from None
     return ResolvedModel(
@@ -67,9 +68,33 @@ def resolve(model: ModelConfig, share: float) -> ResolvedModel:
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
         threads=model.engine.threads,
-        num_cpus=model.engine.threads or _whole_or_fraction(share * usable_cores()),
+        allow_oversubscription=model.engine.allow_oversubscription,
+        pin_cores=model.engine.pin_cores,
+        num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
     )
+
+
+def _num_cpus(model: ModelConfig, share: float) -> float:
+    """What Ray reserves for a replica, unless the deployment says otherwise: a core for each thread.
+    Raises ConfigError for threads that cannot have one; the replica looks again, on its own node."""
+    engine, given = model.engine, model.deployment.ray_actor_options.num_cpus
+    threads, cores = max(engine.threads or 0, engine.threads_batch or 0), usable_cores()
+    complaint = None
+    if given is None:
+        whose = (
+            "all that this machine may use (if replicas run on others, set "
+            "deployment.ray_actor_options.num_cpus)"
+        )
+        complaint = oversubscription(threads, cores, whose)
+    elif given > 0:
+        whose = "which deployment.ray_actor_options.num_cpus reserves"
+        complaint = oversubscription(threads, max(1, math.floor(given)), whose)
+    if complaint and not engine.allow_oversubscription:
+        raise ConfigError(complaint)
+    if engine.threads is None:  # replicas take what they get
+        return max(_whole_or_fraction(share * cores), threads)
+    return min(threads, cores)
 
 
 def _whole_or_fraction(cpus: float) -> float:

@@ -26,7 +26,7 @@ from ray.serve.config import AutoscalingConfig
 
 from serve_app.addresses import is_loopback
 from serve_app.errors import ConfigError
-from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode
+from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
 
 
 class _Section(BaseModel):
@@ -70,8 +70,18 @@ class EngineConfig(_Section):
     """Whether all slots share the KV cache's cells: better for common beginnings, worse for prompts of
     their own. `auto` takes what is measured to be faster, with `system_prompts` if there are any."""
     threads: PositiveInt | None = None
-    """Threads that llama.cpp computes with. Default: the cores that the replica may really use
-    (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
+    """Threads that llama.cpp computes with, one row at a time. Default: the cores that the replica may
+    really use (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
+    threads_batch: PositiveInt | None = None
+    """Threads for passes of several rows: prompts, and several sequences at once. Default: `threads`."""
+    allow_oversubscription: bool = False
+    """Whether more threads than usable cores are only worth a warning, instead of stopping the start."""
+    pin_cores: bool = True
+    """Whether a replica that has whole cores (`num_cpus`) keeps to some that no other replica on its node
+    has."""
+    numa: NumaStrategy | None = None
+    """How llama.cpp spreads the threads of one large replica over its node's NUMA nodes: llama-server's
+    `distribute`, `isolate` or `numactl`. With the first two, the replica is not pinned to cores."""
     n_batch: PositiveInt = 512
     """Most prompt tokens in one step; each running sequence's next token comes on top."""
     max_waiting: NonNegativeInt | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 from ray import serve
 
 from serve_app.engine import Engine, TokenStream
-from serve_app.errors import CorralError
+from serve_app.errors import ConfigError, CorralError
 from serve_app.logs import forward_to_serve
 from serve_app.metrics import ReplicaMetrics
-from serve_app.placement.machine import usable_cores
+from serve_app.placement import leases, topology
+from serve_app.placement.machine import cpu_quota, oversubscription, own_cores, throttled_s
+from serve_app.placement.place import Place, settle, unpinned
+from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
 from serve_app.sources import cache_folder, locate
@@ -42,9 +46,11 @@ class EngineReplica:
     def __init__(self, model: ResolvedModel) -> None:
         forward_to_serve()
         path = locate(model.source)
+        self._place, threads = settle_in(model, _reserved_cpus())
+        self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
             model.options,
-            threads=model.threads or _own_cores(),
+            threads=threads,
             pinned=_prefixes(path, model.system_prompts),
             sweep_folder=cache_folder() / "sweeps",
         )
@@ -55,11 +61,12 @@ class EngineReplica:
             batching.set_max_batch_size(options.n_slots + options.max_waiting)
             batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
         logger.info(
-            "Model %s: %d slots x %d tokens, %d threads.",
+            "Model %s: %d slots x %d tokens, %d threads, %s.",
             model.id,
             options.n_slots,
             options.n_ctx_slot,
             options.threads,
+            self._place.report,
         )
         logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
 
@@ -106,6 +113,8 @@ class EngineReplica:
             replica_id=context.replica_id.unique_id,
             node_id=ray.get_runtime_context().get_node_id(),
             engine=dataclasses.asdict(self._engine.stats()),
+            cores=self._place.cores,
+            numa_node=self._place.numa_node,
         )
 
     async def act_on_slot(
@@ -135,6 +144,9 @@ class EngineReplica:
     def check_health(self) -> None:
         """Serve replaces the replica when this raises; the metrics follow as often as it asks."""
         self._engine.check_health()
+        throttled = self._throttling.look(throttled_s(), cpu_quota(), time.monotonic())
+        if throttled is not None:
+            logger.warning("%s", throttled)
         self._metrics.update(self._engine.stats())
 
     def __del__(self) -> None:
@@ -168,8 +180,32 @@ def _prefixes(path: Path, system_prompts: Sequence[str]) -> tuple[tuple[int, ...
     return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
 
 
-def _own_cores() -> int:
-    """Cores that this replica may use: what the kernel allows and Ray has reserved for it."""
+def _reserved_cpus() -> float:
+    """What Ray has reserved for this replica."""
     context: Any = ray.get_runtime_context()
-    reserved = context.get_assigned_resources().get("CPU", 0.0)
-    return min(usable_cores(), max(1, int(reserved))) if reserved > 0 else usable_cores()
+    return float(context.get_assigned_resources().get("CPU", 0.0))
+
+
+def settle_in(model: ResolvedModel, reserved: float) -> tuple[Place, int]:
+    """A replica's place on its node and its threads, with so many reserved CPUs. Before anything starts
+    threads: they inherit the place. Raises ConfigError for more threads than cores, unless the
+    configuration allows them."""
+    cores, numa = own_cores(reserved), model.options.numa
+    threads = model.threads or cores
+    complaint = oversubscription(
+        max(threads, model.options.threads_batch or 0),
+        cores,
+        "all that this replica may use (affinity mask, CPU quota, num_cpus)",
+    )
+    if complaint and not model.allow_oversubscription:
+        raise ConfigError(f"models ({model.id}): {complaint}")
+    if complaint:
+        logger.warning("Model %s: %s", model.id, complaint)
+        return unpinned("it has more threads than cores"), threads
+    if numa is not None and len(topology.read().nodes) == 1:
+        logger.info("Model %s: engine.numa has no effect: there is one NUMA node.", model.id)
+    elif numa in ("distribute", "isolate"):
+        return unpinned(f"engine.numa: {numa} places its threads"), threads
+    if not model.pin_cores:
+        return unpinned("engine.pin_cores is false"), threads
+    return settle(reserved, leases.default_folder()), threads

@@ -19,6 +19,8 @@ class ResolvedModel:
     """Which of their tokens are pinned, each replica finds out: it has the vocabulary."""
     threads: int | None
     """Configured threads; None lets each replica count its own cores."""
+    allow_oversubscription: bool
+    pin_cores: bool
     num_cpus: float
     """What Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float

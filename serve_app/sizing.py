@@ -85,6 +85,8 @@ def resolve(
         n_slots=n_slots,
         n_ctx_slot=n_ctx_slot,
         threads=config.threads or cores,
+        threads_batch=config.threads_batch,
+        numa=config.numa,
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
         max_wait_s=config.max_wait_s,

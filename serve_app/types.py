@@ -190,3 +190,7 @@ class ReplicaStats:
     node_id: str
     engine: dict[str, Any]
     """The fields of `serve_app.engine.EngineStats`."""
+    cores: tuple[int, ...] | None = None
+    """The CPUs that are its own, by the kernel's numbers; None if it is not pinned to any."""
+    numa_node: int | None = None
+    """The NUMA node that has all of them, if one has."""

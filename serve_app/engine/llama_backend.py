@@ -47,6 +47,8 @@ class LlamaBackend:
     """
 
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
+        if options.numa:
+            library.init_numa(options.numa)
         self.vocabulary = Model(path, load_mode=options.load_mode)
         self._options = options
         self._embedder: Embedder | None = None
@@ -79,6 +81,7 @@ class LlamaBackend:
             n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
             n_outputs=options.n_slots + MAX_DRAFTED_ROWS,
             threads=options.threads,
+            threads_batch=options.threads_batch,
             flash_attn=mode.flash_attn,
             kv_unified=mode.kv_unified,
             n_ctx=n_ctx,
@@ -110,7 +113,7 @@ class LlamaBackend:
             model=self.vocabulary.fingerprint().hex(),
             llama_cpp=library.version(),
             mode=mode,
-            threads=options.threads,
+            threads=(options.threads, options.threads_batch, options.numa),
             slots=(options.n_slots, len(options.pinned), min(options.n_ctx_slot, _SWEEP_CTX)),
             n_batch=options.n_batch,
             cache=(options.cache_type_k, options.cache_type_v),

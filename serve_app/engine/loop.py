@@ -485,6 +485,7 @@ class DecoderLoop:
             n_slots=self._options.n_slots,
             n_ctx_slot=self._options.n_ctx_slot,
             threads=self._options.threads,
+            threads_batch=self._options.threads_batch or self._options.threads,
             flash_attn=self._backend.mode.flash_attn,
             kv_unified=self._backend.mode.kv_unified,
             mode_reason=self._backend.mode_reason,

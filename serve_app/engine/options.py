@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, block_size
+from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy, block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,11 @@ class EngineOptions:
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one slot holds."""
     threads: int
-    """Threads that llama.cpp computes with."""
+    """Threads that llama.cpp computes a pass of one row with."""
+    threads_batch: int | None = None
+    """Threads for passes of more rows; None: as many."""
+    numa: NumaStrategy | None = None
+    """How llama.cpp spreads its threads over NUMA nodes, in the whole process; None: not at all."""
     n_batch: int = 512
     """Most prompt tokens in one step; each decoding sequence's next token comes on top."""
     max_waiting: int = 16
@@ -63,6 +67,8 @@ class EngineOptions:
         for name in ("n_slots", "threads", "n_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1.")
+        if self.threads_batch is not None and self.threads_batch < 1:
+            raise ConfigError("engine.threads_batch must be at least 1.")
         if self.n_ctx_slot < 2:
             raise ConfigError("engine.n_ctx_slot must be at least 2: a prompt token and an answer.")
         if not all(0 < len(prefix) < self.n_ctx_slot for prefix in self.pinned):

@@ -26,6 +26,8 @@ class EngineStats:
     n_slots: int
     n_ctx_slot: int
     threads: int
+    """For passes of one row; for those of more, `threads_batch`."""
+    threads_batch: int
     flash_attn: bool
     kv_unified: bool
     mode_reason: str

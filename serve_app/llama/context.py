@@ -51,6 +51,7 @@ class Context:
         n_ctx_slot: int,
         n_batch: int,
         threads: int,
+        threads_batch: int | None = None,
         flash_attn: bool,
         kv_unified: bool = False,
         n_ctx: int | None = None,
@@ -60,8 +61,9 @@ class Context:
         pooling: Pooling | None = None,
     ) -> None:
         """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each lane. `n_outputs`
-        is how many rows of a batch may want logits; default: one for each lane. With `pooling`, the
-        context makes embeddings, and every row must want them."""
+        is how many rows of a batch may want logits; default: one for each lane. `threads_batch` is for
+        batches of more than one row; default: `threads`. With `pooling`, the context makes embeddings, and
+        every row must want them."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
@@ -72,7 +74,7 @@ class Context:
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = n_seq_max
         params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads, params.n_threads_batch = threads, threads_batch or threads
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
             if flash_attn

@@ -15,6 +15,9 @@ LoadMode = Literal["auto", "mmap", "mlock", "mmap+mlock", "none"]
 EmbeddingPooling = Literal["mean", "cls", "last"]
 """How the vectors of a text's tokens become one: their mean, the first's, the last's (`--pooling`)."""
 
+NumaStrategy = Literal["distribute", "isolate", "numactl"]
+"""How threads are spread over NUMA nodes (`--numa`)."""
+
 
 def ggml_type(name: CacheType) -> int:
     """llama.cpp's number for it."""

@@ -10,12 +10,20 @@ from contextlib import contextmanager
 
 import llama_cpp
 
+from serve_app.llama.formats import NumaStrategy
+
 logger = logging.getLogger("corral.llama")
 
 # llama.cpp is chatty: what it calls INFO is for its developers, what it calls WARN mostly notes
 # a deliberate choice (a context smaller than the training context, say).
 _LEVELS = {3: logging.INFO, 4: logging.ERROR}  # GGML_LOG_LEVEL_WARN and _ERROR
 _CONTINUATION = 5
+
+_NUMA_STRATEGIES: dict[NumaStrategy, int] = {
+    "distribute": llama_cpp.GGML_NUMA_STRATEGY_DISTRIBUTE,
+    "isolate": llama_cpp.GGML_NUMA_STRATEGY_ISOLATE,
+    "numactl": llama_cpp.GGML_NUMA_STRATEGY_NUMACTL,
+}
 
 
 class _LogForwarder:
@@ -60,6 +68,14 @@ def init() -> None:
     """Initialise llama.cpp's backends. Idempotent; call before any other llama.cpp function."""
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
+
+
+@functools.cache
+def init_numa(strategy: NumaStrategy) -> None:
+    """Have llama.cpp spread the threads that it starts from now on over NUMA nodes, in the whole process.
+    Before a model is loaded: pages of its weights are then not read ahead. The first call counts."""
+    init()
+    llama_cpp.llama_numa_init(_NUMA_STRATEGIES[strategy])
 
 
 def version() -> str:

@@ -17,8 +17,30 @@ _ROOT = Path("/")
 def usable_cores(root: Path = _ROOT) -> int:
     """Cores that this process may keep busy: the smaller of its affinity mask and its cgroups' CPU
     quota, at least 1. `root` is where /proc and /sys are."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min([cores, *(math.floor(quota) for quota in _cpu_quotas(root))]))
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def own_cores(reserved: float) -> int:
+    """Of them, those that are a replica's own, when Ray has reserved so many; 0 reserves none."""
+    cores = usable_cores()
+    return min(cores, max(1, math.floor(reserved))) if reserved > 0 else cores
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """CPU seconds that this process's cgroups allow in a second; None without a quota."""
+    return min(_cpu_quotas(root), default=None)
+
+
+def oversubscription(threads: int, cores: int, whose: str) -> str | None:
+    """What is wrong with so many threads on so many cores, if anything."""
+    if threads <= cores:
+        return None
+    return (
+        f"engine.threads: {threads} threads on {cores} core{'s' * (cores > 1)}, {whose}, wait for each "
+        "other in every step: lower engine.threads and engine.threads_batch, or set "
+        "engine.allow_oversubscription: true"
+    )
 
 
 def available_memory(root: Path = _ROOT) -> int:

@@ -1,0 +1,78 @@
+"""Replicas on one node have cores of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import START_TIMEOUT_S, Corral, model, wait_until
+
+PROCESS = "ray::ServeReplica:corral:engine-m"
+
+
+def replicas(server: Corral) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.http.get("/v1/stats").json()["models"][0]["replicas"]
+    return found
+
+
+def pinned(server: Corral) -> dict[int, set[int]]:
+    """The affinity of each replica's process: of all its threads, which must be the same."""
+    masks = {}
+    for pid in server.pids(PROCESS):
+        threads = [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
+        (masks[pid],) = {frozenset(os.sched_getaffinity(thread)) for thread in threads}
+    return {pid: set(mask) for pid, mask in masks.items()}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_two_replicas_have_cores_of_their_own_and_so_has_the_next(
+    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+) -> None:
+    entry = model(gguf, "m", n_slots=2, n_ctx_slot=256)
+    entry["deployment"] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}
+    server = start([entry])
+    server.wait_ready()
+
+    def both_up() -> bool:
+        return len(replicas(server)) == 2
+
+    wait_until(both_up, START_TIMEOUT_S, f"two replicas:\n{server.log}")
+    cores = [replica["cores"] for replica in replicas(server)]
+    assert [len(of_one) for of_one in cores] == [1, 1], server.log
+    assert cores[0] != cores[1]
+    by_pid = pinned(server)
+    assert sorted(map(sorted, by_pid.values())) == sorted(cores)
+    assert "pinned to cores" in server.log
+
+    victim, survivor = by_pid
+    old = {replica["replica_id"] for replica in replicas(server)}
+    os.kill(victim, signal.SIGKILL)
+
+    def replaced() -> bool:
+        now = {replica["replica_id"] for replica in replicas(server)}
+        return len(now) == 2 and now != old
+
+    wait_until(replaced, START_TIMEOUT_S, f"a new replica:\n{server.log}")
+    assert sorted(replica["cores"] for replica in replicas(server)) == sorted(cores)
+    assert pinned(server)[survivor] == by_pid[survivor]
+
+
+def test_replicas_with_parts_of_cores_are_not_pinned(corral: Corral) -> None:
+    (replica,) = replicas(corral)
+    assert replica["cores"] is None
+    assert replica["numa_node"] is None
+
+
+def test_too_many_threads_stop_the_start_with_one_message(
+    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+) -> None:
+    server = start([model(gguf, "m", threads=2)])
+    message = "models (m): engine.threads: 2 threads on 1 core, which deployment.ray_actor_options.num_cpus"
+    wait_until(lambda: message in server.log, START_TIMEOUT_S, f"message in\n{server.log}")
+    assert server.log.count(message) == 1
+    assert "Traceback" not in server.log
