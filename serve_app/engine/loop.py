@@ -366,7 +366,8 @@ class DecoderLoop:
     def _obey(self, commands: Commands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
         self._embeddings.add(commands.texts)
-        if not (commands.submitted or commands.errands or commands.aborted or commands.deadline):
+        asked = commands.submitted or commands.errands or commands.aborted
+        if not asked and commands.deadline is None:
             return True
         for errand in commands.errands:
             errand.run(self._lanes)
