@@ -46,42 +46,76 @@ class Answer:
         return [b - a for a, b in pairwise(self.pieces_s)]
 
 
-def parse(reads: Sequence[Read]) -> Answer:
-    """The answer in the server-sent events of an OpenAI completion or chat. Raises ValueError if an
-    event is no JSON object."""
-    pieces: list[float] = []
-    usage: dict[str, Any] = {}
-    error: str | None = "the stream ended without [DONE]"
-    for when, data in _events(reads):
-        if data == b"[DONE]":
-            error = None
-            break
-        event = json.loads(data)
-        if "error" in event:
-            error = str(event["error"])
-            break
-        usage = event.get("usage") or usage
-        if any(_text(choice) for choice in event.get("choices", ())):
-            pieces.append(when)
-    return Answer(
-        pieces_s=tuple(pieces),
-        end_s=reads[-1][0] if reads else 0.0,
-        tokens=usage.get("completion_tokens", len(pieces)),
-        counted="completion_tokens" in usage,
-        prompt_tokens=usage.get("prompt_tokens"),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        error=error,
-    )
+class Reader:
+    """Reads a stream as it comes: server-sent events of an OpenAI completion or chat."""
 
+    def __init__(self) -> None:
+        self.answer_id: str | None = None
+        """What the server calls the answer."""
+        self._rest = b""
+        self._over = False
+        self._pieces: list[float] = []
+        self._texts: list[str] = []
+        self._usage: dict[str, Any] = {}
+        self._error: str | None = "the stream ended without [DONE]"
+        self._end_s = 0.0
 
-def _events(reads: Sequence[Read]) -> Iterator[Read]:
-    """Each event's data, and when its line was complete. Both servers write one line for an event."""
-    rest = b""
-    for when, read in reads:
-        *lines, rest = (rest + read).split(b"\n")
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._texts)
+
+    def feed(self, when: float, read: bytes) -> int:
+        """The next bytes, and when they were there; gives the number of new pieces. Raises ValueError
+        if an event is no JSON object."""
+        self._end_s = when
+        before = len(self._pieces)
+        for data in self._events(read):
+            if not self._over:
+                self._take(when, data)
+        return len(self._pieces) - before
+
+    def answer(self) -> Answer:
+        """What has come so far."""
+        usage = self._usage
+        return Answer(
+            pieces_s=tuple(self._pieces),
+            end_s=self._end_s,
+            tokens=usage.get("completion_tokens", len(self._pieces)),
+            counted="completion_tokens" in usage,
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            error=self._error,
+        )
+
+    def _events(self, read: bytes) -> Iterator[bytes]:
+        """The data of each event whose line is complete. Servers write one line for an event."""
+        *lines, self._rest = (self._rest + read).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                yield when, line.removeprefix(b"data:").strip()
+                yield line.removeprefix(b"data:").strip()
+
+    def _take(self, when: float, data: bytes) -> None:
+        if data == b"[DONE]":
+            self._over, self._error = True, None
+            return
+        event = json.loads(data)
+        if "error" in event:
+            self._over, self._error = True, str(event["error"])
+            return
+        self.answer_id = event.get("id") or self.answer_id
+        self._usage = event.get("usage") or self._usage
+        if text := "".join(map(_text, event.get("choices", ()))):
+            self._pieces.append(when)
+            self._texts.append(text)
+
+
+def parse(reads: Sequence[Read]) -> Answer:
+    """The answer in a stream that is over. Raises ValueError if an event is no JSON object."""
+    reader = Reader()
+    for when, read in reads:
+        reader.feed(when, read)
+    return reader.answer()
 
 
 def _text(choice: dict[str, Any]) -> str:
