@@ -1,0 +1,194 @@
+"""Users of an OpenAI server who behave like users: `locust -f loadtests/locustfile.py --host URL`.
+
+Closed loop: --users people, of kinds by --mix, ask, read, think and ask again. Open loop: with --arrivals,
+requests come at random moments (Poisson), so many a second, whether or not earlier ones are answered, and
+their times count from when they should have been sent. Either follows --shape over --run-time.
+
+Rows are by type: TTFT, ITL and E2E in milliseconds; TOKENS/S of each user's stream (in the same columns);
+GOOD are the answers within --slo-ttft and --slo-itl, REFUSED those with 429, ABORTED those whose user left.
+Only E2E rows have failures. "Aggregated" adds up different things: do not read it. What a file of --journal
+holds, each request with its end, is what the reports are made of. One process: no --master, no --processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import gevent
+from gevent.pool import Pool
+from geventhttpclient import HTTPClient
+from locust import LoadTestShape, User, events, task
+from locust.env import Environment
+
+from loadtests import mixes, shapes, workloads
+from loadtests.load_client import LoadClient
+from loadtests.stream_metrics import Slo
+from loadtests.workloads import Ask, Setting
+
+MOST_OPEN = 2000
+"""Requests of an open loop at the same time."""
+MOST_BACKOFF_S = 10.0
+"""Refused users wait as long as they are told, but not longer."""
+DEFAULT_RUN_S = 300
+
+
+@events.init_command_line_parser.add_listener
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Locust's own come first."""
+    mix = ", ".join(workloads.KINDS)
+    parser.add_argument("--mix", default="chat=6,rag=2,agent=1,code=2,batch=1", help=f"of {mix}")
+    parser.add_argument("--arrivals", type=float, default=0.0, help="requests/s: an open loop")
+    parser.add_argument("--shape", choices=tuple(shapes.SHAPES), default="constant")
+    parser.add_argument("--seed", type=int, default=20, help="of all that users ask")
+    parser.add_argument("--think", type=float, default=5.0, help="median pause of a reader, s")
+    parser.add_argument("--slo-ttft", type=float, default=2.0, help="time to first token, s")
+    parser.add_argument("--slo-itl", type=float, default=0.15, help="mean time of a token after, s")
+    parser.add_argument("--model", default="", help="its name; the server's first if left out")
+    parser.add_argument("--api-key", default="", env_var="CORRAL_API_KEY", is_secret=True)
+    parser.add_argument("--journal", default=os.devnull, help="file of every request and its end")
+
+
+class Run:
+    """What all users share while a test runs."""
+
+    def __init__(self, environment: Environment) -> None:
+        assert environment.parsed_options is not None
+        self.options: Any = environment.parsed_options
+        self.numbers = itertools.count()
+        self.mix = mixes.parse_mix(self.options.mix)
+        host = environment.host or self.options.host
+        key = self.options.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.setting = Setting(_context(host, self.options.model, headers), self.options.think)
+        self._start = time.perf_counter(), time.process_time()
+        self._journal = Path(self.options.journal).open("w", buffering=1)  # noqa: SIM115
+
+        def listen(name: str, kind: str, value: float, error: str) -> None:
+            environment.events.request.fire(
+                request_type=name,
+                name=kind,
+                response_time=value,
+                response_length=0,
+                exception=RuntimeError(error) if error else None,
+                context={},
+            )
+
+        slo = Slo(self.options.slo_ttft, self.options.slo_itl)
+        self.client = LoadClient(host, headers, self._journal, listen, slo)
+
+    @property
+    def run_s(self) -> float:
+        """How long the run is."""
+        return float(self.options.run_time or DEFAULT_RUN_S)
+
+    def new_user(self) -> tuple[int, str, workloads.User]:
+        """The next user: number, kind, and what they do."""
+        number = next(self.numbers)
+        kind = mixes.kind_of(number, self.mix)
+        return number, kind, workloads.user(kind, self.options.seed, number, self.setting)
+
+    def body(self, ask: Ask, kind: str, number: int) -> Ask:
+        """The request as this server wants it."""
+        named = {"model": self.options.model} if self.options.model else {}
+        return workloads.with_body(ask, **named, user=f"{kind}-{number}")
+
+    def close(self) -> None:
+        """The test is over."""
+        wall, cpu = self._start
+        used = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        self._journal.write(json.dumps({"client": used}) + "\n")
+        self._journal.close()
+
+
+_runs: list[Run] = []
+
+
+def _run() -> Run:
+    return _runs[-1]
+
+
+@events.test_start.add_listener
+def _start(environment: Environment, **_: object) -> None:
+    _runs.append(Run(environment))
+
+
+@events.test_stop.add_listener
+def _stop(environment: Environment, **_: object) -> None:
+    _run().close()
+
+
+class Closed(User):
+    """Somebody who asks, reads, thinks and asks again."""
+
+    def on_start(self) -> None:
+        """Sit down."""
+        self._number, self._kind, self._asks = _run().new_user()
+        self._ask = next(self._asks)
+
+    @task
+    def turn(self) -> None:
+        """Think, ask, read."""
+        gevent.sleep(self._ask.think_s)
+        ask = _run().body(self._ask, self._kind, self._number)
+        answered = _run().client.send(ask, self._kind)
+        gevent.sleep(min(answered.retry_after_s, MOST_BACKOFF_S))
+        self._ask = self._asks.send(answered.text)
+
+
+class Arrivals(User):
+    """Everybody of an open loop: each request is somebody's first."""
+
+    fixed_count = 1
+
+    @task
+    def send_all(self) -> None:
+        """All arrivals of the run."""
+        run, pool, start = _run(), Pool(MOST_OPEN), time.perf_counter()
+        rng = random.Random(f"{run.options.seed} arrivals")
+        try:
+            due = shapes.arrivals(rng, run.options.shape, run.options.arrivals, run.run_s)
+            for at_s in due:
+                gevent.sleep(max(0.0, at_s - (time.perf_counter() - start)))
+                pool.spawn(self._one, run, start + at_s)
+            pool.join()
+            gevent.sleep(run.run_s)  # until Locust ends it
+        finally:
+            pool.kill()
+
+    def _one(self, run: Run, due: float) -> None:
+        number, kind, asks = run.new_user()
+        ask = run.body(next(asks), kind, number)
+        run.client.send(ask, kind, late_s=time.perf_counter() - due)
+
+
+class Shape(LoadTestShape):
+    """The number of users as --shape has it, or the one user of an open loop."""
+
+    use_common_options = True
+
+    def tick(self) -> tuple[int, float, list[type[User]] | None] | None:
+        """Users, how many of them come in a second, and of which class; None when the run is over."""
+        assert self.runner is not None
+        options: Any = self.runner.environment.parsed_options
+        run_s = float(options.run_time or DEFAULT_RUN_S)
+        if self.get_run_time() >= run_s:
+            return None
+        if options.arrivals:
+            return 1, 1.0, [Arrivals]
+        users = shapes.users_at(options.shape, self.get_run_time(), options.num_users or 1, run_s)
+        return users, float(options.spawn_rate or users), [Closed]
+
+
+def _context(host: str, model: str, headers: dict[str, str]) -> int:
+    """Tokens that a request may have, if the server says so; else 4096."""
+    client = HTTPClient.from_url(host, connection_timeout=10, network_timeout=10)
+    cards = json.loads(client.request("GET", "/v1/models", headers=headers).read())["data"]
+    card = next((card for card in cards if card["id"] == model), cards[0])
+    return int(card.get("n_ctx_slot") or card.get("max_model_len") or 4096)
