@@ -1,0 +1,189 @@
+"""The pages of `loadtests.report`, from its JSON. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from loadtests.common import table_row
+from loadtests.plot import Chart, svg
+
+Document = Mapping[str, Any]
+Run = Mapping[str, Any]
+
+COLUMNS = {
+    "tokens_per_s": "tokens/s",
+    "goodput_per_s": "good answers/s",
+    "good_share": "of all",
+    "ttft_p50_s": "TTFT p50, s",
+    "ttft_p95_s": "p95",
+    "itl_p50_ms": "ITL p50, ms",
+    "itl_p95_ms": "p95",
+    "itl_p99_ms": "p99",
+    "e2e_p95_s": "E2E p95, s",
+    "user_tokens_per_s_p50": "tokens/s of a user",
+}
+CHARTS = {
+    "tokens_per_s": "tokens/s",
+    "goodput_per_s": "good answers/s",
+    "ttft_p50_s": "TTFT p50, s",
+    "ttft_p95_s": "TTFT p95, s",
+    "itl_p50_ms": "ITL p50, ms",
+    "itl_p95_ms": "ITL p95, ms",
+}
+TIMELINE = {
+    "replicas": "replicas",
+    "running": "running",
+    "waiting": "waiting",
+    "backlog_s": "backlog, s",
+    "rss_mib": "memory, MiB",
+    "files": "open files",
+}
+MOST_PLACES = 60
+_STYLE = (
+    "body{font:14px sans-serif;margin:2em}td,th{padding:2px 9px;text-align:right}pre{color:#444}"
+)
+
+
+def number(value: float | None) -> str:
+    """Three digits of it; a dash for what was not measured."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def markdown(document: Document) -> str:
+    """A line of facts, and a table for each mix of users."""
+    lines = [_facts_line(document), ""]
+    for mix, runs in by_mix(document).items():
+        lines += [f"## {mix}", "", *_table(_header(), [_row(run) for run in runs]), ""]
+    return "\n".join([*lines, *_notes(document), ""])
+
+
+def html(document: Document) -> str:
+    """The same with charts, in one file."""
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>Load report</title><style>{_STYLE}</style>"
+    ]
+    parts += ["<h1>Load report</h1>", f"<p>{escape(_facts_line(document))}</p>"]
+    parts.append(against_users(document))
+    for mix, runs in by_mix(document).items():
+        parts += [f"<h2>{escape(mix)}</h2>", *_html_table(_header(), [_row(run) for run in runs])]
+    parts.append("<h2>The server meanwhile, with the most users</h2>")
+    parts += [timeline(mix, runs[-1]) for mix, runs in by_mix(document).items()]
+    parts += [f"<p>{escape(note)}</p>" for note in _notes(document)]
+    known = json.dumps(document["facts"], indent=1)
+    parts += ["<h2>What was measured</h2>", f"<pre>{escape(known)}</pre>"]
+    return "\n".join([*parts, ""])
+
+
+def against_users(document: Document) -> str:
+    """Throughput and latency against users, a line for each mix, as SVG."""
+    mixes = by_mix(document)
+    users = sorted({run["load"]["users"] for run in document["runs"]})
+    charts = []
+    for name, title in CHARTS.items():
+        lines = {}
+        for mix, runs in mixes.items():
+            found = {run["load"]["users"]: run["figures"][name] for run in runs}
+            lines[mix] = [found.get(count) for count in users]
+        charts.append(Chart(title, [str(count) for count in users], lines))
+    return svg("Against users", "users", charts)
+
+
+def timeline(mix: str, run: Run) -> str:
+    """The server's replicas, queue and memory over a run, as SVG."""
+    samples = run["samples"]
+    every = max(1, -(-len(samples) // MOST_PLACES))
+    shown = samples[::every]
+    labelled = max(1, -(-len(shown) // 6))
+    places = [f"{one['at_s']:.0f}" if i % labelled == 0 else "" for i, one in enumerate(shown)]
+    charts = [
+        Chart(title, places, {"server": [one[name] for one in shown]})
+        for name, title in TIMELINE.items()
+        if any(one[name] is not None for one in shown)
+    ]
+    return svg(f"{mix}, {run['load']['users']} users", "seconds", charts) if charts else ""
+
+
+def comparison(one: Document, other: Document) -> str:
+    """Two runs side by side, where both have the same mix and users, and the ratio."""
+    lines = [f"A: {_facts_line(one)}", f"B: {_facts_line(other)}", ""]
+    found = {_point(run): run for run in other["runs"]}
+    header = ["users", "figure", "A", "B", "B/A"]
+    for mix, runs in by_mix(one).items():
+        rows = []
+        for run in runs:
+            match = found.get(_point(run))
+            if match is None:
+                continue
+            for name in COLUMNS:
+                a, b = run["figures"][name], match["figures"][name]
+                ratio = f"{b / a:.2f}x" if a and b is not None else "-"
+                rows.append([run["load"]["users"], name, number(a), number(b), ratio])
+        lines += [f"## {mix}", "", *_table(header, rows), ""]
+    return "\n".join(lines)
+
+
+def by_mix(document: Document) -> dict[str, list[Run]]:
+    """The runs of each mix, in order of users."""
+    mixes: dict[str, list[Run]] = {}
+    for run in sorted(document["runs"], key=lambda run: run["load"]["users"]):
+        mixes.setdefault(run["load"]["mix"], []).append(run)
+    return mixes
+
+
+def _point(run: Run) -> tuple[str, int]:
+    return run["load"]["mix"], run["load"]["users"]
+
+
+def _facts_line(document: Document) -> str:
+    known = document["facts"]
+    servers = [
+        "{model}: {n_slots} slots of {n_ctx_slot} tokens, {threads} threads, ".format(**server)
+        + ("unified" if server["kv_unified"] else "split")
+        for server in known["server"]
+    ]
+    loads = [run["load"] for run in document["runs"]]
+    how = sorted(
+        {f"{load['run_s']} s, think {load['think_s']} s, seed {load['seed']}" for load in loads}
+    )
+    versions = ", ".join(f"{name} {value}" for name, value in known["versions"].items())
+    return "; ".join([f"{known['cpu']}, {known['cores']} cores", *servers, versions, *how])
+
+
+def _header() -> list[str]:
+    return ["users", *COLUMNS.values(), "refused", "failed"]
+
+
+def _row(run: Run) -> list[object]:
+    values = [number(run["figures"][name]) for name in COLUMNS]
+    books = run["accounts"]
+    return [run["load"]["users"], *values, books["refused"], books["failed"]]
+
+
+def _notes(document: Document) -> Iterator[str]:
+    """What to know before one believes the figures."""
+    runs = document["runs"]
+    share = max((run["client_share"] for run in runs), default=0.0)
+    yield f"The client used {share:.0%} of a core at most."
+    for run in runs:
+        mix, users = _point(run)
+        books = run["accounts"]
+        if books["missing"] or books["twice"]:
+            yield f"WARNING: {mix}, {users} users: {books['missing']} missing, {books['twice']} twice."
+        for reason, count in run["errors"].items():
+            yield f"WARNING: {mix}, {users} users: {count} failed: {reason}."
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    return [table_row(header), table_row(["---"] * len(header)), *map(table_row, rows)]
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    yield "<table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"
+    for row in rows:
+        yield "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>"
+    yield "</table>"

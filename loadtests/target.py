@@ -1,0 +1,85 @@
+"""The server that a load test loads: somebody's, by its URL, or one that is started for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from loadtests.servers import corral_is_ready, processes, running
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server. `directory` marks the processes of one that was started here; else None."""
+
+    url: str
+    config: dict[str, Any] | None = None
+    directory: Path | None = None
+
+    def stats(self) -> dict[str, Any]:
+        """What it says of itself; raises httpx.HTTPError."""
+        answer: dict[str, Any] = (
+            httpx.get(f"{self.url}/v1/stats", timeout=10).raise_for_status().json()
+        )
+        return answer
+
+    def pids(self, name: str = "") -> list[int]:
+        """Its live processes whose command lines hold the name; none if it was not started here."""
+        if self.directory is None:
+            return []
+        return [pid for pid in processes(self.directory) if name in command_line(pid)]
+
+    def kill_replica(self) -> int:
+        """SIGKILL for one engine replica; its process id. Raises LookupError if there is none that was
+        started here."""
+        models = [model["id"] for model in self.stats()["models"]]
+        found = [
+            pid
+            for pid in self.pids("ray::ServeReplica")
+            if any(part in models for part in command_line(pid).split(":"))
+        ]
+        if not found:
+            raise LookupError("No replica's process was started here.")
+        os.kill(found[0], signal.SIGKILL)
+        return found[0]
+
+
+def command_line(pid: int) -> str:
+    """What a process calls itself; empty if it has ended."""
+    with suppress(OSError):
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
+    return ""
+
+
+@contextmanager
+def opened(url: str | None, config: Path | None) -> Iterator[Target]:
+    """The server at the URL, or `serve run` with this configuration file, on a free port of loopback, in a
+    Ray cluster of its own that ends with the block."""
+    if url is not None:
+        yield Target(url.rstrip("/"))
+        return
+    assert config is not None
+    content = yaml.safe_load(config.read_text())
+    directories: list[Path] = []
+
+    def command(directory: Path, port: int) -> list[str | Path]:
+        directories.append(directory)
+        http_options = {"http_options": {"host": "127.0.0.1", "port": port}}
+        file = directory / "serve_config.yaml"
+        file.write_text(json.dumps(content | http_options))  # is YAML
+        return [Path(sys.executable).with_name("serve"), "run", file]
+
+    with running(command, corral_is_ready) as started:
+        yield Target(started, content, directories[0])

@@ -1,0 +1,86 @@
+"""What a server looks like while it is loaded: replicas, queue and slots by its own word, memory and open
+files by the kernel's."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadtests.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A server at one moment, `at_s` seconds after the first. All replicas of a model together."""
+
+    at_s: float
+    replicas: int
+    running: int
+    waiting: int
+    backlog_s: float
+    """The longest of any replica."""
+    busy_slots: int
+    kv_tokens: int
+    """In all slots, idle ones included."""
+    rss_mib: float | None
+    """Resident memory of all processes, shared pages in each: None of a server that is not local."""
+    files: int | None
+    """Open file descriptors."""
+
+
+def sample(target: Target, model: str, at_s: float) -> Sample | None:
+    """One look; None if the server does not answer."""
+    try:
+        engines = engines_of(target.stats(), model)
+    except httpx.HTTPError:
+        return None
+    slots = [slot for engine in engines for slot in engine["slots"] if slot["state"] != "pinned"]
+    pids = target.pids()
+    return Sample(
+        at_s=round(at_s, 2),
+        replicas=len(engines),
+        running=sum(engine["running"] for engine in engines),
+        waiting=sum(engine["waiting"] for engine in engines),
+        backlog_s=max((engine["backlog_s"] for engine in engines), default=0.0),
+        busy_slots=sum(slot["state"] != "idle" for slot in slots),
+        kv_tokens=sum(slot["n_past"] for slot in slots),
+        rss_mib=_rss_mib(pids) if pids else None,
+        files=sum(map(_files, pids)) if pids else None,
+    )
+
+
+def engines_of(stats: Mapping[str, Any], model: str) -> list[dict[str, Any]]:
+    """What each replica's engine says; of the first model, if none is named."""
+    models = stats["models"]
+    of_model = next((entry for entry in models if entry["id"] == model), models[0])
+    return [replica["engine"] for replica in of_model["replicas"]]
+
+
+def ended(engines: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Requests that ended since the engines started, by reason."""
+    return sum((Counter(engine["ended"]) for engine in engines), Counter[str]())
+
+
+def _rss_mib(pids: Iterable[int]) -> float:
+    found = (re.search(r"^VmRSS:\s+(\d+)", _status(pid), re.M) for pid in pids)
+    return round(sum(int(match[1]) for match in found if match) / 1024, 1)
+
+
+def _status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ""  # gone by now
+
+
+def _files(pid: int) -> int:
+    try:
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except OSError:
+        return 0

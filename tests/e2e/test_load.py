@@ -1,0 +1,89 @@
+"""Load tests of a real server, as their users run them, but short."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtests import faults
+from loadtests.drive import Load, drive
+from loadtests.stream_metrics import REFUSED, accounts, read_journal
+from loadtests.target import Target
+from tests.e2e.conftest import ROOT, Corral
+
+DEMO = 2  # its index among the models
+
+
+@pytest.mark.timeout(180)
+def test_locust_headless_measures_streams(corral: Corral, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    locust = [sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--headless"]
+    how = [
+        "-u",
+        "6",
+        "-r",
+        "6",
+        "-t",
+        "10s",
+        "--think",
+        "0.2",
+        "--model",
+        "demo",
+        "--shape",
+        "steps",
+    ]
+    files = ["--csv", str(tmp_path / "locust"), "--journal", str(journal)]
+    done = subprocess.run(
+        [*locust, *how, *files, "--host", corral.url],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "locust_stats.csv").open() as file:
+        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
+    assert {"TTFT", "ITL", "E2E", "TOKENS/S", "GOOD"} <= {row_type for row_type, _ in rows}
+    sent, outcomes = read_journal(journal.read_text().splitlines())
+    books = accounts(sent, outcomes)
+    assert books.balanced
+    assert books.complete > 5
+    assert books.failed == 0
+    # Locust writes its files every second: the very last may be missing there.
+    ttft = int(rows["TTFT", "chat"]["Request Count"])
+    itl = int(rows["ITL", "chat"]["Request Count"])
+    chats = [o for o in outcomes if o.kind == "chat"]
+    assert 0 <= sum(o.ttft_s is not None for o in chats) - ttft <= 6
+    assert 0.8 <= itl / sum(len(o.gaps_s) for o in chats) <= 1.0
+
+
+def test_an_open_loop_sends_as_many_as_it_should(corral: Corral) -> None:
+    load = Load(1, 8, "code=1", model="demo", arrivals_per_s=4.0)
+    result = drive(Target(corral.url), load)
+    assert result.accounts.balanced
+    assert 16 <= result.accounts.sent <= 48  # of 32, four standard deviations to one side
+    assert result.idle_after_s is not None
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["overload", "vanish"])
+def test_the_books_balance(corral: Corral, name: str) -> None:
+    load = faults.load_of(name, capacity=6, seconds=10, model="demo")
+    result = faults.run(Target(corral.url), name, load)
+    assert faults.problems(name, result) == [], faults.verdict(name, result)
+    refused = [o for o in result.outcomes if o.end == REFUSED]
+    assert {o.reason for o in refused} <= {"429 queue_full"}
+    assert all(slot["state"] == "idle" for slot in corral.stats(DEMO)["slots"])
+
+
+@pytest.mark.timeout(180)
+def test_slow_readers_cost_their_neighbours_nothing(corral: Corral) -> None:
+    load = faults.load_of("slow", capacity=6, seconds=10, model="demo")
+    result = faults.run(Target(corral.url), "slow", load)
+    assert faults.problems("slow", result) == [], faults.verdict("slow", result)
+    assert {o.kind for o in result.outcomes} == {"chat", "slow"}
