@@ -130,6 +130,8 @@ def drive(target: Target, load: Load, midway: Callable[[], object] | None = None
         if client is None:
             raise LoadError(f"Locust did not end well:\n{log.read_text(errors='replace')[-2000:]}")
     idle_after_s = _wait_idle(target, load.model)
+    if (last := sample(target, load.model, client["wall_s"])) is not None:
+        samples.append(last)
     sent, outcomes = read_journal(lines)
     counts = ended(engines_of(target.stats(), load.model))
     counts.subtract(before)

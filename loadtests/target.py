@@ -42,12 +42,7 @@ class Target:
     def kill_replica(self) -> int:
         """SIGKILL for one engine replica; its process id. Raises LookupError if there is none that was
         started here."""
-        models = [model["id"] for model in self.stats()["models"]]
-        found = [
-            pid
-            for pid in self.pids("ray::ServeReplica")
-            if any(part in models for part in command_line(pid).split(":"))
-        ]
+        found = [pid for pid in self.pids("ray::ServeReplica") if ":engine-" in command_line(pid)]
         if not found:
             raise LookupError("No replica's process was started here.")
         os.kill(found[0], signal.SIGKILL)
