@@ -171,8 +171,10 @@ def _wait_idle(target: Target, model: str) -> float | None:
     start = time.monotonic()
     while (passed := time.monotonic() - start) < GRACE_S:
         try:
-            engines = engines_of(target.stats(), model)
-            if engines and not any(engine["running"] or engine["waiting"] for engine in engines):
+            stats = target.stats()
+            engines = engines_of(stats, model)
+            busy = any(engine["running"] or engine["waiting"] for engine in engines)
+            if not busy and (engines or not stats["models"]):
                 return passed
         except httpx.HTTPError:
             pass

@@ -18,6 +18,7 @@ import json
 import os
 import random
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,20 @@ class Shape(LoadTestShape):
 
 
 def _context(host: str, model: str, headers: dict[str, str]) -> int:
-    """Tokens that a request may have, if the server says so; else 4096."""
-    client = HTTPClient.from_url(host, connection_timeout=10, network_timeout=10)
-    cards = json.loads(client.request("GET", "/v1/models", headers=headers).read())["data"]
+    """Tokens that a request may have, if the server says so as Corral, vLLM or llama-server do; else
+    4096."""
+    cards = _get(host, "/v1/models", headers)["data"]
     card = next((card for card in cards if card["id"] == model), cards[0])
-    return int(card.get("n_ctx_slot") or card.get("max_model_len") or 4096)
+    if known := card.get("n_ctx_slot") or card.get("max_model_len"):
+        return int(known)
+    settings = _get(host, "/props", headers).get("default_generation_settings", {})
+    return int(settings.get("n_ctx") or 4096)
+
+
+def _get(host: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
+    """The JSON there; nothing if there is no such page."""
+    client = HTTPClient.from_url(host, connection_timeout=10, network_timeout=10)
+    with closing(client):
+        response = client.request("GET", path, headers=headers)
+        content: dict[str, Any] = json.loads(response.read()) if response.status_code == 200 else {}
+    return content

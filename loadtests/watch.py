@@ -56,10 +56,10 @@ def sample(target: Target, model: str, at_s: float) -> Sample | None:
 
 
 def engines_of(stats: Mapping[str, Any], model: str) -> list[dict[str, Any]]:
-    """What each replica's engine says; of the first model, if none is named."""
+    """What each replica's engine says; of the first model, if none is named. None of another server."""
     models = stats["models"]
-    of_model = next((entry for entry in models if entry["id"] == model), models[0])
-    return [replica["engine"] for replica in of_model["replicas"]]
+    named = [entry for entry in models if entry["id"] == model] or models[:1]
+    return [replica["engine"] for entry in named for replica in entry["replicas"]]
 
 
 def ended(engines: Iterable[Mapping[str, Any]]) -> Counter[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from loadtests import faults
 from loadtests.drive import Load, drive
 from loadtests.stream_metrics import REFUSED, accounts, read_journal
 from loadtests.target import Target
-from tests.e2e.conftest import ROOT, Corral
+from tests.e2e.conftest import DEMO_SLOTS, ROOT, Corral, model
 
 DEMO = 2  # its index among the models
 
@@ -87,3 +89,17 @@ def test_slow_readers_cost_their_neighbours_nothing(corral: Corral) -> None:
     result = faults.run(Target(corral.url), "slow", load)
     assert faults.problems("slow", result) == [], faults.verdict("slow", result)
     assert {o.kind for o in result.outcomes} == {"chat", "slow"}
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_replica_is_replaced_under_load(
+    start: Callable[[list[dict[str, Any]]], Corral],
+) -> None:
+    server = start([model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048)])
+    server.wait_ready()
+    (before,) = server.pids("ray::ServeReplica:corral:engine-demo")
+    load = faults.load_of("kill", capacity=4, seconds=40, model="demo")
+    result = faults.run(Target(server.url, directory=server.directory), "kill", load)
+    assert faults.problems("kill", result) == [], faults.verdict("kill", result)
+    (after,) = server.pids("ray::ServeReplica:corral:engine-demo")
+    assert after != before
