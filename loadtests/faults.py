@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from loadtests.watch import Sample
 
 WHOLE = ("stop", "length")
 """The reasons of the server for ends of answers that are complete."""
-MARGINS = {"rss_mib": 1.05, "files": 1.1, "kv_tokens": 1.5}
+MEMORY_MARGIN, FILES_MARGIN, KV_MARGIN = 1.05, 1.1, 1.5
 """How much more the last quarter of a soak may hold than the second. Slots keep what they computed, so
 the tokens in them go up and down."""
 
@@ -106,22 +106,27 @@ def _answered_late(result: Result) -> bool:
 
 
 def growth(samples: Sequence[Sample]) -> list[str]:
-    """What a soak's last quarter holds more of than its second; the first is warming up."""
+    """What a soak's last quarter holds more of than its second; the first is warming up. The memory of
+    kept prefixes, which has a bound of its own, does not count."""
     quarter = len(samples) // 4
     if not quarter:
         return ["too short to see whether anything grows"]
     early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    measures: tuple[tuple[str, float, Callable[[Sample], float]], ...] = (
+        ("memory grew from {:.0f} to {:.0f} MiB", MEMORY_MARGIN, _own_mib),
+        ("open files grew from {:.0f} to {:.0f}", FILES_MARGIN, lambda one: one.files or 0),
+        ("tokens in slots grew from {:.0f} to {:.0f}", KV_MARGIN, lambda one: one.kv_tokens),
+    )
     found = []
-    for name, margin in MARGINS.items():
-        before, after = _median(early, name), _median(late, name)
-        if before is not None and after is not None and after > margin * before:
-            found.append(f"{name} grew from {before:.0f} to {after:.0f}")
+    for text, margin, value in measures:
+        before, after = (statistics.median(map(value, part)) for part in (early, late))
+        if after > margin * before:
+            found.append(text.format(before, after))
     return found
 
 
-def _median(samples: Sequence[Sample], name: str) -> float | None:
-    values = [value for one in samples if (value := getattr(one, name)) is not None]
-    return statistics.median(values) if values else None
+def _own_mib(one: Sample) -> float:
+    return one.rss_mib - one.store_mib if one.rss_mib is not None else 0.0
 
 
 def verdict(name: str, result: Result) -> str:
@@ -138,7 +143,10 @@ def verdict(name: str, result: Result) -> str:
     last = result.samples[-1] if result.samples else None
     if last is not None and last.rss_mib is not None:
         most = max(one.rss_mib or 0.0 for one in result.samples)
-        lines.append(f"memory: {last.rss_mib:.0f} MiB, {most:.0f} at most; {last.files} open files")
+        lines.append(
+            f"memory: {last.rss_mib:.0f} MiB, {most:.0f} at most, {last.store_mib:.0f} of them kept prefixes; "
+            f"{last.files} open files"
+        )
     return "\n".join([*lines, *(f"BAD: {one}" for one in found), "" if found else "GOOD"]).rstrip()
 
 

@@ -38,6 +38,7 @@ TIMELINE = {
     "running": "running",
     "waiting": "waiting",
     "backlog_s": "backlog, s",
+    "store_mib": "kept prefixes, MiB",
     "rss_mib": "memory, MiB",
     "files": "open files",
 }

@@ -75,15 +75,19 @@ def test_a_request_that_never_ended_and_a_server_that_never_rests() -> None:
     assert "still running" in found[1]
 
 
-def samples(rss_mib: list[float], files: int = 100) -> list[Sample]:
-    return [Sample(float(i), 1, 1, 0, 0.0, 1, 10, mib, files) for i, mib in enumerate(rss_mib)]
+def samples(rss_mib: list[float], store_mib: float = 0.0) -> list[Sample]:
+    """Each with `store_mib` more of kept prefixes."""
+    return [
+        Sample(float(i), 1, 1, 0, 0.0, 1, 10, i * store_mib, mib, 100)
+        for i, mib in enumerate(rss_mib)
+    ]
 
 
 def test_growth_is_seen_after_warming_up() -> None:
     assert growth(samples([500.0, 800.0, 1000.0, 1000.0, 1010.0, 1000.0, 1020.0, 1010.0])) == []
-    assert growth(samples([1000.0 + 20 * i for i in range(40)])) == [
-        "rss_mib grew from 1290 to 1690"
-    ]
+    growing = [1000.0 + 20 * i for i in range(40)]
+    assert growth(samples(growing)) == ["memory grew from 1290 to 1690 MiB"]
+    assert growth(samples(growing, store_mib=20.0)) == []  # a cache that fills, up to its bound
     assert growth(samples([1.0] * 3)) == ["too short to see whether anything grows"]
 
 

@@ -18,7 +18,7 @@ def engine(running: int, **ends: int) -> dict[str, Any]:
         {"state": "idle", "n_past": 12},
     ]
     facts = {"running": running, "waiting": 1, "backlog_s": float(running)}
-    return facts | {"ended": ends, "slots": slots}
+    return facts | {"ended": ends, "slots": slots, "stored_bytes": 3 * 2**20}
 
 
 STATS = {
@@ -68,7 +68,7 @@ def test_a_sample_adds_up_replicas_and_leaves_pinned_lanes_out(
     one = sample(Target("http://x"), "a", 1.234)
     assert one is not None
     assert (one.at_s, one.replicas, one.running, one.waiting, one.backlog_s) == (1.23, 2, 4, 2, 3.0)
-    assert (one.busy_slots, one.kv_tokens) == (2, 84)
+    assert (one.busy_slots, one.kv_tokens, one.store_mib) == (2, 84, 6.0)
     assert one.rss_mib is None  # somebody else's server
 
 
