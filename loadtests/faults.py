@@ -144,7 +144,7 @@ def verdict(name: str, result: Result) -> str:
     if last is not None and last.rss_mib is not None:
         most = max(one.rss_mib or 0.0 for one in result.samples)
         lines.append(
-            f"memory: {last.rss_mib:.0f} MiB, {most:.0f} at most, {last.store_mib:.0f} of them kept prefixes; "
+            f"memory: {last.rss_mib:.0f} MiB, {most:.0f} at most, {last.store_mib:.0f} in prefixes; "
             f"{last.files} open files"
         )
     return "\n".join([*lines, *(f"BAD: {one}" for one in found), "" if found else "GOOD"]).rstrip()

@@ -70,7 +70,8 @@ class LoadClient:
 
     def send(self, ask: Ask, kind: str, late_s: float = 0.0) -> Answered:
         """Send this and read it to its end. `late_s`: how long ago it should have been sent, which is added
-        to its times. A killed greenlet's request counts as aborted."""
+        to its times. A killed greenlet's request counts as aborted: the run is
+        over, or the load shape wants fewer users."""
         start, reader = time.perf_counter() - late_s, Reader()
         begun = Outcome(next(self._ids), kind, time.time() - late_s, 0.0, FAILED, "")
         self._journal.write(sent_line(begun.id))
@@ -81,7 +82,7 @@ class LoadClient:
         except _LeftError:
             end, reason = ABORTED, "left"
         except gevent.GreenletExit:
-            end, reason = ABORTED, "run ended"
+            end, reason = ABORTED, "stopped"
             raise
         except (OSError, HTTPParseError, ValueError) as error:
             reason = type(error).__name__
@@ -103,8 +104,9 @@ class LoadClient:
                 if response.status_code != 200:
                     return _refusal(response)
                 self._read(response, ask, kind, start, reader)
-        error = reader.answer().error
-        return (FAILED, _error_type(error), 0.0) if error else (COMPLETE, "", 0.0)
+        if reader.answer().error is None:
+            return COMPLETE, "", 0.0
+        return FAILED, reader.error_code or "no [DONE]", 0.0
 
     def _read(
         self,
@@ -153,8 +155,3 @@ def _refusal(response: HTTPSocketPoolResponse) -> tuple[str, str, float]:
     retry_after = response.get("retry-after")
     wait_s = float(retry_after) if isinstance(retry_after, str) and retry_after.isdecimal() else 0.0
     return (REFUSED if status == 429 else FAILED), f"{status} {code}".strip(), wait_s
-
-
-def _error_type(error: str) -> str:
-    """An error that a stream ended with, short enough to count by."""
-    return error.partition("{'message'")[0] or "error event"

@@ -52,6 +52,8 @@ class Reader:
     def __init__(self) -> None:
         self.answer_id: str | None = None
         """What the server calls the answer."""
+        self.error_code = ""
+        """Of an error that ended the stream: its code, or else its type."""
         self._rest = b""
         self._over = False
         self._pieces: list[float] = []
@@ -102,6 +104,7 @@ class Reader:
         event = json.loads(data)
         if "error" in event:
             self._over, self._error = True, str(event["error"])
+            self.error_code = _code(event["error"])
             return
         self.answer_id = event.get("id") or self.answer_id
         self._usage = event.get("usage") or self._usage
@@ -116,6 +119,11 @@ def parse(reads: Sequence[Read]) -> Answer:
     for when, read in reads:
         reader.feed(when, read)
     return reader.answer()
+
+
+def _code(error: object) -> str:
+    known = error if isinstance(error, dict) else {}
+    return str(known.get("code") or known.get("type") or "error")
 
 
 def _text(choice: dict[str, Any]) -> str:

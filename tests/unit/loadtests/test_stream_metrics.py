@@ -94,6 +94,21 @@ def test_feed_says_how_many_pieces_are_new() -> None:
     assert fed == [2, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ({"message": "m", "type": "server_error", "code": "engine_failed"}, "engine_failed"),
+        ({"message": "m", "type": "server_error", "code": None}, "server_error"),
+        ("broken", "error"),
+    ],
+)
+def test_an_error_event_ends_the_stream_with_its_code(error: object, code: str) -> None:
+    reader = Reader()
+    reader.feed(1.0, delta("a") + event({"error": error}) + delta("b") + DONE)
+    assert (reader.text, reader.error_code) == ("a", code)
+    assert reader.answer().error == str(error)
+
+
 def test_nothing_counts_after_the_end() -> None:
     reader = Reader()
     assert reader.feed(1.0, delta("a") + DONE + delta("b")) == 1
