@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import httpx
 
 from loadtests.stream_metrics import Accounts, Outcome, Slo, accounts, errors, figures, read_journal
 from loadtests.target import Target
-from loadtests.watch import Sample, ended, engines_of, sample
+from loadtests.watch import Sample, busy_s, cpu_s, ended, engines_of, sample
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 GRACE_S = 60.0
@@ -80,6 +81,9 @@ class Result:
     wall_s: float
     client_share: float
     """Of one core, what the client used."""
+    other_cores: float | None
+    """What processes that are neither the server nor the client used meanwhile; None if the server was not
+    started here, or something was done to it, which may take its counts along."""
     idle_after_s: float | None
     """When the server had nothing to do any more, from the end of the load; None: not in GRACE_S."""
 
@@ -102,6 +106,7 @@ class Result:
             "by_kind": dict(Counter(o.kind for o in self.outcomes)),
             "server_ended": dict(self.server_ended),
             "client_share": self.client_share,
+            "other_cores": self.other_cores,
             "idle_after_s": self.idle_after_s,
             "samples": [asdict(one) for one in self.samples],
         }
@@ -111,6 +116,7 @@ def drive(target: Target, load: Load, midway: Callable[[], object] | None = None
     """Put the load on the server, and wait until it is idle again. `midway` is called once, at half time.
     Raises LoadError if Locust fails."""
     before = ended(engines_of(target.stats(), load.model))
+    start, others = time.monotonic(), _others_s(target)
     with tempfile.TemporaryDirectory(prefix="corral-load-") as folder:
         journal, log = Path(folder, "journal"), Path(folder, "log")
         with log.open("wb") as output:
@@ -125,6 +131,7 @@ def drive(target: Target, load: Load, midway: Callable[[], object] | None = None
         finally:
             locust.kill()
             locust.wait()
+        other_cores = (_others_s(target) - others) / (time.monotonic() - start)
         lines = journal.read_text().splitlines() if journal.exists() else []
         client = json.loads(lines[-1]).get("client") if lines else None
         if client is None:
@@ -137,7 +144,11 @@ def drive(target: Target, load: Load, midway: Callable[[], object] | None = None
     counts.subtract(before)
     wall_s = client["wall_s"]
     share = client["cpu_s"] / wall_s
-    return Result(load, sent, outcomes, samples, +counts, wall_s, share, idle_after_s)
+    return Result(
+        *(load, sent, outcomes, samples, +counts, wall_s, share),
+        other_cores=max(0.0, other_cores) if target.directory and not midway else None,
+        idle_after_s=idle_after_s,
+    )
 
 
 def _watch(
@@ -165,6 +176,11 @@ def _watch(
         except subprocess.TimeoutExpired:
             continue
     return samples
+
+
+def _others_s(target: Target) -> float:
+    """CPU seconds of this machine so far, but for the server's, this process's and its ended children's."""
+    return busy_s() - cpu_s(target.pids()) - sum(os.times()[:4])
 
 
 def _wait_idle(target: Target, model: str) -> float | None:

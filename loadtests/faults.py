@@ -138,7 +138,8 @@ def verdict(name: str, result: Result) -> str:
         f"server: {dict(result.server_ended)}, idle after "
         + ("never" if result.idle_after_s is None else f"{result.idle_after_s:.1f} s"),
         ", ".join(f"{k} {v:.2f}" for k, v in figures.items() if v is not None),
-        f"client: {result.client_share:.0%} of a core",
+        f"client: {result.client_share:.0%} of a core"
+        + ("" if result.other_cores is None else f"; others: {result.other_cores:.1f} cores"),
     ]
     last = result.samples[-1] if result.samples else None
     if last is not None and last.rss_mib is not None:

@@ -73,7 +73,8 @@ def _line(result: Result) -> str:
     found = result.figures()
     names = ("tokens_per_s", "goodput_per_s", "ttft_p95_s", "itl_p95_ms")
     values = ", ".join(f"{name} {report_page.number(found[name])}" for name in names)
-    return f"{values}; {result.accounts}; client {result.client_share:.0%} of a core"
+    other = "" if result.other_cores is None else f"; others {result.other_cores:.1f} cores"
+    return f"{values}; {result.accounts}; client {result.client_share:.0%} of a core{other}"
 
 
 def write(document: dict[str, Any], folder: Path) -> None:

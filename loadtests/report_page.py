@@ -43,6 +43,8 @@ TIMELINE = {
     "files": "open files",
 }
 MOST_PLACES = 60
+MOST_OTHER_CORES = 0.2
+"""What processes that do not belong to the measurement may use before the reader is warned."""
 _STYLE = (
     "body{font:14px sans-serif;margin:2em}td,th{padding:2px 9px;text-align:right}pre{color:#444}"
 )
@@ -172,6 +174,8 @@ def _notes(document: Document) -> Iterator[str]:
     yield f"The client used {share:.0%} of a core at most."
     for run in runs:
         mix, users = _point(run)
+        if (other := run["other_cores"] or 0.0) > MOST_OTHER_CORES:
+            yield f"WARNING: {mix}, {users} users: other processes used {other:.1f} cores meanwhile."
         books = run["accounts"]
         if books["missing"] or books["twice"]:
             yield f"WARNING: {mix}, {users} users: {books['missing']} missing, {books['twice']} twice."

@@ -3,6 +3,7 @@ files by the kernel's."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -87,3 +88,24 @@ def _files(pid: int) -> int:
         return len(list(Path(f"/proc/{pid}/fd").iterdir()))
     except OSError:
         return 0
+
+
+def busy_s() -> float:
+    """CPU seconds that all cores of this machine have worked, or were kept from it by a hypervisor."""
+    with Path("/proc/stat").open() as file:
+        ticks = [int(value) for value in file.readline().split()[1:9]]
+    user, nice, system, _idle, _iowait, *interrupts_and_stolen = ticks
+    return (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """CPU seconds that these processes have used; nothing for those that have ended."""
+    ticks = 0
+    for pid in pids:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        ticks += int(user) + int(system)
+    return ticks / os.sysconf("SC_CLK_TCK")

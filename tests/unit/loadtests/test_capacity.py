@@ -46,7 +46,7 @@ def test_a_wrong_slo_is_refused(wrong: str) -> None:
 
 def result(*outcomes: Outcome) -> Result:
     load = Load(1, 10, "chat=1")
-    return Result(load, ["1"], list(outcomes), [], Counter(), 10.0, 0.1, 0.0)
+    return Result(load, ["1"], list(outcomes), [], Counter(), 10.0, 0.1, 0.0, 0.0)
 
 
 def outcome(end: str = COMPLETE, ttft_s: float | None = 0.5) -> Outcome:

@@ -23,7 +23,7 @@ def outcome(number: int, end: str = COMPLETE, reason: str = "") -> Outcome:
 def result(name: str, outcomes: list[Outcome], ended: dict[str, int]) -> Result:
     load = load_of(name, 4, RUN_S, "")
     sent = [one.id for one in outcomes]
-    return Result(load, sent, outcomes, [], Counter(ended), float(RUN_S), 0.1, 0.0)
+    return Result(load, sent, outcomes, [], Counter(ended), float(RUN_S), 0.1, 0.0, 0.0)
 
 
 GOOD = [outcome(i) for i in range(RUN_S)]

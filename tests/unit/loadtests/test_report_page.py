@@ -33,6 +33,7 @@ def run(mix: str, users: int, **found: float | None) -> dict[str, Any]:
         "accounts": {"refused": 2, "failed": 0, "missing": 0, "twice": 0},
         "errors": {},
         "client_share": 0.04,
+        "other_cores": 0.1,
         "samples": [
             sample | {"at_s": float(i), "rss_mib": 1000.0 + i, "files": None} for i in range(100)
         ],
@@ -66,6 +67,7 @@ def test_markdown_has_a_table_for_each_mix_in_order_of_users() -> None:
     assert [row[0] for row in rows] == ["| 1", "| 4"]
     assert rows[1][1] == "40"
     assert "The client used 4% of a core" in text
+    assert "WARNING" not in text
 
 
 def test_the_page_stands_alone_and_is_escaped() -> None:
@@ -90,9 +92,10 @@ def test_a_timeline_has_few_places_and_no_chart_of_what_is_not_known() -> None:
 
 
 def test_failures_and_books_are_warned_of() -> None:
-    bad = run("chat=1", 2) | {"errors": {"500 engine_failed": 3}}
+    bad = run("chat=1", 2) | {"errors": {"500 engine_failed": 3}, "other_cores": 0.84}
     bad["accounts"] = {"refused": 0, "failed": 3, "missing": 1, "twice": 0}
     text = markdown(document(bad))
+    assert "WARNING: chat=1, 2 users: other processes used 0.8 cores meanwhile." in text
     assert "WARNING: chat=1, 2 users: 1 missing, 0 twice." in text
     assert "WARNING: chat=1, 2 users: 3 failed: 500 engine_failed." in text
 

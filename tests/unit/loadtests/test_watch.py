@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from loadtests.target import API_KEY, Target
-from loadtests.watch import ended, engines_of, sample
+from loadtests.watch import busy_s, cpu_s, ended, engines_of, sample
 
 
 def engine(running: int, **ends: int) -> dict[str, Any]:
@@ -83,3 +85,14 @@ def test_another_kind_of_server_has_no_models_and_one_that_fails_no_sample(
 def test_only_replicas_that_were_started_here_can_be_killed() -> None:
     with pytest.raises(LookupError, match="started here"):
         Target("http://x").kill_replica()
+
+
+def test_cpu_time_is_the_processes_own_and_part_of_the_machines() -> None:
+    machine, own = busy_s(), cpu_s([os.getpid()])
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    used = cpu_s([os.getpid()]) - own
+    assert 0.15 < used < 0.5
+    assert busy_s() - machine >= used - 0.05
+    assert cpu_s([2**30]) == 0.0  # no such process
