@@ -100,7 +100,8 @@ def measure(
         tried[users] = result.figures()
         values = ", ".join(f"{key} {tried[users][key] or 0:.3g}" for key in bounds)
         verdict = f"misses: {'; '.join(missed)}" if missed else "holds"
-        print(f"{name}, {users} users: {values}: {verdict}", file=sys.stderr, flush=True)
+        other = "" if result.other_cores is None else f" (others: {result.other_cores:.1f} cores)"
+        print(f"{name}, {users} users: {values}: {verdict}{other}", file=sys.stderr, flush=True)
         return not missed
 
     users = most_users(holds, limit)
