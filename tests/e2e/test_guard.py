@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import openai
 import pytest
 import yaml
 
-from tests.e2e.conftest import Corral, model, sse, wait_until
+from tests.e2e.conftest import Corral, model, wait_until
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
 
@@ -88,33 +90,39 @@ def test_limits_of_a_key(guarded: Corral, ben: openai.OpenAI) -> None:
 
 def test_what_a_request_waited_for(guarded: Corral) -> None:
     """The second of two for one slot: it says so while it waits, and at its end how long it has."""
-    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "timings": True}
-    with guarded.http.stream(
-        "POST", "/v1/completions", json=body, headers={"x-request-id": "first"}
-    ) as first:
-        lines = (line for line in first.iter_lines() if line)
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        guarded.http.stream("POST", "/v1/completions", json=body) as first,
+    ):
+        lines = first.iter_lines()
         next(lines)
-        assert first.headers["x-request-id"] == "first"
-        with (
-            httpx.Client(base_url=guarded.url, headers=guarded.http.headers, timeout=60) as other,
-            other.stream(
-                "POST", "/v1/completions", json=body, headers={"x-request-id": "second"}
-            ) as second,
-        ):
-            # Serve sends a stream's status with its first text, when the wait is over.
-            *_, last, done = [line for line in second.iter_lines() if line]
-        *_, last_of_first, _ = lines
-    assert done == "data: [DONE]"
-    waited, spent = sse(last)["timings"], sse(last_of_first)["timings"]
-    assert waited["queue_ms"] > 0.5 * spent["predicted_ms"] > 10 * spent["queue_ms"]
+        headers = {**guarded.http.headers, "x-request-id": "second"}
+        asked = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "timings": True}
+        url = f"{guarded.url}/v1/completions"
+        second = pool.submit(httpx.post, url, json=asked, headers=headers, timeout=60)
+        wait_until(lambda: state_of(guarded, "second") == "waiting", 10, "the second waits")
+        seen = time.monotonic()
+        first.close()
+        waited_s = time.monotonic() - seen
+        answer = second.result()
+    assert answer.headers["x-request-id"] == "second"
+    timings = answer.json()["timings"]
+    assert timings["queue_ms"] > 1000 * waited_s
     explained = guarded.http.get("/v1/requests/second").json()
     (sequence,) = explained["sequences"]
-    assert sequence["timings"] == waited
+    assert sequence["timings"] == timings
     assert (sequence["state"], sequence["finish_reason"]) == ("ended", "length")
     (replica,) = guarded.http.get("/v1/stats").json()["models"][0]["replicas"]
     assert sequence["replica_id"] == replica["replica_id"]
-    by_answer = guarded.http.get(f"/v1/requests/{sse(last)['id']}").json()
+    by_answer = guarded.http.get(f"/v1/requests/{answer.json()['id']}").json()
     assert by_answer["sequences"] == [sequence]
+
+
+def state_of(server: Corral, request_id: str) -> str | None:
+    """What a live request is doing; None if it is not there."""
+    answer = server.http.get(f"/v1/requests/{request_id}")
+    return answer.json()["sequences"][0]["state"] if answer.status_code == 200 else None
 
 
 def test_another_is_not_told(guarded: Corral, ana: openai.OpenAI) -> None:
