@@ -30,7 +30,7 @@ def test_locust_headless_measures_streams(corral: Corral, tmp_path: Path) -> Non
         "-r",
         "6",
         "-t",
-        "10s",
+        "7s",
         "--think",
         "0.2",
         "--model",
@@ -75,7 +75,7 @@ def test_an_open_loop_sends_as_many_as_it_should(corral: Corral) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", ["overload", "vanish"])
 def test_the_books_balance(corral: Corral, name: str) -> None:
-    load = faults.load_of(name, capacity=6, seconds=10, model="demo")
+    load = faults.load_of(name, capacity=6, seconds=6, model="demo")
     result = faults.run(Target(corral.url), name, load)
     assert faults.problems(name, result) == [], faults.verdict(name, result)
     refused = [o for o in result.outcomes if o.end == REFUSED]
@@ -85,7 +85,7 @@ def test_the_books_balance(corral: Corral, name: str) -> None:
 
 @pytest.mark.timeout(180)
 def test_slow_readers_cost_their_neighbours_nothing(corral: Corral) -> None:
-    load = faults.load_of("slow", capacity=6, seconds=10, model="demo")
+    load = faults.load_of("slow", capacity=6, seconds=6, model="demo")
     result = faults.run(Target(corral.url), "slow", load)
     assert faults.problems("slow", result) == [], faults.verdict("slow", result)
     assert {o.kind for o in result.outcomes} == {"chat", "slow"}
@@ -98,7 +98,7 @@ def test_a_killed_replica_is_replaced_under_load(
     server = start([model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048)])
     server.wait_ready()
     (before,) = server.pids("ray::ServeReplica:corral:engine-demo")
-    load = faults.load_of("kill", capacity=4, seconds=40, model="demo")
+    load = faults.load_of("kill", capacity=4, seconds=30, model="demo")
     result = faults.run(Target(server.url, directory=server.directory), "kill", load)
     assert faults.problems("kill", result) == [], faults.verdict("kill", result)
     (after,) = server.pids("ray::ServeReplica:corral:engine-demo")

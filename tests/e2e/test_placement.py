@@ -66,13 +66,3 @@ def test_replicas_with_parts_of_cores_are_not_pinned(corral: Corral) -> None:
     (replica,) = replicas(corral)
     assert replica["cores"] is None
     assert replica["numa_node"] is None
-
-
-def test_too_many_threads_stop_the_start_with_one_message(
-    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
-) -> None:
-    server = start([model(gguf, "m", threads=2)])
-    message = "models (m): engine.threads: 2 threads on 1 core, which deployment.ray_actor_options.num_cpus"
-    wait_until(lambda: message in server.log, START_TIMEOUT_S, f"message in\n{server.log}")
-    assert server.log.count(message) == 1
-    assert "Traceback" not in server.log
