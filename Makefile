@@ -14,7 +14,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_worker_niceness := 0
 
-.PHONY: serve test lint format lock clean
+.PHONY: serve test fuzz lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -22,6 +22,9 @@ serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 
 test: $(READY)  ## All tests: unit, integration, end to end.
 	$(BIN)/pytest tests/unit tests/integration tests/e2e
+
+fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 lint: $(READY)
 	$(BIN)/ruff check .

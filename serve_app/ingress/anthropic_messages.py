@@ -46,7 +46,9 @@ def _blocks(value: object) -> object:
     return value
 
 
-Texts = Annotated[list[TextBlock], BeforeValidator(_blocks)]
+Texts = Annotated[
+    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
 
 
 def joined(blocks: list[TextBlock]) -> str:
@@ -92,21 +94,20 @@ class ThinkingBlock(BaseModel):
     type: Literal["thinking", "redacted_thinking"]
 
 
+Content = list[
+    Annotated[
+        TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+    ]
+]
+
+
 class Message(BaseModel):
     """One turn."""
 
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["user", "assistant"]
-    content: Annotated[
-        list[
-            Annotated[
-                TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
-                Field(discriminator="type"),
-            ]
-        ],
-        BeforeValidator(_blocks),
-    ]
+    content: Annotated[Content, BeforeValidator(_blocks, json_schema_input_type=str | Content)]
 
     @model_validator(mode="after")
     def _check(self) -> Message:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
@@ -15,22 +14,16 @@ from fastapi.responses import JSONResponse, Response
 from serve_app.ingress import anthropic_answers, chats, generation
 from serve_app.ingress.anthropic_answers import MessageAnswer
 from serve_app.ingress.anthropic_requests import (
-    AnthropicErrorResponse,
     CountTokensRequest,
     MessagesRequest,
 )
 from serve_app.ingress.served import ServedModel, find
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": AnthropicErrorResponse},
-    "5XX": {"model": AnthropicErrorResponse},
-}
-
 
 def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     """Add the routes. Their errors have Anthropic's shape; see `serve_app.ingress.errors`."""
 
-    @app.post("/v1/messages", response_model=None, responses=_ERRORS)
+    @app.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest) -> Response:
         """Answer a chat, Anthropic's way; `stream` sends server-sent events."""
         model = find(models, body.model)
@@ -44,7 +37,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             return chats.streamed(anthropic_answers.events(answer, deltas))
         return JSONResponse(await anthropic_answers.collect(answer, deltas))
 
-    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
         """The tokens of the prompt that a message would be answered from."""
         model = find(models, body.model)

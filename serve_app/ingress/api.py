@@ -23,15 +23,16 @@ from serve_app.ingress import (
     errors,
     generation,
     llama_routes,
+    openapi,
     responses_routes,
 )
 from serve_app.ingress.answers import Answer, Choice
 from serve_app.ingress.encoding import encoded, sampling_of
 from serve_app.ingress.guard import Access, Guard
+from serve_app.ingress.json_body import JsonRoute
 from serve_app.ingress.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
-    ErrorResponse,
     GenerationParams,
     ModelCard,
     ModelList,
@@ -44,11 +45,8 @@ from serve_app.types import GenerationRequest
 def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> FastAPI:  # noqa: B008
     """The application that serves these models; the first is the default. Raises ConfigError for a key
     file that cannot be used."""
-    app = FastAPI(
-        title="Corral",
-        version=__version__,
-        responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
-    )
+    app = FastAPI(title="Corral", version=__version__)
+    app.router.route_class = JsonRoute
     errors.install(app)
     _add_middleware(app, access)
     _add_generation_routes(app, models)
@@ -57,6 +55,7 @@ def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> F
     anthropic_routes.add(app, models)
     responses_routes.add(app, models)
     embedding_routes.add(app, models)
+    openapi.install(app)
     return app
 
 

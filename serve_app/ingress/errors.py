@@ -69,7 +69,7 @@ def response(
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+    path = _path(request).removeprefix(request.scope.get("root_path", ""))
     is_anthropics = f"{path}/".startswith("/v1/messages/")
     body = anthropic_error_body(error, status) if is_anthropics else error_body(error)
     return JSONResponse(body, status, headers)
@@ -83,7 +83,7 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
         message = "Send JSON, with Content-Type: application/json."
         return response(request, InvalidRequestError(message))
     if fault["type"] == "json_invalid":
-        message = f"The body is not JSON: {fault['ctx']['error']}."
+        message = f"The body cannot be read as JSON: {fault['ctx']['error']}."
         return response(request, InvalidRequestError(message))
     path = ".".join(str(part) for part in fault["loc"][1:] if _names_a_field(part))
     where = f"{path}: " if path else ""
@@ -97,10 +97,16 @@ def _names_a_field(part: int | str) -> bool:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path}"
+    message = f"{error.detail}: {request.method} {_path(request)}"
     return response(request, InvalidRequestError(message), error.status_code, error.headers)
 
 
+def _path(request: Request) -> str:
+    """Not `request.url.path`, which fails for some queries that are not UTF-8."""
+    path: str = request.scope["path"]
+    return path
+
+
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.error("%s %s failed", request.method, _path(request), exc_info=error)
     return response(request, CorralError("The server failed to handle this request."))

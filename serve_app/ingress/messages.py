@@ -5,12 +5,12 @@ Source: OpenAI's API reference, "Chat".
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress import json_body
 
 
 class TextPart(BaseModel):
@@ -59,8 +59,8 @@ class FunctionCall(BaseModel):
     def for_template(self) -> dict[str, Any]:
         """What chat templates read: the arguments as an object. Raises InvalidRequestError."""
         try:
-            arguments = json.loads(self.arguments or "{}")
-        except json.JSONDecodeError as error:
+            arguments = json_body.loads(self.arguments or "{}")
+        except ValueError as error:
             raise InvalidRequestError(
                 f"The arguments of the call of {self.name!r} are not JSON: {error}", "messages"
             ) from error
@@ -84,7 +84,9 @@ class MessageToolCall(BaseModel):
 class ChatMessage(BaseModel):
     """One turn of a chat."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, []]}}
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None

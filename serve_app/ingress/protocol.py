@@ -21,6 +21,7 @@ _DEFAULTS = SamplingParams()
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[Stop], Field(max_length=16)]
 
 
 def _one_or_many(value: object) -> object:
@@ -74,7 +75,9 @@ class GenerationParams(StrictModel):
     logit_bias: dict[int, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     """Token id to what is added to its logit; -100 bans the token."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=16), BeforeValidator(_one_or_many)] | None = None
+    stop: (
+        Annotated[Stops, BeforeValidator(_one_or_many, json_schema_input_type=Stop | Stops)] | None
+    ) = None
     """One string, or up to 16."""
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -297,7 +300,7 @@ class ChatCompletionRequest(GenerationParams):
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """llama-server's: `none` leaves thoughts and their tags in the content."""
 
-    @field_validator("tools", mode="before")
+    @field_validator("tools", mode="before", json_schema_input_type=list[Tool] | None)
     @classmethod
     def _null_is_none(cls, value: object) -> object:
         return [] if value is None else value

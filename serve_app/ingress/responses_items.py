@@ -27,7 +27,7 @@ def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[Part], BeforeValidator(_parts)]
+Parts = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
 
 
 class Item(StrictModel):
@@ -43,7 +43,7 @@ class Item(StrictModel):
 class MessageItem(Item):
     """A turn's text."""
 
-    type: Literal["message"]
+    type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
 
@@ -104,7 +104,9 @@ AnyItem = Annotated[
     MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
     Field(discriminator="type"),
 ]
-Items = Annotated[list[AnyItem], BeforeValidator(_items)]
+Items = Annotated[
+    list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem])
+]
 
 
 def turns(items: Iterable[AnyItem]) -> list[ChatMessage]:

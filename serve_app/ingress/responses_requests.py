@@ -119,7 +119,7 @@ class ResponsesRequest(StrictModel):
     metadata: dict[str, str] | None = None
     """Given back with the answer."""
 
-    @field_validator("tools", mode="before")
+    @field_validator("tools", mode="before", json_schema_input_type=list[FunctionTool] | None)
     @classmethod
     def _null_is_none(cls, value: object) -> object:
         return [] if value is None else value

@@ -11,6 +11,16 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from serve_app.errors import InvalidRequestError
 
 
+def _name_what_is_taken(schema: dict[str, Any], model: type[Any]) -> None:
+    """The JSON schema of extra fields: those that are honoured, and no others."""
+    taken = schema.setdefault("properties", {})
+    for name, values in model.NEUTRAL.items():
+        taken.setdefault(name, {"enum": list(values), "description": "At other values, refused."})
+    for name in sorted(model.INERT):
+        taken.setdefault(name, {"description": "Changes nothing."})
+    schema["additionalProperties"] = False
+
+
 class StrictModel(BaseModel):
     """A request, or a part of one.
 
@@ -18,7 +28,9 @@ class StrictModel(BaseModel):
     happens anyway (`n: 1`); one that nobody documents is refused always.
     """
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="allow", use_attribute_docstrings=True, json_schema_extra=_name_what_is_taken
+    )
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that change nothing at these values."""

@@ -75,7 +75,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template may do anything with what it is given
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
             ) from error

@@ -25,9 +25,9 @@ MAX_DEPTH = 64
 
 def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
     """A JSON text that the schema validates."""
-    text = _bounded(json.dumps(schema), param)
-    if _depth(schema) > MAX_DEPTH:
+    if depth(schema) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
+    text = _bounded(json.dumps(schema), param)
     overrides: Any = {"whitespace_pattern": lark.BLANKS, "lenient": False}
     return _checked(LLMatcher.grammar_from_json_schema(text, overrides=overrides), param)
 
@@ -45,9 +45,9 @@ def from_tool_calls(
     perhaps more. If they are not forced, any text may come before them, or instead of them. `mark` says
     which marks are tokens of their own: see `serve_app.llama.model.Model.mark`."""
     schemas = [function.get("parameters") or {} for function in functions]
-    _bounded(json.dumps(schemas), param)
-    if max(map(_depth, schemas), default=0) > MAX_DEPTH:
+    if max(map(depth, schemas), default=0) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
+    _bounded(json.dumps(schemas), param)
 
     def written(text: str) -> str:
         token = mark(text)
@@ -92,7 +92,7 @@ def _bounded(text: str, param: str) -> str:
     return text
 
 
-def _depth(value: object) -> int:
+def depth(value: object) -> int:
     """Levels of lists and objects, without recursion: callers send what they like."""
     level, depth = [value], 0
     while level := [

@@ -42,7 +42,7 @@ def test_malformed_json(corral: Corral) -> None:
     )
     body, status = answer.rsplit("\n", 1)
     assert status == "400"
-    assert json.loads(body)["error"]["message"].startswith("The body is not JSON")
+    assert json.loads(body)["error"]["message"].startswith("The body cannot be read as JSON")
 
 
 def test_health_and_stats(corral: Corral) -> None:

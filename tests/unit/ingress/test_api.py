@@ -226,7 +226,7 @@ async def test_prompt_too_long_names_both_numbers(client: httpx.AsyncClient, str
 @pytest.mark.parametrize(
     ("content", "content_type", "message"),
     [
-        (b"{", "application/json", "The body is not JSON"),
+        (b"{", "application/json", "The body cannot be read as JSON"),
         (b"[]", "application/json", "valid dictionary"),
         (b'{"prompt": "x"}', "text/plain", "Send JSON"),
     ],

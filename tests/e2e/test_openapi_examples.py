@@ -1,0 +1,21 @@
+"""The requests that the API's description shows are answered by the built-in model."""
+
+from __future__ import annotations
+
+from tests.e2e.conftest import Corral
+
+NOT_ITS = {"/infill": "no tokens for infill", "rerank": "cannot rank"}
+"""What the built-in model cannot do."""
+
+
+def test_every_example(corral: Corral) -> None:
+    paths = corral.http.get("/openapi.json").json()["paths"]
+    posts = {path: item["post"] for path, item in paths.items() if "post" in item}
+    for path, operation in posts.items():
+        (content,) = operation["requestBody"]["content"].values()
+        answer = corral.http.post(path, json=content["example"] | {"model": "demo"})
+        lacking = [said for name, said in NOT_ITS.items() if name in path]
+        if lacking:
+            assert (answer.status_code, lacking[0] in answer.text) == (400, True)
+        else:
+            assert answer.status_code == 200, f"{path}: {answer.text}"

@@ -1,0 +1,14 @@
+"""A short run of `make fuzz`, the same each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.fuzz.cases import run, served
+
+
+def test_odd_requests(tiny_gguf: Path) -> None:
+    with served(tiny_gguf) as app:
+        statuses = run(app, n_cases=400, seed_=1, limit_s=60)
+    assert statuses.total() >= 400
+    assert min(statuses[200], statuses[400], statuses[404]) > 10
