@@ -84,7 +84,14 @@ _STATUSES = {
     503: "No engine is up.",
 }
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
-_EVENTS = {"schema": {"type": "string", "description": "Server-sent events, with `stream`."}}
+_EVENTS = {
+    "schema": {
+        "type": "object",
+        "description": "With `stream`: one server-sent event.",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+        "required": ["data"],
+    }
+}
 _SECURITY: Json = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "OpenAI's way to send a key."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

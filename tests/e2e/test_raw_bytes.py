@@ -29,7 +29,8 @@ def unhurt(corral: Corral) -> Iterator[None]:
     answer = corral.http.post("/v1/chat/completions", json=body)
     assert answer.json()["choices"][0]["message"]["content"]
     wait_until(lambda: all(is_idle(corral, model) for model in range(3)), 20, "every model idle")
-    assert tracebacks(corral) == before
+    found = tracebacks(corral)[len(before) :]
+    assert not found, found[0][:4000]
 
 
 def is_idle(corral: Corral, model: int) -> bool:
@@ -37,11 +38,13 @@ def is_idle(corral: Corral, model: int) -> bool:
     return (stats["running"], stats["waiting"]) == (0, 0)
 
 
-def tracebacks(corral: Corral) -> dict[str, int]:
-    """How many each log has."""
-    logs = [corral.directory / "log", *corral.directory.glob("session_2*/logs/serve/*.log")]
-    counts = {path.name: path.read_bytes().count(b"Traceback") for path in logs}
-    return {name: count for name, count in counts.items() if count}
+def tracebacks(corral: Corral) -> list[str]:
+    """Those in its logs. Not of Serve's proxy, which has one ("async generator ignored GeneratorExit") for
+    clients that leave at the right moment, and does nothing wrong."""
+    logs = [corral.directory / "log", *corral.directory.glob("session_2*/logs/serve/replica*.log")]
+    lines = [line for path in logs for line in path.read_text(errors="replace").splitlines()]
+    text = "\n".join(line for line in lines if "(ProxyActor" not in line)
+    return text.split("Traceback")[1:]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -34,9 +35,20 @@ CHECKED = (
     "response_schema_conformance",
 )
 N_CTX_SLOT = 64
+Operation = APIOperation[Any, Any, Any, Any]
 PER_ROUND = 20
 """Cases that one search makes of one route."""
 
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+TEXT = st.text(st.characters(exclude_categories=()))
+"""Halves of surrogate pairs, too."""
 ODD = st.one_of(
     st.sampled_from(
         [
@@ -44,16 +56,33 @@ ODD = st.one_of(
             *(0.1, -0.0, 1e-320, 1e300, math.inf, math.nan, "", "\ud800", "\0", "\r\nX: 1"),
             *("../..", "%s%n{}", "\u202e", "\U0010ffff", "e\u0301" * 40, "a" * 5000),
             *("<|im_end|>", "{{ 1/0 }}", "NaN", [], {}, [[]], [{}], [None], {"": None}),
-            *({"__class__": 1}, {"type": None}),
+            *({"__class__": 1}, {"type": None}, {"\udfff": ["\ud800"]}, {"x": math.inf}),
+            *(_nested(depth) for depth in (60, 90, 110)),
         ]
     ),
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+        lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
         max_leaves=6,
     ),
 )
 """Values that break what is written for the usual ones."""
+
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+_FUNCTION = {"name": "f", "parameters": _SCHEMA, "strict": True}
+_LLAMAS = [{"json_schema": _SCHEMA}, {"regex": "a+"}, {"grammar": 'root ::= "a"'}]
+_TOOLS = {"tools": [{"type": "function", "function": _FUNCTION}]}
+FULLER: dict[str, list[dict[str, Any]]] = {
+    "ChatCompletionRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}, *_LLAMAS],
+    "ApplyTemplateRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}],
+    "CompletionRequest": _LLAMAS,
+    "LlamaCompletionRequest": [*_LLAMAS, {"logit_bias": [["a", 1]]}],
+    "InfillRequest": _LLAMAS,
+    "ResponsesRequest": [{"tools": [{"type": "function", **_FUNCTION}]}],
+    "MessagesRequest": [{"tools": [{"name": "f", "input_schema": _SCHEMA, "strict": True}]}],
+}
+"""By the name of a body's type: what most examples of it would lack."""
 
 
 @contextmanager
@@ -86,7 +115,7 @@ def run(app: FastAPI, n_cases: int, seed_: int, limit_s: float) -> Counter[int]:
             _try(operation, number, statuses)
 
 
-def _try(operation: APIOperation[Any, Any, Any, Any], number: int, statuses: Counter[int]) -> None:
+def _try(operation: Operation, number: int, statuses: Counter[int]) -> None:
     checks: list[Any] = [CHECKS.get_one(name) for name in CHECKED]
 
     @seed(number)
@@ -107,31 +136,45 @@ def _try(operation: APIOperation[Any, Any, Any, Any], number: int, statuses: Cou
     search()
 
 
-def _cases(operation: APIOperation[Any, Any, Any, Any]) -> st.SearchStrategy[Case[Any]]:
-    """By the route's schema, against it, and its example with odd values in some places."""
+def _cases(operation: Operation) -> st.SearchStrategy[Case[Any]]:
+    """By the route's schema, against it, and with odd values in it."""
     made = [operation.as_strategy(mode) for mode in GenerationMode]
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
     if not content:
         return st.one_of(made)
-    (media_type,) = content
-    example = content[media_type]["example"]
-    reference = content[media_type]["schema"]["$ref"].rpartition("/")[2]
+    ((media_type, about),) = content.items()
+    reference = about["schema"]["$ref"].rpartition("/")[2]
     names = sorted(operation.schema.raw_schema["components"]["schemas"][reference]["properties"])
-    bodies = st.builds(
-        lambda odd: example | odd, st.dictionaries(st.sampled_from(names), ODD, max_size=3)
-    )
-    return st.one_of(
-        *made,
-        *(strategy.map(_without_model) for strategy in made),
-        bodies.map(lambda body: operation.Case(body=_written(body), media_type=media_type)),
-    )
+    fuller = [about["example"] | more for more in ({}, *FULLER.get(reference, ()))]
+    bodies = made[0].map(lambda case: case.body) | st.sampled_from(fuller)
+
+    @st.composite
+    def spoilt(draw: st.DrawFn) -> Case[Any]:
+        body = copy.deepcopy(draw(bodies))
+        if isinstance(body, dict):
+            body.pop("model", None)  # so that more than the name is looked at
+        for _ in range(draw(st.integers(0, 3))):
+            where = draw(st.sampled_from(_containers(body) or [{}]))
+            places: list[Any] = list(where) if isinstance(where, dict) else list(range(len(where)))
+            place = draw(st.sampled_from(places)) if places else "x"
+            if isinstance(where, dict):
+                place = draw(st.just(place) | TEXT | st.sampled_from(names))
+            if isinstance(where, dict) or places:
+                where[place] = copy.deepcopy(draw(ODD))
+        return operation.Case(body=_written(body), media_type=media_type)
+
+    return st.one_of(*made, spoilt())
 
 
-def _without_model(case: Case[Any]) -> Case[Any]:
-    """So that more than the name is looked at."""
-    if isinstance(case.body, dict):
-        case.body.pop("model", None)
-    return case
+def _containers(value: Any) -> list[Any]:
+    """The objects and lists in a value, itself among them."""
+    found, left = [], [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict | list):
+            found.append(one)
+            left += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def _written(body: Any) -> bytes:
