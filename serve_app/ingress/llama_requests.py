@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.messages import ChatMessage, Tool
 from serve_app.ingress.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationParams, Text
+from serve_app.ingress.strict import name_what_is_taken
 from serve_app.types import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -33,9 +34,18 @@ def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int |
     return [[one for one in prompt if not isinstance(one, list)]]
 
 
+def _describe(schema: dict[str, Any], model: type[Any]) -> None:
+    """`token_bias` is a second form of `logit_bias`, and not a name of its own."""
+    name_what_is_taken(schema, model)
+    pairs = schema["properties"].pop("token_bias")
+    schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
+
+
 class LlamaParams(GenerationParams):
     """What `/completion` and `/infill` share. Samplers that Corral does not have are refused, unless they
     are switched off."""
+
+    model_config = ConfigDict(json_schema_extra=_describe)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "dynatemp_range": (None, 0),
@@ -93,6 +103,8 @@ class LlamaParams(GenerationParams):
     @model_validator(mode="before")
     @classmethod
     def _bias_in_pairs(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "token_bias" in data:
+            raise InvalidRequestError("Unknown parameter: 'token_bias'.", "token_bias")
         if isinstance(data, dict) and isinstance(data.get("logit_bias"), list):
             data = dict(data)
             data["token_bias"] = data.pop("logit_bias")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from serve_app.errors import InvalidRequestError
 
 
-def _name_what_is_taken(schema: dict[str, Any], model: type[Any]) -> None:
+def name_what_is_taken(schema: dict[str, Any], model: type[Any]) -> None:
     """The JSON schema of extra fields: those that are honoured, and no others."""
     taken = schema.setdefault("properties", {})
     for name, values in model.NEUTRAL.items():
@@ -29,7 +29,7 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="allow", use_attribute_docstrings=True, json_schema_extra=_name_what_is_taken
+        extra="allow", use_attribute_docstrings=True, json_schema_extra=name_what_is_taken
     )
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}

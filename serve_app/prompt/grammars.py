@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serve_app.errors import InvalidRequestError
@@ -21,6 +21,8 @@ MAX_CHARS = 65_536
 """Longest schema (as JSON), GBNF grammar or regular expression."""
 MAX_DEPTH = 64
 """Deepest nesting of a schema."""
+_BYTES = LLTokenizer("byte")
+"""A vocabulary that can write everything."""
 
 
 def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
@@ -29,7 +31,11 @@ def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
     text = _bounded(json.dumps(schema), param)
     overrides: Any = {"whitespace_pattern": lark.BLANKS, "lenient": False}
-    return _checked(LLMatcher.grammar_from_json_schema(text, overrides=overrides), param)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+    except ValueError as error:  # as for numbers beyond a double's range
+        raise InvalidRequestError(f"{param}: {error}", param) from error
+    return _matched(grammar, param)
 
 
 def from_tool_calls(
@@ -78,12 +84,12 @@ def from_gbnf(text: str, param: str) -> str:
         lark = gbnf_to_lark(_bounded(text, param))
     except Exception as error:  # it raises nothing narrower
         raise InvalidRequestError(f"{param}: no GBNF grammar: {error}", param) from error
-    return _checked(LLMatcher.grammar_from_lark(lark), param)
+    return _matched(LLMatcher.grammar_from_lark(lark), param)
 
 
 def from_regex(text: str, param: str) -> str:
     """A text that the regular expression matches as a whole."""
-    return _checked(LLMatcher.grammar_from_regex(_bounded(text, param)), param)
+    return _matched(LLMatcher.grammar_from_regex(_bounded(text, param)), param)
 
 
 def _bounded(text: str, param: str) -> str:
@@ -103,6 +109,15 @@ def depth(value: object) -> int:
     ]:
         depth += 1
     return depth
+
+
+def _matched(grammar: str, param: str) -> str:
+    """Checked, and some text may begin with it: a rule that needs itself is never at an end."""
+    matcher = LLMatcher(_BYTES, _checked(grammar, param), log_level=0)
+    matcher.compute_logit_bias()
+    if matcher.is_error():
+        raise InvalidRequestError(f"{param}: no text matches it.", param)
+    return grammar
 
 
 def _checked(grammar: str, param: str) -> str:

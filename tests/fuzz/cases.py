@@ -70,9 +70,13 @@ ODD = st.one_of(
 
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
-_FUNCTION = {"name": "f", "parameters": _SCHEMA, "strict": True}
-_LLAMAS = [{"json_schema": _SCHEMA}, {"regex": "a+"}, {"grammar": 'root ::= "a"'}]
-_TOOLS = {"tools": [{"type": "function", "function": _FUNCTION}]}
+_FUNCTION: dict[str, Any] = {"name": "f", "parameters": _SCHEMA, "strict": True}
+_LLAMAS: list[dict[str, Any]] = [
+    {"json_schema": _SCHEMA},
+    {"regex": "a+"},
+    {"grammar": 'root ::= "a"'},
+]
+_TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": _FUNCTION}]}
 FULLER: dict[str, list[dict[str, Any]]] = {
     "ChatCompletionRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}, *_LLAMAS],
     "ApplyTemplateRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -78,6 +79,36 @@ def test_every_route_is_in_the_readme() -> None:
     routes = {f"{method.upper()} {path}" for path, item in paths.items() for method in item}
     missing = {route for route in routes if f"`{route}`" not in README}
     assert missing == {"GET /v1/models/{model_id}", "GET /v1/requests/{request_id}"}  # as {id}
+
+
+def test_every_parameter_is_in_the_readmes_table() -> None:
+    """And says, if it is only taken at some values, or changes nothing."""
+    columns: dict[str, list[set[str]]] = {}
+    for row in re.findall(r"^\| `/.*", README, re.M):
+        endpoints, *cells = (set(re.findall(r"`(\S+)`", cell)) for cell in row[1:-1].split("|"))
+        for endpoint in endpoints:
+            before = columns.get(endpoint, [set(), set(), set()])
+            columns[endpoint] = [a | b for a, b in zip(before, cells, strict=True)]
+    description = build_api({}).openapi()
+    taken = {path: _parameters(description, path) for path in columns}
+    assert columns == taken
+    bodies = re.findall(r"\w+Request(?='})", repr(description["paths"]))
+    tabled = re.findall(r"\w+Request(?='})", repr([description["paths"][p] for p in columns]))
+    assert set(bodies) == set(tabled)
+
+
+def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:
+    """Those that are honoured, those that may not ask for anything, those that change nothing."""
+    (operation,) = description["paths"][path].values()
+    found: list[set[str]] = [{one["name"] for one in operation.get("parameters", ())}, set(), set()]
+    if "requestBody" in operation:
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        fields = description["components"]["schemas"][schema.rpartition("/")[2]]["properties"]
+        for name, field in fields.items():
+            kind = ["At other values, refused.", "Changes nothing."]
+            said = field.get("description")
+            found[kind.index(said) + 1 if said in kind else 0].add(name)
+    return found
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -45,6 +45,12 @@ def test_the_templates_own_refusal_is_the_clients_error() -> None:
         render("{{ raise_exception('roles must alternate') }}")
 
 
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ messages[0].content.x.y }}", "{{ [] + 1 }}"])
+def test_so_is_whatever_goes_wrong_in_it(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="refuses these messages"):
+        render(source)
+
+
 @pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"])
 def test_templates_are_sandboxed(source: str) -> None:
     with pytest.raises(InvalidRequestError):
