@@ -13,19 +13,13 @@ from pydantic import BaseModel
 Json = dict[str, Any]
 
 
-class CachedTokens(BaseModel):
-    """`prompt_tokens_details`, or `input_tokens_details`."""
-
-    cached_tokens: int
-
-
 class Usage(BaseModel):
     """Tokens of a completion."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: dict[str, int]
 
 
 class TextChoice(BaseModel):
@@ -100,9 +94,9 @@ class ResponseUsage(BaseModel):
     """Tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: dict[str, int]
     output_tokens: int
-    output_tokens_details: Json
+    output_tokens_details: dict[str, int]
     total_tokens: int
 
 
@@ -143,19 +137,6 @@ class AnthropicMessage(BaseModel):
     usage: AnthropicUsage
 
 
-class TokenCount(BaseModel):
-    """Tokens of a prompt."""
-
-    input_tokens: int
-
-
-class TextsUsage(BaseModel):
-    """Tokens of texts."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class Embedding(BaseModel):
     """One text's vector: numbers, or base64 of little-endian 32-bit floats."""
 
@@ -170,7 +151,7 @@ class Embeddings(BaseModel):
     object: Literal["list"]
     model: str
     data: list[Embedding]
-    usage: TextsUsage
+    usage: dict[str, int]
 
 
 class LlamaEmbedding(BaseModel):
@@ -193,7 +174,7 @@ class Ranking(BaseModel):
     object: Literal["list"]
     model: str
     results: list[Rank]
-    usage: TextsUsage
+    usage: dict[str, int]
 
 
 class LlamaCompletion(BaseModel):
@@ -233,9 +214,3 @@ class Prompt(BaseModel):
     """A chat as text."""
 
     prompt: str
-
-
-class Health(BaseModel):
-    """Requests are taken."""
-
-    status: Literal["ok"]
