@@ -72,6 +72,9 @@ ROUTES = {
     "props": Route(Json, asks_engine=False),
     "metrics": Route(str, asks_engine=False),
     "slots": Route(list[Json]),
+    "act_on_slot": Route(Json),
+    "lora_adapters": Route(list[Json], asks_engine=False),
+    "scale_lora_adapters": Route(dict[Literal["success"], bool], asks_engine=False),
 }
 """By the names of the functions that answer them."""
 

@@ -13,6 +13,8 @@ def test_every_example(corral: Corral) -> None:
     posts = {path: item["post"] for path, item in paths.items() if "post" in item}
     for path, operation in posts.items():
         (content,) = operation["requestBody"]["content"].values()
+        if "example" not in content:  # slots and adapters
+            continue
         answer = corral.http.post(path, json=content["example"] | {"model": "demo"})
         lacking = [said for name, said in NOT_ITS.items() if name in path]
         if lacking:

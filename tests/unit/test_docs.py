@@ -94,7 +94,7 @@ def test_every_parameter_is_in_the_readmes_table() -> None:
     assert columns == taken
     bodies = re.findall(r"\w+Request(?='})", repr(description["paths"]))
     tabled = re.findall(r"\w+Request(?='})", repr([description["paths"][p] for p in columns]))
-    assert set(bodies) == set(tabled)
+    assert set(bodies) - {"SlotRequest"} == set(tabled)  # whose route has a row of its own
 
 
 def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:

@@ -11,7 +11,7 @@ import pytest
 from serve_app.errors import DecodeError
 from serve_app.ingress.openapi import ROUTES
 from tests.unit.ingress.harness import HELLO, ByteTokenizer, ScriptedEngine
-from tests.unit.ingress.test_openapi import OPERATIONS, POSTS, body_of
+from tests.unit.ingress.test_openapi import DESCRIPTION, OPERATIONS, POSTS, body_of
 
 JSON = {"Content-Type": "application/json"}
 EXAMPLES = {path: body_of(operation)["example"] for path, operation in POSTS}
@@ -113,7 +113,7 @@ async def test_unknown_model(client: httpx.AsyncClient, path: str) -> None:
 async def test_wrong_method(client: httpx.AsyncClient, method: str, path: str) -> None:
     answer = await client.request("PUT", path)
     check(answer, path, 405)
-    assert answer.headers["allow"] == method.upper()
+    assert answer.headers["allow"].lower() in DESCRIPTION["paths"][path]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,20 @@ OPERATIONS = [
     for path, item in DESCRIPTION["paths"].items()
     for method, operation in item.items()
 ]
-POSTS = [(path, operation) for method, path, operation in OPERATIONS if method == "post"]
 
 
 def body_of(operation: dict[str, Any]) -> dict[str, Any]:
     """The description of an operation's body."""
     found: dict[str, Any] = operation["requestBody"]["content"]["application/json"]
     return found
+
+
+POSTS = [
+    (path, operation)
+    for method, path, operation in OPERATIONS
+    if method == "post" and "example" in body_of(operation)
+]
+"""All but those that are about slots and adapters."""
 
 
 def conforms(value: object, schema: dict[str, Any]) -> None:
