@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from serve_app import config
 from serve_app.app import resolve
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
-from serve_app.errors import EngineUnavailableError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.served import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
@@ -50,7 +49,7 @@ class LocalClient:
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
         """See EngineClient."""
-        raise EngineUnavailableError("Slots are left alone here.")
+        return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See EngineClient."""

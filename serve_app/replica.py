@@ -123,11 +123,7 @@ class EngineReplica:
         """See SlotFiles; None if another replica is meant. Raises CorralError."""
         if replica_id != serve.get_replica_context().replica_id.unique_id:
             return None
-        files = self._engine.slot_files
-        if action == "erase":
-            return await asyncio.to_thread(files.erase, slot_id)
-        act = files.save if action == "save" else files.restore
-        return await asyncio.to_thread(act, slot_id, name)
+        return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See Engine.explain."""

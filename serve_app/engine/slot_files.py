@@ -31,6 +31,12 @@ class SlotFiles:
         self._key = prefix_file.key_of(state_key)
         self._ask = ask
 
+    def act(self, action: str, slot_id: int, name: str) -> SlotAction:
+        """`save`, `restore` or `erase`."""
+        if action == "erase":
+            return self.erase(slot_id)
+        return (self.save if action == "save" else self.restore)(slot_id, name)
+
     def save(self, slot_id: int, name: str) -> SlotAction:
         """Write what an idle slot has."""
         path = self._path(name)

@@ -17,9 +17,9 @@ import llama_cpp
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.llamacpp import lltokenizer_from_vocab
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama import library
-from serve_app.llama.constraint import Constraint
+from serve_app.llama.constraint import LIMITS, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 
 _LOAD_MODES: dict[LoadMode, int] = {
@@ -278,7 +278,12 @@ class Model:
             return self._compiled(grammar).fresh()
 
     def _compile(self, grammar: str) -> Constraint:
-        return Constraint(LLMatcher(self._trie, grammar, log_level=0), self.n_vocab)
+        made = Constraint(LLMatcher(self._trie, grammar, log_level=0, limits=LIMITS), self.n_vocab)
+        probe = made.fresh()
+        probe.allowed()  # expressions that blow up do so at the first token
+        if probe.fault is not None:
+            raise InvalidRequestError(f"The grammar takes too much: {probe.fault.splitlines()[0]}")
+        return made
 
     @functools.cached_property
     def _trie(self) -> LLTokenizer:

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serve_app.errors import InvalidRequestError
+from serve_app.llama.constraint import LIMITS
 from serve_app.prompt.answer import CLOSE, OPEN
 from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function
@@ -113,7 +114,7 @@ def depth(value: object) -> int:
 
 def _matched(grammar: str, param: str) -> str:
     """Checked, and some text may begin with it: a rule that needs itself is never at an end."""
-    matcher = LLMatcher(_BYTES, _checked(grammar, param), log_level=0)
+    matcher = LLMatcher(_BYTES, _checked(grammar, param), log_level=0, limits=LIMITS)
     matcher.compute_logit_bias()
     if matcher.is_error():
         raise InvalidRequestError(f"{param}: no text matches it.", param)

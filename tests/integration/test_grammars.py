@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.engine import (
@@ -132,6 +133,17 @@ async def test_a_sequence_that_can_say_nothing_ends_alone(engine: Engine) -> Non
     assert not isinstance(other, BaseException)
     assert re.fullmatch("[0-9]{3}", other[0])
     assert [slot.state for slot in engine.stats().slots] == ["idle"] * 8
+
+
+def test_an_expression_that_blows_up_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is decoded with: others would wait for it. With a small vocabulary, that takes a smaller
+    limit."""
+    limits = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=10)
+    monkeypatch.setattr("serve_app.llama.model.LIMITS", limits)
+    with pytest.raises(InvalidRequestError, match="takes too much"):
+        engine.prepare(grammars.from_regex("([a-z]{1,50}x){50}", "regex"))
 
 
 async def test_what_is_no_grammar_is_refused(engine: Engine) -> None:
