@@ -24,7 +24,13 @@ _CONTROL_REQUESTS = 16
 _INGRESS_ONGOING_REQUESTS = 1000
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
-_ROUTER = {"initial_backoff_s": 0.005, "backoff_multiplier": 1.5, "max_backoff_s": 0.05}
+_ROUTER = {
+    "request_router_class": "serve_app.routing.request_router:PrefixRouter",
+    "request_routing_stats_period_s": 1.0,
+    "initial_backoff_s": 0.005,
+    "backoff_multiplier": 1.5,
+    "max_backoff_s": 0.05,
+}
 
 
 def build(args: dict[str, Any]) -> Application:

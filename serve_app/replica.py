@@ -26,6 +26,7 @@ from serve_app.placement.place import Place, settle, unpinned
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
+from serve_app.routing.reporter import Reporter
 from serve_app.sources import cache_folder, locate
 from serve_app.types import (
     GenerationRequest,
@@ -56,6 +57,7 @@ class EngineReplica:
         )
         self._engine = Engine.load(path, options)
         self._metrics = ReplicaMetrics(model.id)
+        self._reporter = Reporter()
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
         for batching in batched:
             batching.set_max_batch_size(options.n_slots + options.max_waiting)
@@ -136,6 +138,10 @@ class EngineReplica:
             )
             for record in self._engine.explain(wanted)
         ]
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook: what `serve_app.routing.request_router` learns of this replica."""
+        return self._reporter.report(self._engine.stats(), self._engine.holdings())
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises; the metrics follow as often as it asks."""

@@ -2,7 +2,7 @@
 
 from serve_app.engine.engine import Engine
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.stats import EngineStats, SlotStats
+from serve_app.engine.stats import EngineStats, Holdings, SlotStats
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import (
     ConfigError,
@@ -35,6 +35,7 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "GenerationRequest",
+    "Holdings",
     "InvalidRequestError",
     "PromptTooLongError",
     "QueueFullError",

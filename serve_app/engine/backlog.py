@@ -29,14 +29,21 @@ class Forecast:
     work_s: float = 0.0
     """Until all sequences of that moment have ended."""
 
+    prefill_s: float = 0.0
+    """Of it, what is missing of prompts."""
+
     def work_of(self, sequences: Iterable[Sequence]) -> float:
         """Seconds until these have ended, if there were no others."""
+        return sum(self.parts_of(sequences))
+
+    def parts_of(self, sequences: Iterable[Sequence]) -> tuple[float, float]:
+        """The same: seconds for what is missing of prompts, and for answers."""
         n_prompt, n_left = 0, 0.0
         for sequence in sequences:
             n_prompt += max(0, sequence.n_pending - 1)
             likely = max(1.0, self.n_generated - sequence.n_generated)
             n_left += likely if sequence.n_left is None else min(likely, sequence.n_left)
-        return n_prompt * self.prompt_token_s + n_left * self.token_s
+        return n_prompt * self.prompt_token_s, n_left * self.token_s
 
     def wait_s(self, n_live: int, arrived: Iterable[Sequence]) -> float:
         """Seconds that the next request waits for a slot behind `n_live` others, of which `arrived` are not
@@ -83,4 +90,5 @@ class Backlog:
             seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
         )
         rates = self._n_slots, prompt_token_s, token_s, self._n_generated
-        return Forecast(*rates, work_s=Forecast(*rates).work_of(live))
+        prefill_s, answers_s = Forecast(*rates).parts_of(live)
+        return Forecast(*rates, work_s=prefill_s + answers_s, prefill_s=prefill_s)

@@ -12,7 +12,7 @@ from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.slot_files import SlotFiles
-from serve_app.engine.stats import EngineStats
+from serve_app.engine.stats import EngineStats, Holdings
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
     CorralError,
@@ -120,6 +120,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """The engine as of its last step."""
         return self._loop.stats
+
+    def holdings(self) -> Holdings:
+        """What prompts could start from, as of its last step."""
+        return self._loop.holdings
 
     def check_health(self) -> None:
         """Raises EngineFailedError if the decoder thread is dead."""

@@ -38,6 +38,11 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def unordered(self) -> Iterable[Sequence]:
+        """All that wait."""
+        return self._waiting
+
     def __iter__(self) -> Iterator[Sequence]:
         """In the order of admission: who was preempted goes before everybody new."""
         start: dict[str, float] = {}

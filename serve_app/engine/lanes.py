@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from serve_app.engine.backend import Backend
@@ -50,6 +51,13 @@ class Lanes:
     def decoded(self) -> None:
         """The backend has decoded, and made all copies and shifts."""
         self._unsettled.clear()
+
+    @property
+    def prompts(self) -> list[SequenceOf[int]]:
+        """What prompts could start from: pinned, in slots, then stored; of each, what was used last first.
+        Nobody changes these lists any more."""
+        slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
+        return [*(slot.prompt for slot in slots), *self.stored.newest]
 
     # -- coming and going -------------------------------------------------------------------------
 

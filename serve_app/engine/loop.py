@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,7 +27,7 @@ from serve_app.engine.prefix_store import PrefixStore
 from serve_app.engine.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
 from serve_app.engine.slots import Slot, SlotTable, Wait
-from serve_app.engine.stats import EngineStats, SlotStats
+from serve_app.engine.stats import EngineStats, Holdings, SlotStats
 from serve_app.errors import (
     CacheFullError,
     ConstraintError,
@@ -46,6 +46,8 @@ _LEAST_COPY = 16
 _MAX_FAILED_STEPS = 3
 # Slots shorter than this end when they are full, whatever was asked for: there is nothing to shift.
 _LEAST_SHIFTED_CTX = 8
+# Requests of which `Holdings` knows that they were taken in.
+_TAKEN_KEPT = 256
 # After so many seconds without work, what idle slots hold is stored ahead.
 _REST_S = 2.0
 
@@ -53,8 +55,8 @@ _REST_S = 2.0
 class DecoderLoop:
     """Runs `step()` on a thread of its own, asleep while there is nothing to do.
 
-    The public methods may be called by any thread; `stats` is an immutable snapshot, replaced after
-    every change. Everything else belongs to the decoder thread.
+    The public methods may be called by any thread; `stats` and `holdings` are immutable snapshots, replaced
+    after every change. Everything else belongs to the decoder thread.
 
     That thread also opens the backend, and closes it: OpenMP keeps a team of workers for each thread
     that has ever computed, and with a second team, each step's threads wait asleep instead of
@@ -83,6 +85,8 @@ class DecoderLoop:
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
         self._history = History()
+        self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
+        self.holdings = Holdings()
         self.stats: EngineStats
         self._forecast: Forecast
         opened: Future[Backend] = Future()
@@ -189,6 +193,7 @@ class DecoderLoop:
         self._lanes.pin(options.n_batch)
         self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s)
         self.stats = self._snapshot()
+        self.holdings = self._hold()
 
     def step(self) -> None:
         """Embed; schedule; for each pass, decode, sample and postprocess; deliver."""
@@ -372,6 +377,7 @@ class DecoderLoop:
         for errand in commands.errands:
             errand.run(self._lanes)
         self._waiting.extend(commands.submitted)
+        self._taken.extend(sequence.id for sequence in commands.submitted)
         live = {sequence.id: sequence for sequence in self._live}
         for request_id in commands.aborted:
             if request_id in live:
@@ -434,6 +440,7 @@ class DecoderLoop:
             if delta.end is not None:
                 self._release(sequence, delta.end)
         self.stats = self._snapshot()
+        self.holdings = self._hold()
         self._embeddings.deliver()
         outbox, self._outbox = self._outbox, []
         for sequence, delta in outbox:
@@ -524,7 +531,15 @@ class DecoderLoop:
             compute_bytes=memory.compute_bytes,
             step_time=self._costs.curve(),
             slots=tuple(_slot_stats(slot) for slot in self._lanes.table.slots),
+            prefill_backlog_s=round(self._forecast.prefill_s, 3),
+            prompt_token_s=self._forecast.prompt_token_s,
+            token_s=self._forecast.token_s,
+            answer_tokens=round(self._forecast.n_generated, 1),
         )
+
+    def _hold(self) -> Holdings:
+        waiting = (sequence.request.prompt for sequence in self._waiting.unordered)
+        return Holdings((*waiting, *self._lanes.prompts), tuple(self._taken))
 
 
 def _slot_stats(slot: Slot) -> SlotStats:

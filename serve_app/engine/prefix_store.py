@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,11 @@ class PrefixStore:
     def n_bytes(self) -> int:
         """Of all states."""
         return sum(len(prefix.state) for prefix in self._prefixes)
+
+    @property
+    def newest(self) -> Iterator[list[int]]:
+        """The tokens of every prefix, which nobody changes; the one used last first."""
+        return (prefix.tokens for prefix in reversed(self._prefixes))
 
     def wants(self, tokens: list[int], n_bytes: int) -> bool:
         """Whether to keep a state of that size for these tokens: it fits, and no other has them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from serve_app.engine.sequence import Sequence
@@ -35,6 +36,14 @@ class Slot:
             return self.idle_tokens
         tokens, n_exact = self.sequence.tokens, self.sequence.n_exact
         return tokens if n_exact is None else tokens[:n_exact]
+
+    @property
+    def prompt(self) -> SequenceOf[int]:
+        """The same without what a running sequence has generated. Nobody changes it any more."""
+        if self.sequence is None:
+            return self.idle_tokens
+        prompt, n_exact = self.sequence.request.prompt, self.sequence.n_exact
+        return prompt if n_exact is None else prompt[:n_exact]
 
     @property
     def n_past(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -84,6 +85,13 @@ class EngineStats:
     """What a pass costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's rows,
     `verify_ms` by one sequence's rows with drafts."""
     slots: tuple[SlotStats, ...] = ()
+    prefill_backlog_s: float = 0.0
+    """Of `backlog_s`, what is missing of prompts."""
+    prompt_token_s: float = 0.0
+    """Measured seconds of a prompt token, and of a generated one with all slots busy; 0 if unknown."""
+    token_s: float = 0.0
+    answer_tokens: float = 0.0
+    """Tokens that answers have had, the newest counting most."""
 
     def memory_report(self) -> str:
         """One line about what the engine holds, and would hold with more slots."""
@@ -93,6 +101,17 @@ class EngineStats:
             f"compute buffers {_mib(self.compute_bytes)}, "
             f"prefixes without a slot {_mib(self.stored_bytes_limit)} at most"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Where new prompts could start from, at one moment. Immutable: any thread may look for as long as it
+    likes."""
+
+    prompts: tuple[Sequence[int], ...] = ()
+    """Tokens that are in the cache, stored, or will be computed; those worth most first."""
+    taken: tuple[str, ...] = ()
+    """The requests that were taken in last, which statistics of the same moment include."""
 
 
 def _mib(n_bytes: int) -> str:

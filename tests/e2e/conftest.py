@@ -146,9 +146,8 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[[list[dict[str, Any]]], Corral]]:
-    """Starts a server that ends with the test."""
+def starts() -> Iterator[Callable[[list[dict[str, Any]]], Corral]]:
+    """Starts servers, and ends them."""
     started: list[Corral] = []
     # Ray puts sockets in here, whose paths must be short.
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
@@ -163,6 +162,10 @@ def start() -> Iterator[Callable[[list[dict[str, Any]]], Corral]]:
         for corral in started:
             corral.stop()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+start = pytest.fixture(starts, name="start")
+start_for_module = pytest.fixture(starts, name="start_for_module", scope="module")
 
 
 @pytest.fixture(scope="session")

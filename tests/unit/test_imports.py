@@ -53,6 +53,18 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app.llama", ("ray", "fastapi", "serve_app.engine")),
         ("serve_app.ingress", ("serve_app.engine",)),
         ("serve_app.prompt", ("serve_app.engine", "serve_app.ingress", "ray", "fastapi")),
+        (
+            "serve_app.routing",
+            ("serve_app.ingress", "serve_app.prompt", "serve_app.llama", "fastapi"),
+        ),
+        *(
+            (
+                f"serve_app.routing.{name}",
+                ("ray", "threading", "asyncio", "time", "serve_app.engine"),
+            )
+            for name in ("blocks", "score")
+        ),
+        ("serve_app.routing.request_router", ("serve_app.engine",)),
         ("serve_app", ("loadtests", "tests")),
         ("serve_app.types", ("ray", "fastapi", "llama_cpp", "serve_app.engine")),
         ("serve_app.errors", ("serve_app", "ray", "fastapi", "llama_cpp")),
@@ -77,14 +89,16 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.metrics",
         "serve_app.replica",
         "serve_app.ingress.deployment",
+        "serve_app.routing.request_router",
     }
 
 
-def test_loadtests_use_nothing_but_the_engine() -> None:
+def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> None:
+    usable = ("serve_app.engine", "serve_app.routing.blocks", "serve_app.routing.score")
     users = {
         module
         for module, found in offenders("loadtests", "serve_app")
-        if not within(found, "serve_app.engine") and found != "serve_app"
+        if not any(within(found, package) for package in usable) and found != "serve_app"
     }
     assert users == {"loadtests.bare_server"}  # which is put together of Corral's parts
 

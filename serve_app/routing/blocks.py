@@ -1,0 +1,78 @@
+"""Prefixes as chains of hashes. Pure: no Ray, no model, no threads."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Container, Iterable, Sequence
+from hashlib import blake2b
+from zlib import crc32
+
+BLOCK_TOKENS = 32
+"""Tokens in a block. A shorter rest has no hash: it counts as not shared."""
+MAX_BLOCKS = 2048
+"""Most blocks that a replica reports: 64 Ki tokens in 8 KiB."""
+
+Chain = tuple[int, ...]
+"""A hash for each whole block of a prompt, made of the block's tokens and the hash before: equal ones mean
+equal prompts up to there. 32 bits are enough, as a collision costs no more than a worse choice."""
+
+
+def chain(tokens: Sequence[int]) -> Chain:
+    """The chain of a prompt; the same in every process and on every machine."""
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    step = 4 * BLOCK_TOKENS
+    hashes, before = [], b""
+    for end in range(step, len(packed) + 1, step):
+        before = blake2b(before + packed[end - step : end], digest_size=4).digest()
+        hashes.append(int.from_bytes(before, "little"))
+    return tuple(hashes)
+
+
+def n_leading(wanted: Chain, held: Container[int]) -> int:
+    """How many of the first blocks are held. Who holds a block holds all before it."""
+    low, high = 0, len(wanted)
+    while low < high:
+        middle = (low + high) // 2
+        if wanted[middle] in held:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def request_key(request_id: str) -> int:
+    """A request's hash."""
+    return crc32(request_id.encode())
+
+
+def pack(hashes: Sequence[int]) -> bytes:
+    """Four bytes each."""
+    return struct.pack(f"<{len(hashes)}I", *hashes)
+
+
+def unpack(packed: bytes) -> Chain:
+    """What `pack` made them of."""
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+class Inventory:
+    """The blocks of changing sets of prompts; those of a prompt that stays are computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Sequence[int], Chain]] = {}
+        """By the prompt's `id`, which stays its own as long as it is kept here."""
+
+    def blocks(self, prompts: Iterable[Sequence[int]]) -> list[int]:
+        """The blocks of these prompts, the most important one first: as many as may be reported. Nobody may
+        change a prompt after it was seen here."""
+        known, found = {}, dict[int, None]()
+        for tokens in prompts:
+            room = MAX_BLOCKS - len(found)
+            if room <= 0:
+                break
+            entry = self._known.get(id(tokens)) or (tokens, chain(tokens))
+            known[id(tokens)] = entry
+            new = [block for block in entry[1] if block not in found]
+            found.update(dict.fromkeys(new[:room]))
+        self._known = known
+        return list(found)

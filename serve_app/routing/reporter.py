@@ -1,0 +1,33 @@
+"""What a replica tells the routers, in the form that goes through Serve's controller."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from serve_app.engine import EngineStats, Holdings
+from serve_app.routing.blocks import Inventory, pack, request_key
+from serve_app.routing.score import Report
+
+
+class Reporter:
+    """Makes one replica's reports. Used in its event loop."""
+
+    def __init__(self) -> None:
+        self._inventory = Inventory()
+
+    def report(self, stats: EngineStats, holdings: Holdings) -> dict[str, Any]:
+        """The fields of `Report`, all of them numbers and bytes."""
+        return asdict(
+            Report(
+                n_slots=stats.n_slots,
+                n_live=stats.running + stats.waiting,
+                work_s=stats.backlog_s,
+                prefill_s=stats.prefill_backlog_s,
+                prompt_token_s=stats.prompt_token_s,
+                token_s=stats.token_s,
+                answer_tokens=stats.answer_tokens,
+                blocks=pack(self._inventory.blocks(holdings.prompts)),
+                requests=pack([request_key(one) for one in holdings.taken]),
+            )
+        )

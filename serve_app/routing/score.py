@@ -1,0 +1,208 @@
+"""Which replica answers a prompt soonest. Pure: no Ray, no threads, no clock.
+
+The expected time to the first token is the wait for a slot, then what prompts before it and the prompt's
+own missing part take to compute, at the speed that this replica measured. A prefix that a replica holds
+shortens it, work makes it longer, and both weigh what they cost: there is no rule besides.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Container, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from serve_app.routing.blocks import BLOCK_TOKENS, Chain, n_leading, unpack
+
+_STRANGERS = 2
+"""Replicas drawn by chance for each prompt: several routers that know the same must not all pick one."""
+_HOLDERS = 4
+"""Replicas with the longest prefix that are looked at besides."""
+_OTHERS = 1.0
+"""Weight of the time that a prompt takes from others, beside its own time to the first token."""
+_FORGET_S = 10.0
+"""After so long, what was sent counts as in the report, or as lost."""
+_UNMEASURED_S = 0.001
+"""Taken for the time of a token where none was measured."""
+
+ReplicaT = TypeVar("ReplicaT", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica says of itself, as plain values: it passes through Serve's controller, which does not
+    know this class. The defaults are what a replica that has not said anything is taken for."""
+
+    n_slots: int = 8
+    n_live: int = 0
+    """Requests that run or wait."""
+    work_s: float = 0.0
+    """Seconds until they would all have ended; of these, `prefill_s` for what is missing of prompts."""
+    prefill_s: float = 0.0
+    prompt_token_s: float = 0.0
+    """Measured seconds of a prompt token, and of a generated one with all slots busy; 0 if unknown."""
+    token_s: float = 0.0
+    answer_tokens: float = 128.0
+    """Tokens that an answer has on average."""
+    blocks: bytes = b""
+    """Held prefixes; see `serve_app.routing.blocks`."""
+    requests: bytes = b""
+    """Hashes of the requests that came last: which of them the figures include."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the decision knows of a request."""
+
+    key: int
+    """The hash of its id."""
+    n_tokens: int = 1
+    chain: Chain = ()
+    max_tokens: float = float("inf")
+    group: str = ""
+    """Its HTTP request, by whose id Serve says that one of its parts has ended."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that the replica's report does not know of."""
+
+    prompt: Prompt
+    at: float
+    missing: int
+    """Prompt tokens that it found to compute."""
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a prompt would find at a replica."""
+
+    ttft_s: float
+    missing: int
+    """Prompt tokens to compute."""
+    missing_s: float
+
+    @property
+    def cost_s(self) -> float:
+        """What decides: computing what another replica holds takes time from those who come next, too."""
+        return self.ttft_s + _OTHERS * self.missing_s
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """What a router knows of one replica: its last report, and what was sent since."""
+
+    report: Report = field(default_factory=Report)
+    at: float = 0.0
+    """When the report came."""
+    held: set[int] = field(default_factory=set)
+    sent: dict[int, Sent] = field(default_factory=dict)
+
+    def update(self, report: Report, now: float) -> None:
+        """Take a new report in; what was sent and is not in it still counts."""
+        self.report, self.at = report, now
+        self._settle(set(unpack(report.requests)), now)
+
+    def book(self, prompt: Prompt, missing: int, now: float) -> None:
+        """Count a request that goes there; the next one with its prefix will find it."""
+        oldest = next(iter(self.sent.values()), None)
+        if oldest and now - oldest.at > 2 * _FORGET_S:  # rarely, as it takes a while
+            self._settle(frozenset(), now)
+        self.sent[prompt.key] = Sent(prompt, now, missing)
+        self.held.update(prompt.chain)
+
+    def _settle(self, included: Container[int], now: float) -> None:
+        self.sent = {
+            key: sent
+            for key, sent in self.sent.items()
+            if key not in included and now - sent.at <= _FORGET_S
+        }
+        self.held = set(unpack(self.report.blocks))
+        for sent in self.sent.values():
+            self.held.update(sent.prompt.chain)
+
+    def forecast(self, prompt: Prompt, now: float) -> Forecast:
+        """What the prompt would find there."""
+        report = self.report
+        prompt_token_s = report.prompt_token_s or _UNMEASURED_S
+        token_s = report.token_s or _UNMEASURED_S
+        n_held = min(BLOCK_TOKENS * n_leading(prompt.chain, self.held), prompt.n_tokens - 1)
+        missing = prompt.n_tokens - n_held
+        elapsed = now - self.at
+        n_live, work_s = report.n_live, max(0.0, report.work_s - elapsed)
+        prefill_s = max(0.0, report.prefill_s - elapsed)
+        for sent in self.sent.values():
+            if not sent.done:
+                n_live += 1
+                prefill_s += sent.missing * prompt_token_s
+                work_s += sent.missing * prompt_token_s
+                work_s += min(sent.prompt.max_tokens, report.answer_tokens) * token_s
+        n_before = n_live - report.n_slots + 1
+        wait_s = work_s * n_before / n_live if n_before > 0 else 0.0
+        crowding = 1 + min(n_live / report.n_slots, 1)
+        ahead_s, missing_s = max(wait_s, prefill_s * crowding), missing * prompt_token_s
+        return Forecast(ahead_s + missing_s * crowding, missing, missing_s)
+
+
+class Fleet(Generic[ReplicaT]):
+    """All replicas of one deployment as one router knows them. One thread."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._views: dict[ReplicaT, ReplicaView] = {}
+        self._rng = rng or random.Random()
+
+    def __getitem__(self, replica: ReplicaT) -> ReplicaView:
+        return self._views[replica]
+
+    def update(self, reports: Mapping[ReplicaT, Report | None], now: float) -> None:
+        """These are the replicas, with what they last said."""
+        self._views = {one: self._views.get(one) or ReplicaView() for one in reports}
+        for replica, report in reports.items():
+            if report is not None and report is not self._views[replica].report:
+                self._views[replica].update(report, now)
+
+    def rank(self, prompt: Prompt, now: float) -> list[tuple[ReplicaT, Forecast]]:
+        """A sample of the replicas, the one that answers soonest first."""
+        replicas = list(self._views)
+        sample = self._rng.sample(replicas, min(_STRANGERS, len(replicas)))
+        for holder in self._holders(prompt.chain):
+            if holder not in sample:
+                sample.append(holder)
+        found = [(one, self._views[one].forecast(prompt, now)) for one in sample]
+        return sorted(found, key=lambda entry: entry[1].cost_s)
+
+    def _holders(self, wanted: Chain) -> list[ReplicaT]:
+        if not wanted:
+            return []
+        found = [
+            (n, self._rng.random(), replica)
+            for replica, view in self._views.items()
+            if (n := n_leading(wanted, view.held))
+        ]
+        longest = heapq.nlargest(_HOLDERS, found, key=lambda entry: entry[:2])
+        return [replica for _, _, replica in longest]
+
+    def book(self, replica: ReplicaT, prompt: Prompt, missing: int, now: float) -> None:
+        """The prompt goes there, and nowhere else."""
+        for view in self._views.values():
+            view.sent.pop(prompt.key, None)
+        if replica in self._views:
+            self._views[replica].book(prompt, missing, now)
+
+    def went(self, replica: ReplicaT, key: int, now: float) -> None:
+        """The request with that key went there, wherever it was meant to go."""
+        for chosen, view in self._views.items():
+            sent = view.sent.get(key)
+            if sent is not None and chosen != replica:
+                self.book(replica, sent.prompt, sent.missing, now)
+                return
+
+    def ended(self, replica: ReplicaT, group: str) -> None:
+        """A request of that group has ended: it is no work any more, but its prompt may be held."""
+        view = self._views.get(replica)
+        for sent in view.sent.values() if view else ():
+            if sent.prompt.group == group and not sent.done:
+                sent.done = True
+                return

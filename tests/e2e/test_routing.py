@@ -1,0 +1,88 @@
+"""Three real replicas behind the real router."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Corral, model, wait_until
+
+N_REPLICAS = 3
+REPORTS_TAKE_S = 3.0
+"""Until routers know by reports what replicas hold, and no more by what they have sent."""
+
+
+@pytest.fixture(scope="module")
+def fleet(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
+    served = model(gguf, "tiny", n_slots=4, n_ctx_slot=1024, max_waiting=16)
+    served["deployment"]["num_replicas"] = N_REPLICAS
+    corral = start_for_module([served])
+    corral.wait_ready()
+    wait_until(lambda: len(replicas(corral)) == N_REPLICAS, 60, "all replicas up")
+    return corral
+
+
+def replicas(corral: Corral) -> dict[str, dict[str, Any]]:
+    """Every replica's engine statistics."""
+    found = corral.http.get("/v1/stats").json()["models"][0]["replicas"]
+    return {replica["replica_id"]: replica["engine"] for replica in found}
+
+
+def ask(corral: Corral, prompt: str, max_tokens: int = 4) -> int:
+    """Run a prompt; returns how many of its tokens were cached."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    answer = corral.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def conversation(name: str) -> str:
+    return f"{name}: " + " ".join(f"{name} says {i}." for i in range(50))
+
+
+def test_who_comes_back_finds_what_was_computed(fleet: Corral) -> None:
+    names = ["Ana", "Ben", "Eva", "Leo", "Mia"]
+    for name in names:
+        ask(fleet, conversation(name))
+    at_once = [ask(fleet, conversation(name) + " And then?") for name in names]
+    time.sleep(REPORTS_TAKE_S)
+    later = [ask(fleet, conversation(name) + " And later?") for name in names]
+    assert min(at_once + later) >= 96, (at_once, later)
+
+
+def test_strangers_go_to_all(fleet: Corral) -> None:
+    before = replicas(fleet)
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda i: ask(fleet, conversation(f"{i} Bob"), 32), range(12)))
+    after = replicas(fleet)
+    grown = [after[one]["generated_tokens"] - before[one]["generated_tokens"] for one in after]
+    assert sum(grown) == 12 * 32
+    assert min(grown) >= 2 * 32, grown
+
+
+def test_a_burst_with_one_beginning_computes_it_once_or_twice(fleet: Corral) -> None:
+    before = sum(one["prompt_tokens"] for one in replicas(fleet).values())
+    text = conversation("Zoe")
+    with ThreadPoolExecutor(4) as pool:
+        cached = list(pool.map(lambda i: ask(fleet, text + f" {i}"), range(4)))
+    computed = sum(one["prompt_tokens"] for one in replicas(fleet).values()) - before
+    assert sum(n > 0 for n in cached) >= 2, (cached, computed)
+
+
+def test_several_answers_to_one_prompt(fleet: Corral) -> None:
+    body = {"prompt": ["One", "Two", "Three"], "n": 2, "max_tokens": 4, "ignore_eos": True}
+    answer = fleet.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == 6
+
+
+def test_other_calls_are_routed(fleet: Corral) -> None:
+    answer = fleet.http.post("/v1/embeddings", json={"input": ["One", "Two"]})
+    assert answer.status_code == 200
+    assert len(answer.json()["data"]) == 2

@@ -1,0 +1,61 @@
+"""What routers learn of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from serve_app.engine import EngineStats, Holdings
+from serve_app.engine.fake import FakeBackend
+from serve_app.routing.blocks import chain, request_key, unpack
+from serve_app.routing.reporter import Reporter
+from serve_app.routing.score import Report
+from tests.unit.engine.harness import ask, endless, options, request, running, start, until
+
+LONG = "once upon a time there was a fox that" + "!" * 60 + "\n"
+
+
+def blocks_of(holdings: Holdings) -> set[int]:
+    stats = EngineStats(1, 64, 1, False, False, "", 0, 0, 0.0, False, 0, 0, 0, 0)
+    return set(unpack(Report(**Reporter().report(stats, holdings)).blocks))
+
+
+def test_an_engine_holds_prompts_that_wait_run_and_have_ended() -> None:
+    texts = [LONG + letter * 32 for letter in "abcd"]
+    backend = FakeBackend(endless, n_slots=2)
+    with running(backend, replace(options(2), n_ctx_slot=256)) as engine:
+        ask(engine, request("ended", texts[0]))
+        backend.hold()
+        start(engine, *(request(f"{i}", text) for i, text in enumerate(texts[1:])))
+        until(lambda: engine.holdings().taken == ("ended", "0", "1", "2"))
+        held = blocks_of(engine.holdings())
+        for text in texts[1:]:
+            assert set(chain(list(text.encode()))) <= held
+
+
+def test_what_lost_its_slot_is_held_while_it_is_stored() -> None:
+    backend = FakeBackend(endless, n_slots=1)
+    with running(backend, replace(options(1), n_ctx_slot=256, cache_ram_bytes=9999)) as engine:
+        ask(engine, request("a", "a" * 64))
+        ask(engine, request("b", "b" * 64))
+        assert {*chain(b"a" * 64), *chain(b"b" * 64)} <= blocks_of(engine.holdings())
+
+
+def test_what_is_pinned_is_held_from_the_start() -> None:
+    pinned = tuple(b"be brief" * 8)
+    backend = FakeBackend(endless, n_slots=3)
+    with running(backend, replace(options(2), n_ctx_slot=256, pinned=(pinned,))) as engine:
+        assert set(chain(pinned)) <= blocks_of(engine.holdings())
+
+
+def test_a_report_says_how_fast_and_how_busy() -> None:
+    stats = EngineStats(
+        4, 64, 1, False, False, "", 3, 2, 7.5, False, 0, 0, 0, 0,
+        prefill_backlog_s=1.5, prompt_token_s=0.002, token_s=0.005, answer_tokens=40.0,
+    )  # fmt: skip
+    said = Reporter().report(stats, Holdings((tuple(range(64)),), ("x",)))
+    assert Report(**said) == Report(
+        4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, Report(**said).blocks, Report(**said).requests
+    )
+    assert unpack(said["blocks"]) == chain(range(64))
+    assert unpack(said["requests"]) == (request_key("x"),)
+    assert {type(value) for value in said.values()} == {int, float, bytes}

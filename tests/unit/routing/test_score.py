@@ -1,0 +1,149 @@
+"""Which replica a prompt goes to."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from serve_app.routing.blocks import chain, pack
+from serve_app.routing.score import Fleet, Prompt, Report
+
+IDLE = Report(n_slots=4, prompt_token_s=0.002, token_s=0.005, answer_tokens=100)
+
+
+def tokens(name: str, n: int) -> list[int]:
+    rng = random.Random(name)
+    return [rng.randrange(1000) for _ in range(n)]
+
+
+def prompt(key: int, held: list[int], n_own: int = 32) -> Prompt:
+    asked = held + tokens(f"own {key}", n_own)
+    return Prompt(key, len(asked), chain(asked), 100, f"group {key}")
+
+
+def report(**changed: object) -> Report:
+    fields = {name: getattr(IDLE, name) for name in IDLE.__slots__}
+    return Report(**(fields | changed))
+
+
+def holding(held: list[int], **changed: object) -> Report:
+    return report(blocks=pack(chain(held)), **changed)
+
+
+def fleet(*reports: Report | None) -> Fleet[int]:
+    made = Fleet[int](random.Random(1))
+    made.update(dict(enumerate(reports)), 0.0)
+    return made
+
+
+def send(router: Fleet[int], asked: Prompt, now: float = 0.0) -> int:
+    """Route a prompt as the router does; returns its replica."""
+    replica, found = router.rank(asked, now)[0]
+    router.book(replica, asked, found.missing, now)
+    return replica
+
+
+SYSTEM = tokens("system", 512)
+
+
+@pytest.mark.parametrize(
+    ("reports", "chosen"),
+    [
+        pytest.param((IDLE, holding(SYSTEM)), 1, id="who holds the prefix"),
+        pytest.param((holding(SYSTEM[:64]), holding(SYSTEM)), 1, id="who holds more of it"),
+        pytest.param((IDLE, holding(SYSTEM, n_live=4, work_s=1)), 1, id="a short wait pays"),
+        pytest.param((IDLE, holding(SYSTEM, n_live=4, work_s=9)), 0, id="a long one does not"),
+        pytest.param((IDLE, holding(SYSTEM, n_live=1, prefill_s=3)), 0, id="nor behind prompts"),
+        pytest.param((report(prompt_token_s=0.004), IDLE), 1, id="the faster machine"),
+        pytest.param((report(prompt_token_s=0.004), report(n_live=5, work_s=30)), 0, id="if free"),
+        pytest.param((report(n_live=3), IDLE), 1, id="the emptier one"),
+        pytest.param((None, report(n_live=9, work_s=9)), 0, id="a new one is taken for idle"),
+    ],
+)
+def test_the_first_token_comes_soonest(reports: tuple[Report, ...], chosen: int) -> None:
+    assert fleet(*reports).rank(prompt(1, SYSTEM), 0.0)[0][0] == chosen
+
+
+def test_a_holder_among_many_is_always_looked_at() -> None:
+    router = fleet(*[IDLE] * 40, holding(SYSTEM), *[IDLE] * 23)
+    assert {router.rank(prompt(key, SYSTEM), 0.0)[0][0] for key in range(50)} == {40}
+
+
+def test_a_burst_without_anything_in_common_spreads() -> None:
+    router = fleet(*[IDLE] * 8)
+    sent = Counter(send(router, prompt(key, tokens(str(key), 256))) for key in range(32))
+    assert max(sent.values()) <= 6
+
+
+def test_a_burst_with_a_common_prefix_stays_together_until_that_costs_more() -> None:
+    router = fleet(*[IDLE] * 8)
+    few = Counter(send(router, prompt(key, SYSTEM)) for key in range(3))
+    many = Counter(send(router, prompt(key, SYSTEM)) for key in range(3, 64))
+    assert len(few) == 1
+    assert len(many) == 8
+    assert max(many.values()) < 3 * min(many.values())
+
+
+def test_faster_machines_get_more() -> None:
+    fast, slow = IDLE, report(prompt_token_s=0.006, token_s=0.015)
+    router = fleet(*[fast, slow] * 4)
+    sent = Counter(send(router, prompt(key, tokens(str(key), 256))) % 2 for key in range(128))
+    assert 2 <= sent[0] / sent[1] <= 4.5
+
+
+def test_what_was_sent_counts_until_a_report_includes_it() -> None:
+    router, asked = fleet(IDLE), prompt(1, SYSTEM)
+    send(router, asked)
+    assert router[0].forecast(prompt(2, SYSTEM), 0.1).missing == 32
+    router.update({0: report(n_live=0, work_s=0.001)}, 0.5)
+    assert router[0].forecast(prompt(2, SYSTEM), 0.5).missing == 32
+    router.update({0: report(requests=pack([1]))}, 1.0)
+    assert router[0].forecast(prompt(2, SYSTEM), 1.0).missing == 512 + 32
+    assert router[0].sent == {}
+
+
+def test_who_has_ended_is_no_work_any_more() -> None:
+    router, asked = fleet(IDLE), prompt(1, SYSTEM)
+    alone_s = router[0].forecast(prompt(2, [], 64), 0.0).ttft_s
+    send(router, asked)
+    assert router[0].forecast(prompt(2, [], 64), 0.0).ttft_s > alone_s
+    router.ended(0, asked.group)
+    router.ended(0, asked.group)
+    router.ended(7, "unknown")
+    assert router[0].forecast(prompt(2, [], 64), 0.0).ttft_s == pytest.approx(alone_s)
+    assert router[0].forecast(prompt(2, SYSTEM), 0.0).missing == 32
+
+
+def test_a_request_that_went_elsewhere_is_counted_there() -> None:
+    router, asked = fleet(holding(SYSTEM), IDLE), prompt(1, SYSTEM)
+    assert send(router, asked) == 0
+    router.went(1, asked.key, 0.0)
+    router.went(1, 999, 0.0)
+    assert (set(router[0].sent), set(router[1].sent)) == (set(), {asked.key})
+    assert router[1].forecast(prompt(2, SYSTEM), 0.0).missing == 32
+
+
+def test_work_gets_done_between_reports() -> None:
+    busy = report(n_live=8, work_s=4.0)
+    router, asked = fleet(busy), prompt(1, [], 64)
+    waits = [router[0].forecast(asked, now).ttft_s for now in (0.0, 2.0, 4.0, 9.0)]
+    assert waits[0] > waits[1] > waits[2] == waits[3]
+
+
+def test_without_reports_nothing_is_remembered_for_ever() -> None:
+    router = fleet(None)
+    for key in range(100):
+        send(router, prompt(key, tokens(str(key), 64)), now=float(key))
+    assert len(router[0].sent) <= 22
+    assert len(router[0].held) <= 22 * 4
+
+
+def test_replicas_come_and_go() -> None:
+    router = fleet(IDLE, IDLE)
+    send(router, prompt(1, SYSTEM))
+    router.update({1: IDLE, 2: None}, 1.0)
+    assert {replica for replica, _ in router.rank(prompt(2, SYSTEM), 1.0)} == {1, 2}
+    router.update({}, 2.0)
+    assert router.rank(prompt(3, SYSTEM), 2.0) == []
