@@ -126,7 +126,10 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     autoscaling = {
         "min_replicas": 1,
         "max_replicas": 1,
-        "target_ongoing_requests": options.n_slots,
+        "target_ongoing_requests": options.n_slots,  # if the policy is Serve's own
+        "policy": {"policy_function": "serve_app.routing.autoscaling:by_pressure"},
+        "look_back_period_s": 15,
+        "upscale_delay_s": 10,
     }
     return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
 

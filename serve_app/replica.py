@@ -26,7 +26,7 @@ from serve_app.placement.place import Place, settle, unpinned
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.resolved import ResolvedModel
-from serve_app.routing.reporter import Reporter
+from serve_app.routing.reporter import Reporter, pressure
 from serve_app.sources import cache_folder, locate
 from serve_app.types import (
     GenerationRequest,
@@ -142,6 +142,10 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook: what `serve_app.routing.request_router` learns of this replica."""
         return self._reporter.report(self._engine.stats(), self._engine.holdings())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
+        return pressure(self._engine.stats(), self._engine.options.n_ctx)
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises; the metrics follow as often as it asks."""

@@ -1,4 +1,4 @@
-"""What a replica tells the routers, in the form that goes through Serve's controller."""
+"""What a replica tells the routers and the autoscaler, in the form that goes through Serve's controller."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from serve_app.engine import EngineStats, Holdings
+from serve_app.routing.autoscaling import PRESSURE, Load
 from serve_app.routing.blocks import Inventory, pack, request_key
 from serve_app.routing.score import Report
 
@@ -31,3 +32,14 @@ class Reporter:
                 requests=pack([request_key(one) for one in holdings.taken]),
             )
         )
+
+
+def pressure(stats: EngineStats, n_ctx: int | None) -> dict[str, float]:
+    """What `serve_app.routing.autoscaling` goes by; `n_ctx` as in the engine's options."""
+    n_cells = n_ctx or stats.n_slots * stats.n_ctx_slot
+    load = Load(
+        backlog_s=stats.backlog_s,
+        slots=(stats.running + stats.waiting) / stats.n_slots,
+        cells=sum(slot.n_past for slot in stats.slots if slot.request_id is not None) / n_cells,
+    )
+    return {PRESSURE: load.pressure}

@@ -40,7 +40,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             said = replica.routing_stats
             known = self._reports.get(replica.replica_id)
             if known is None or known[0] != said:
-                known = said, Report(**said) if said else None
+                known = said, Report.of(said) if said else None
             reports[replica.replica_id] = known
         self._reports = reports
         self._fleet.update({one: report for one, (_, report) in reports.items()}, _now())

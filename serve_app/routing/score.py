@@ -11,7 +11,7 @@ import heapq
 import random
 from collections.abc import Container, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from serve_app.routing.blocks import BLOCK_TOKENS, Chain, n_leading, unpack
 
@@ -49,6 +49,11 @@ class Report:
     """Held prefixes; see `serve_app.routing.blocks`."""
     requests: bytes = b""
     """Hashes of the requests that came last: which of them the figures include."""
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Report:
+        """From its fields; others are left out: while Corral is updated, versions meet."""
+        return cls(**{name: said[name] for name in cls.__slots__ if name in said})
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,16 @@ def test_checking_a_file_prints_one_line_and_fails(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
+SCALING = {
+    "min_replicas": 1,
+    "max_replicas": 1,
+    "target_ongoing_requests": 4,
+    "policy": {"policy_function": "serve_app.routing.autoscaling:by_pressure"},
+    "look_back_period_s": 15,
+    "upscale_delay_s": 10,
+}
+
+
 def test_serve_gets_explicit_options() -> None:
     configured = config.parse({"models": [model()]}).models[0]
     options = engine_options(configured, resolve(configured, share=1))
@@ -83,7 +93,7 @@ def test_serve_gets_explicit_options() -> None:
         "name": "engine-m",
         "max_ongoing_requests": 4 + 8 + 16,
         "max_queued_requests": 64,
-        "autoscaling_config": {"min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 4},
+        "autoscaling_config": SCALING,
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
         "graceful_shutdown_timeout_s": 30,
@@ -104,12 +114,7 @@ def test_configured_options_win() -> None:
     options = engine_options(configured, resolve(configured, share=1))
     assert options["max_ongoing_requests"] == 5
     assert options["ray_actor_options"] == {"num_cpus": 2, "resources": {"big": 1}}
-    assert options["autoscaling_config"] == {
-        "min_replicas": 1,
-        "max_replicas": 9,
-        "target_ongoing_requests": 4,
-        "upscale_delay_s": 3,
-    }
+    assert options["autoscaling_config"] == SCALING | {"max_replicas": 9, "upscale_delay_s": 3}
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
             for name in ("blocks", "score")
         ),
         ("serve_app.routing.request_router", ("serve_app.engine",)),
+        ("serve_app.routing.autoscaling", ("serve_app",)),
         ("serve_app", ("loadtests", "tests")),
         ("serve_app.types", ("ray", "fastapi", "llama_cpp", "serve_app.engine")),
         ("serve_app.errors", ("serve_app", "ray", "fastapi", "llama_cpp")),
@@ -89,6 +90,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.metrics",
         "serve_app.replica",
         "serve_app.ingress.deployment",
+        "serve_app.routing.autoscaling",
         "serve_app.routing.request_router",
     }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_app.engine import EngineStats, Holdings
+from serve_app.engine import EngineStats, Holdings, SlotStats
 from serve_app.engine.fake import FakeBackend
 from serve_app.routing.blocks import chain, request_key, unpack
-from serve_app.routing.reporter import Reporter
+from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report
 from tests.unit.engine.harness import ask, endless, options, request, running, start, until
 
@@ -59,3 +59,13 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
     assert unpack(said["blocks"]) == chain(range(64))
     assert unpack(said["requests"]) == (request_key("x"),)
     assert {type(value) for value in said.values()} == {int, float, bytes}
+
+
+def test_pressure_counts_only_the_cells_of_running_requests() -> None:
+    slots = (
+        SlotStats(0, "decode", "a", 30, 20, 10),
+        SlotStats(1, "idle", None, 60, 0, 0),
+    )
+    stats = EngineStats(2, 64, 1, False, True, "", 1, 0, 0.0, False, 0, 0, 0, 0, slots=slots)
+    assert pressure(stats, 32) == {"pressure": 30 / 32 / 0.9}
+    assert pressure(stats, None) == {"pressure": 1 / 2 / 0.8}

@@ -147,3 +147,7 @@ def test_replicas_come_and_go() -> None:
     assert {replica for replica, _ in router.rank(prompt(2, SYSTEM), 1.0)} == {1, 2}
     router.update({}, 2.0)
     assert router.rank(prompt(3, SYSTEM), 2.0) == []
+
+
+def test_reports_of_other_versions_are_understood() -> None:
+    assert Report.of({"n_live": 3, "moods": 7}) == Report(n_live=3)

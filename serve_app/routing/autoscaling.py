@@ -1,0 +1,44 @@
+"""How many replicas an engine's deployment needs, by the work that they have.
+
+Serve calls `by_pressure` in its controller, and applies its own options to what it says: the least and the
+most replicas, the delays up and down, and that requests wake up a deployment without replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+PRESSURE = "pressure"
+"""Under this name replicas report theirs."""
+# What a replica should have at most: seconds of work, busy slots, and cache cells that are in use.
+_BACKLOG_S = 10.0
+_SLOTS = 0.8
+_CELLS = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one replica has to do."""
+
+    backlog_s: float
+    """Seconds until all would be done."""
+    slots: float
+    """Requests that run or wait, for each slot."""
+    cells: float
+    """The part of the KV cache that running requests take."""
+
+    @property
+    def pressure(self) -> float:
+        """How many replicas this load would fill as they should be."""
+        return max(self.backlog_s / _BACKLOG_S, self.slots / _SLOTS, self.cells / _CELLS)
+
+
+def by_pressure(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Serve's autoscaling policy: as many replicas as the load of all would fill; no change while nobody
+    has reported. There is nothing to remember."""
+    measured = (context.aggregated_metrics or {}).get(PRESSURE)
+    return (sum(measured.values()) if measured else context.target_num_replicas), {}
