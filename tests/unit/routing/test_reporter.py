@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from serve_app.engine import EngineStats, Holdings, SlotStats
 from serve_app.engine.fake import FakeBackend
@@ -14,9 +15,14 @@ from tests.unit.engine.harness import ask, endless, options, request, running, s
 LONG = "once upon a time there was a fox that" + "!" * 60 + "\n"
 
 
+def stats_with(**changed: Any) -> EngineStats:
+    """An engine's statistics, but for these."""
+    with running(FakeBackend(endless, n_slots=1)) as engine:
+        return replace(engine.stats(), **changed)
+
+
 def blocks_of(holdings: Holdings) -> set[int]:
-    stats = EngineStats(1, 64, 1, False, False, "", 0, 0, 0.0, False, 0, 0, 0, 0)
-    return set(unpack(Report(**Reporter().report(stats, holdings)).blocks))
+    return set(unpack(Reporter().report(stats_with(), holdings)["blocks"]))
 
 
 def test_an_engine_holds_prompts_that_wait_run_and_have_ended() -> None:
@@ -48,10 +54,16 @@ def test_what_is_pinned_is_held_from_the_start() -> None:
 
 
 def test_a_report_says_how_fast_and_how_busy() -> None:
-    stats = EngineStats(
-        4, 64, 1, False, False, "", 3, 2, 7.5, False, 0, 0, 0, 0,
-        prefill_backlog_s=1.5, prompt_token_s=0.002, token_s=0.005, answer_tokens=40.0,
-    )  # fmt: skip
+    stats = stats_with(
+        n_slots=4,
+        running=3,
+        waiting=2,
+        backlog_s=7.5,
+        prefill_backlog_s=1.5,
+        prompt_token_s=0.002,
+        token_s=0.005,
+        answer_tokens=40.0,
+    )
     said = Reporter().report(stats, Holdings((tuple(range(64)),), ("x",)))
     assert Report(**said) == Report(
         4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, Report(**said).blocks, Report(**said).requests
@@ -66,6 +78,6 @@ def test_pressure_counts_only_the_cells_of_running_requests() -> None:
         SlotStats(0, "decode", "a", 30, 20, 10),
         SlotStats(1, "idle", None, 60, 0, 0),
     )
-    stats = EngineStats(2, 64, 1, False, True, "", 1, 0, 0.0, False, 0, 0, 0, 0, slots=slots)
+    stats = stats_with(n_slots=2, n_ctx_slot=64, running=1, waiting=0, backlog_s=0.0, slots=slots)
     assert pressure(stats, 32) == {"pressure": 30 / 32 / 0.9}
     assert pressure(stats, None) == {"pressure": 1 / 2 / 0.8}
