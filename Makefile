@@ -14,14 +14,17 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_worker_niceness := 0
 
-.PHONY: serve test fuzz lint format lock clean
+.PHONY: serve test test-long fuzz lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
 	@exec $(BIN)/serve run $(CONFIG)
 
-test: $(READY)  ## All tests: unit, integration, end to end.
-	$(BIN)/pytest tests/unit tests/integration tests/e2e
+test: $(READY)  ## Tests: unit, integration, end to end.
+	$(BIN)/pytest -m "not long" tests/unit tests/integration tests/e2e
+
+test-long: $(READY)  ## What `test` leaves out, as it takes longer.
+	$(BIN)/pytest -m long tests/e2e
 
 fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 	$(BIN)/python -m tests.fuzz $(FUZZ)

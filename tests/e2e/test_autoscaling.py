@@ -88,6 +88,7 @@ def test_a_burst_brings_a_replica_and_rest_takes_it_away(corral: Corral) -> None
         wait_until(lambda: len(busy()) == 1, SCALE_TIMEOUT_S, "one is left")
 
 
+@pytest.mark.long
 def test_a_request_brings_the_first_replica(corral: Corral) -> None:
     assert replicas(corral, "rare") == {}
     assert complete(corral, "rare", "hello", 4) == 200

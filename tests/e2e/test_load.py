@@ -91,6 +91,7 @@ def test_slow_readers_cost_their_neighbours_nothing(corral: Corral) -> None:
     assert {o.kind for o in result.outcomes} == {"chat", "slow"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_killed_replica_is_replaced_under_load(
     start: Callable[[list[dict[str, Any]]], Corral],

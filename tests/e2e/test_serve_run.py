@@ -64,9 +64,10 @@ def test_a_bad_field_stops_the_start_with_one_message(
     assert "Traceback" not in server.log
 
 
-def test_a_replica_that_dies_ends_its_streams_with_an_error_and_is_replaced(
+def test_a_replica_that_dies_is_replaced_and_ctrl_c_ends_every_process(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
+    """A stream of the dead one ends with an error."""
     server = start([model(gguf, "m", n_slots=2, n_ctx_slot=4096)])
     server.wait_ready()
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -81,12 +82,6 @@ def test_a_replica_that_dies_ends_its_streams_with_an_error_and_is_replaced(
     answer = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4})
     assert answer.json()["usage"]["completion_tokens"] == 4
 
-
-def test_ctrl_c_ends_every_process(
-    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
-) -> None:
-    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=512)])
-    server.wait_ready()
     assert server.pids("raylet")
     server.stop()
     assert server.pids("") == []

@@ -44,7 +44,14 @@ def both_ways(
 def reference(path: Path, texts: Sequence[str]) -> NDArray[np.float64]:
     """What llama-cpp-python's own class finds, with the model's own pooling."""
     llama = llama_cpp.Llama(
-        str(path), embedding=True, n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1, verbose=False
+        str(path),
+        embedding=True,
+        n_ctx=256,
+        n_batch=256,
+        n_ubatch=256,
+        n_threads=1,
+        n_threads_batch=1,
+        verbose=False,
     )
     try:
         return np.array([llama.embed(text) for text in texts])
@@ -55,7 +62,14 @@ def reference(path: Path, texts: Sequence[str]) -> NDArray[np.float64]:
 def reference_scores(path: Path, pairs: Sequence[tuple[int, ...]]) -> list[float]:
     """The same of a reranking model, of which that class would read more numbers than there are."""
     llama = llama_cpp.Llama(
-        str(path), embedding=True, n_ctx=256, n_batch=256, n_ubatch=256, n_threads=1, verbose=False
+        str(path),
+        embedding=True,
+        n_ctx=256,
+        n_batch=256,
+        n_ubatch=256,
+        n_threads=1,
+        n_threads_batch=1,
+        verbose=False,
     )
     scores = []
     try:

@@ -74,6 +74,7 @@ def test_vectors_are_llama_cpps(pooling: EmbeddingPooling) -> None:
         n_batch=512,
         n_ubatch=512,
         n_threads=1,
+        n_threads_batch=1,
         verbose=False,
     )
     try:

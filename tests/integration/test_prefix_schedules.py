@@ -102,7 +102,7 @@ async def say(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]
     return await asyncio.gather(*map(read, streams))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from([*OTHERS]),
     waves=st.lists(st.lists(CHATS, min_size=1, max_size=5), min_size=1, max_size=4),
