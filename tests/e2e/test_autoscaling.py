@@ -78,6 +78,7 @@ def asking(corral: Corral, n_clients: int, max_tokens: int) -> Iterator[None]:
     assert set(statuses) == {200}
 
 
+@pytest.mark.long
 def test_a_burst_brings_a_replica_and_rest_takes_it_away(corral: Corral) -> None:
     def busy() -> dict[str, int]:
         return replicas(corral, "busy")

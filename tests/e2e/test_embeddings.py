@@ -121,6 +121,7 @@ def test_a_chat_model_does_not_rank(corral: Corral) -> None:
     assert "cannot rank" in answer.json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_models_that_are_made_for_it(
     start: Callable[[list[dict[str, Any]]], Corral], tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_the_books_balance(corral: Corral, name: str) -> None:
     assert all(slot["state"] == "idle" for slot in corral.stats(DEMO)["slots"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_slow_readers_cost_their_neighbours_nothing(corral: Corral) -> None:
     load = faults.load_of("slow", capacity=6, seconds=6, model="demo")

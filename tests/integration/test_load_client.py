@@ -18,7 +18,7 @@ from loadtests.servers import ROOT, free_port
 from loadtests.stream_metrics import FAILED, Outcome, accounts, read_journal
 
 EVENTS = 300
-RUN_S = 4
+RUN_S = 3
 
 
 @contextmanager
