@@ -96,7 +96,12 @@ class EngineReplica:
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """See Engine.embed. Cancelling it spares what was not yet computed."""
-        outcome = await self._enter_texts(texts)
+        entering = asyncio.ensure_future(self._enter_texts(texts))
+        try:
+            outcome = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            entering.add_done_callback(_give_up)
+            raise
         if isinstance(outcome, CorralError):
             raise outcome
         return await asyncio.wrap_future(outcome)
@@ -158,6 +163,14 @@ class EngineReplica:
     def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         self._engine.close(timeout_s=0)
+
+
+def _give_up(entering: asyncio.Future[Future[NDArray[np.float32]] | CorralError]) -> None:
+    """Nobody waits any more for texts that have just been accepted."""
+    if not entering.cancelled() and entering.exception() is None:
+        outcome = entering.result()
+        if isinstance(outcome, Future):
+            outcome.cancel()
 
 
 def _log(request: GenerationRequest, end: SequenceEnd) -> None:

@@ -97,7 +97,7 @@ async def test_many_small_requests_share_passes(corral: Corral) -> None:
 def test_who_leaves_is_not_computed_for(corral: Corral, client: openai.OpenAI) -> None:
     before = corral.stats(DEMO)["embedded_texts"]
     with pytest.raises(openai.APITimeoutError):
-        client.embeddings.create(model="demo", input=[[5] * 2000] * 2048, timeout=2)
+        client.embeddings.create(model="demo", input=[[5] * 1000] * 2048, timeout=2)
     client.embeddings.create(model="demo", input="The next one is served.")
     done = corral.stats(DEMO)["embedded_texts"]
     time.sleep(1)

@@ -32,7 +32,7 @@ def guarded(gguf: Path) -> Iterator[Corral]:
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     ben = {"name": "ben", "key": BEN, "max_prompt_tokens": 20, "max_concurrent_requests": 1}
     keys = write_keys(directory, {"name": "ana", "key": ANA}, ben)
-    entry = model(gguf, "m", n_slots=1, n_ctx_slot=2048, max_waiting=4)
+    entry = model(gguf, "m", n_slots=1, n_ctx_slot=32768, max_waiting=4)
     server = Corral(directory, [entry], api_key_file=str(keys))
     server.http.headers["Authorization"] = f"Bearer {ANA}"
     try:
@@ -90,7 +90,7 @@ def test_limits_of_a_key(guarded: Corral, ben: openai.OpenAI) -> None:
 
 def test_what_a_request_waited_for(guarded: Corral) -> None:
     """The second of two for one slot: it says so while it waits, and at its end how long it has."""
-    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 32000, "ignore_eos": True, "stream": True}
     with (
         ThreadPoolExecutor(1) as pool,
         guarded.http.stream("POST", "/v1/completions", json=body) as first,
