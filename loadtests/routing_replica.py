@@ -8,6 +8,7 @@ a factor. It keeps the prompts used last, its slots' and as many more in memory.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -166,11 +167,4 @@ class Replica:
 
 
 def _shared(a: Chain, b: Chain) -> int:
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high) // 2
-        if a[middle] == b[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda place: a[place] != b[place])

@@ -24,6 +24,7 @@ from pydantic import (
 )
 from ray.serve.config import AutoscalingConfig
 
+from serve_app import faults
 from serve_app.addresses import is_loopback
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
@@ -228,11 +229,7 @@ def parse(args: object) -> AppConfig:
     try:
         return AppConfig.model_validate(args)
     except ValidationError as error:
-        faults = (
-            f"{'.'.join(str(part) for part in fault['loc']) or 'args'}: {fault['msg']}"
-            for fault in error.errors(include_url=False)
-        )
-        raise ConfigError("invalid configuration: " + "; ".join(faults)) from None
+        raise ConfigError(f"invalid configuration: {faults.told(error, 'args')}") from None
 
 
 def load(path: Path) -> AppConfig:

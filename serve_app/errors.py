@@ -4,7 +4,7 @@
     |-- ConfigError               never over HTTP: it stops the start
     |-- InvalidRequestError       400 invalid_request_error
     |   |-- PromptTooLongError    400 context_length_exceeded
-    |   |-- TextTooLongError      400 context_length_exceeded
+    |   |   `-- TextTooLongError  400 context_length_exceeded
     |   `-- KeyLimitError         400 key_limit_exceeded
     |-- AuthenticationError       401 invalid_api_key
     |-- ModelNotFoundError        404 model_not_found
@@ -100,23 +100,13 @@ class PromptTooLongError(InvalidRequestError):
         return param
 
 
-class TextTooLongError(InvalidRequestError):
+class TextTooLongError(PromptTooLongError):
     """A text to be embedded or ranked has more tokens than the model's context holds."""
-
-    code = "context_length_exceeded"
-
-    def __init__(self, n_tokens: int, n_max: int, param: str | None = None) -> None:
-        Exception.__init__(self, n_tokens, n_max, param)
 
     @property
     def message(self) -> str:
-        n_tokens, n_max, _ = self.args
+        n_tokens, n_max, *_ = self.args
         return f"A text has {n_tokens} tokens; this model takes {n_max} at once."
-
-    @property
-    def param(self) -> str | None:
-        param: str | None = self.args[2]
-        return param
 
 
 class KeyLimitError(InvalidRequestError):

@@ -115,10 +115,10 @@ class EngineReplica:
 
     async def stats(self) -> ReplicaStats:
         """What this replica is doing."""
-        context = serve.get_replica_context()
+        replica_id, node_id = _whereabouts()
         return ReplicaStats(
-            replica_id=context.replica_id.unique_id,
-            node_id=ray.get_runtime_context().get_node_id(),
+            replica_id=replica_id,
+            node_id=node_id,
             engine=dataclasses.asdict(self._engine.stats()),
             cores=self._place.cores,
             numa_node=self._place.numa_node,
@@ -128,19 +128,15 @@ class EngineReplica:
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction | None:
         """See SlotFiles; None if another replica is meant. Raises CorralError."""
-        if replica_id != serve.get_replica_context().replica_id.unique_id:
+        if replica_id != _whereabouts()[0]:
             return None
         return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See Engine.explain."""
-        context = serve.get_replica_context()
+        replica_id, node_id = _whereabouts()
         return [
-            dataclasses.replace(
-                record,
-                replica_id=context.replica_id.unique_id,
-                node_id=ray.get_runtime_context().get_node_id(),
-            )
+            dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
             for record in self._engine.explain(wanted)
         ]
 
@@ -163,6 +159,12 @@ class EngineReplica:
     def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         self._engine.close(timeout_s=0)
+
+
+def _whereabouts() -> tuple[str, str]:
+    """The ids of this replica and of its node."""
+    replica_id = serve.get_replica_context().replica_id.unique_id
+    return replica_id, ray.get_runtime_context().get_node_id()
 
 
 def _give_up(entering: asyncio.Future[Future[NDArray[np.float32]] | CorralError]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from serve_app.engine.cost_model import CostModel
 from serve_app.engine.sequence import Sequence
+from serve_app.waiting import slot_wait_s
 
 # Seconds of full slots after which the speed of before hardly counts any more.
 _PACE_S = 10.0
@@ -46,12 +47,8 @@ class Forecast:
         return n_prompt * self.prompt_token_s, n_left * self.token_s
 
     def wait_s(self, n_live: int, arrived: Iterable[Sequence]) -> float:
-        """Seconds that the next request waits for a slot behind `n_live` others, of which `arrived` are not
-        in `work_s` yet: they end one by one."""
-        n_before = n_live - self.n_slots + 1
-        if n_before <= 0:
-            return 0.0
-        return (self.work_s + self.work_of(arrived)) * n_before / n_live
+        """See `slot_wait_s`; of the `n_live` others, `arrived` are not in `work_s` yet."""
+        return slot_wait_s(self.work_s + self.work_of(arrived), n_live, self.n_slots)
 
     def place_free_s(self, n_live: int, arrived: Iterable[Sequence]) -> int:
         """Whole seconds after which one of them should have ended, 1 at least."""

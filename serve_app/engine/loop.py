@@ -96,7 +96,7 @@ class DecoderLoop:
         self._thread.start()
         backend = opened.result()
         self.vocabulary, self.state_key = backend.vocabulary, backend.state_key
-        self.embedding = opened.result().embedding
+        self.embedding = backend.embedding
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""

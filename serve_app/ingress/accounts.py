@@ -15,6 +15,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
+from serve_app import faults
 from serve_app.errors import AuthenticationError, ConfigError, KeyLimitError, RateLimitError
 
 logger = logging.getLogger("corral.ingress")
@@ -176,11 +177,7 @@ def read(path: Path) -> list[ApiKey]:
         reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
         raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
     except ValidationError as error:
-        faults = (
-            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
-            for fault in error.errors(include_url=False, include_input=False)
-        )
-        raise ConfigError(f"ingress.api_key_file: {path}: {'; '.join(faults)}") from None
+        raise ConfigError(f"ingress.api_key_file: {path}: {faults.told(error)}") from None
 
 
 def _digest(secret: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -10,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app import __version__
-from serve_app.errors import CorralError
-from serve_app.ingress import logprobs
+from serve_app.ingress import chats, logprobs, sse
 from serve_app.ingress.errors import error_body
 from serve_app.ingress.generation import Deltas
 from serve_app.ingress.timings import timings
@@ -78,10 +76,7 @@ class Choice:
         """The delta's text as prose, and thoughts and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
-        parts = self.parser.feed(delta.text)
-        if delta.end is not None:
-            parts += self.parser.finish()
-        return [self._shaped(part) for part in parts]
+        return [self._shaped(part) for part in chats.parts(self.parser, delta)]
 
     def _shaped(self, part: Part) -> str | Json:
         if isinstance(part, Thought):
@@ -233,31 +228,13 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-async def collect(answer: Answer, deltas: Deltas) -> Json:
-    """Read all sequences to their ends."""
-    found: list[list[TokenDelta]] = [[] for _ in answer.choices]
-    async for index, delta in deltas:
-        found[index].append(delta)
-    return answer.whole(found)
-
-
-async def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[str]:
+def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[str]:
     """The sequences as server-sent events. A failure on the way is the last event, in the shape of an
     error; only a complete answer ends with [DONE]."""
-    try:
-        for chunk in answer.opening():
-            yield _event(chunk)
-        async for index, delta in deltas:
-            for chunk in answer.chunks(index, delta):
-                yield _event(chunk)
-        if include_usage:
-            yield _event(answer.usage_chunk())
-        yield "data: [DONE]\n\n"
-    except CorralError as error:
-        yield _event(error_body(error))
-    finally:
-        await deltas.aclose()
 
+    def closing() -> list[str]:
+        usage = [sse.data(answer.usage_chunk())] if include_usage else []
+        return [*usage, "data: [DONE]\n\n"]
 
-def _event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    opening = answer.opening()
+    return sse.events(deltas, answer.chunks, error_body, opening=opening, closing=closing)

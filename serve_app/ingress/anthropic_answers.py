@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.errors import CorralError
-from serve_app.ingress import chats
+from serve_app.ingress import chats, sse
 from serve_app.ingress.errors import anthropic_error_body
 from serve_app.ingress.generation import Deltas
 from serve_app.prompt.answer import AnswerParser
@@ -139,15 +138,12 @@ async def collect(answer: MessageAnswer, deltas: Deltas) -> Json:
     return answer.whole(found)
 
 
-async def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[str]:
+def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[str]:
     """The sequence as server-sent events. A failure on the way is the last of them."""
-    try:
-        for body in answer.opening():
-            yield chats.event(body)
-        async for _, delta in deltas:
-            for body in answer.events(delta):
-                yield chats.event(body)
-    except CorralError as error:
-        yield chats.event(anthropic_error_body(error, error.status))
-    finally:
-        await deltas.aclose()
+    return sse.events(
+        deltas,
+        lambda _, delta: answer.events(delta),
+        lambda error: anthropic_error_body(error, error.status),
+        opening=answer.opening(),
+        write=sse.named,
+    )

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic_messages import Message, Texts, joined
-from serve_app.ingress.messages import ChatMessage, FunctionDefinition, Tool
+from serve_app.ingress.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.protocol import (
     ChatCompletionRequest,
     Finite,
@@ -34,7 +34,7 @@ class AnthropicTool(StrictModel):
     INERT: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

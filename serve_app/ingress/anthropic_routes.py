@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
-from serve_app.ingress import anthropic_answers, chats, generation
+from serve_app.ingress import anthropic_answers, chats, generation, sse
 from serve_app.ingress.anthropic_answers import MessageAnswer
 from serve_app.ingress.anthropic_requests import (
     CountTokensRequest,
@@ -29,12 +29,12 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         model = find(models, body.model)
         chat = body.as_chat()
         answer_id = f"msg_{uuid.uuid4().hex}"
-        request = await chats.request(model, answer_id, chat, "messages")
+        (request,) = await chats.requests(model, answer_id, chat, 1, "messages")
         parser = chats.parser(model, chat, request.prompt)
         answer = MessageAnswer(answer_id, model.id, len(request.prompt), parser)
         deltas = await generation.start(model, [request])
         if body.stream:
-            return chats.streamed(anthropic_answers.events(answer, deltas))
+            return sse.response(anthropic_answers.events(answer, deltas))
         return JSONResponse(await anthropic_answers.collect(answer, deltas))
 
     @app.post("/v1/messages/count_tokens")

@@ -10,10 +10,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from serve_app import __version__
-from serve_app.errors import InvalidRequestError, RequestNotFoundError
+from serve_app.errors import RequestNotFoundError
 from serve_app.ingress import (
     answers,
     anthropic_routes,
@@ -25,9 +25,10 @@ from serve_app.ingress import (
     llama_routes,
     openapi,
     responses_routes,
+    sse,
 )
 from serve_app.ingress.answers import Answer, Choice
-from serve_app.ingress.encoding import encoded, sampling_of
+from serve_app.ingress.encoding import encoded, refuse_unknown_tokens, sampling_of
 from serve_app.ingress.guard import Access, Guard
 from serve_app.ingress.json_body import JsonRoute
 from serve_app.ingress.protocol import (
@@ -98,13 +99,11 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
     async def chat_completions(body: ChatCompletionRequest) -> Response:
         """Answer a chat through the model's own template; `stream` sends server-sent events."""
         model = find(models, body.model)
-        sampling = await sampling_of(body, lambda: chats.with_calls(model, body))
-        prompt = await chats.encode_chat(model, body)
         n = body.n or 1
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        wanted = generation.requests(model, answer_id, [prompt], n, body, sampling, "messages")
+        wanted = await chats.requests(model, answer_id, body, n, "messages")
         piece = model.tokenizer.piece if body.logprobs else None
-        parsers = [chats.parser(model, body, prompt) for _ in range(n)]
+        parsers = [chats.parser(model, body, request.prompt) for request in wanted]
         choices = [Choice(i, "chat", piece, parser) for i, parser in enumerate(parsers)]
         answer = Answer("chat", answer_id, model.id, choices, n, with_timings=body.timings)
         return await _respond(model, body, wanted, answer)
@@ -168,10 +167,7 @@ async def _encode_texts(model: ServedModel, body: CompletionRequest) -> list[tup
 async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return await encoded(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
-    if max(prompt) >= model.tokenizer.n_vocab:
-        raise InvalidRequestError(
-            f"prompt: token ids of this model are below {model.tokenizer.n_vocab}.", "prompt"
-        )
+    refuse_unknown_tokens(model, "prompt", prompt)
     return tuple(prompt)
 
 
@@ -188,10 +184,6 @@ async def _respond(
     """Start the engine, and answer in the way the request asks for."""
     deltas = await generation.start(model, wanted)
     if not body.stream:
-        return JSONResponse(await answers.collect(answer, deltas))
+        return JSONResponse(answer.whole(await generation.collected(deltas, len(wanted))))
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return StreamingResponse(
-        answers.events(answer, deltas, include_usage=include_usage),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+    return sse.response(answers.events(answer, deltas, include_usage=include_usage))

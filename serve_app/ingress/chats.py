@@ -4,18 +4,13 @@ shares."""
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import AsyncIterator
-from typing import Any
-
-from fastapi.responses import StreamingResponse
 
 from serve_app.ingress import generation
 from serve_app.ingress.encoding import apart, refuse_far_too_long, sampling_of
 from serve_app.ingress.protocol import ChatCompletionRequest
 from serve_app.ingress.served import ServedModel
 from serve_app.prompt import grammars
-from serve_app.prompt.answer import AnswerParser, Thought
+from serve_app.prompt.answer import AnswerParser, Part, Thought
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
 
@@ -49,14 +44,14 @@ async def encode_chat(model: ServedModel, body: ChatCompletionRequest) -> tuple[
     return await apart(n_chars, encode, messages, tools, extra, body.may_think)
 
 
-async def request(
-    model: ServedModel, answer_id: str, body: ChatCompletionRequest, prompt_field: str
-) -> GenerationRequest:
-    """The one request that answers a chat. Raises InvalidRequestError."""
+async def requests(
+    model: ServedModel, answer_id: str, body: ChatCompletionRequest, n: int, prompt_field: str
+) -> list[GenerationRequest]:
+    """The requests for `n` answers to a chat. Raises InvalidRequestError, and what `generation.requests`
+    does."""
     sampling = await sampling_of(body, lambda: with_calls(model, body))
     prompt = await encode_chat(model, body)
-    (only,) = generation.requests(model, answer_id, [prompt], 1, body, sampling, prompt_field)
-    return only
+    return generation.requests(model, answer_id, [prompt], n, body, sampling, prompt_field)
 
 
 def parser(
@@ -67,24 +62,12 @@ def parser(
     return model.tokenizer.answer_parser(prompt, body.tools_for_template(), thinks)
 
 
+def parts(parser: AnswerParser, delta: TokenDelta) -> list[Part]:
+    """What the delta's text is certain to be now; none of it is empty."""
+    found = parser.feed(delta.text)
+    return found if delta.end is None else found + parser.finish()
+
+
 def split(parser: AnswerParser, delta: TokenDelta) -> list[str | ToolCall]:
-    """The delta's text as prose and calls, without thoughts; no prose is empty."""
-    parts = parser.feed(delta.text)
-    if delta.end is not None:
-        parts += parser.finish()
-    return [part for part in parts if not isinstance(part, Thought)]
-
-
-def event(body: dict[str, Any]) -> str:
-    """A server-sent event that is named after its `type`."""
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {body['type']}\ndata: {data}\n\n"
-
-
-def streamed(events: AsyncIterator[str]) -> StreamingResponse:
-    """A response of server-sent events, which no proxy shall hold back."""
-    return StreamingResponse(
-        events,
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+    """The same without thoughts."""
+    return [part for part in parts(parser, delta) if not isinstance(part, Thought)]

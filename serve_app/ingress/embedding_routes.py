@@ -18,7 +18,7 @@ from serve_app.ingress.embedding_requests import (
     LlamaEmbeddingRequest,
     RerankRequest,
 )
-from serve_app.ingress.encoding import apart
+from serve_app.ingress.encoding import apart, refuse_unknown_tokens
 from serve_app.ingress.served import ServedModel, find
 
 Texts = tuple[tuple[int, ...], ...]
@@ -108,10 +108,9 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
 
 async def _encode(model: ServedModel, texts: Sequence[str | list[int]]) -> Texts:
     tokenizer = model.tokenizer
-    if any(isinstance(text, list) and max(text) >= tokenizer.n_vocab for text in texts):
-        raise InvalidRequestError(
-            f"input: token ids of this model are below {tokenizer.n_vocab}.", "input"
-        )
+    for text in texts:
+        if not isinstance(text, str):
+            refuse_unknown_tokens(model, "input", text)
 
     def encode() -> Texts:
         return tuple(

@@ -1,12 +1,12 @@
-"""What takes long, without holding others up."""
+"""Prompts made of texts, without holding others up, and checked before anything is computed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from serve_app.errors import PromptTooLongError
+from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.protocol import GenerationParams
 from serve_app.ingress.served import ServedModel
 from serve_app.types import SamplingParams
@@ -35,6 +35,14 @@ def refuse_far_too_long(model: ServedModel, field: str, n_chars: int) -> None:
     n_least = model.tokenizer.least_tokens(n_chars)
     if n_least >= model.n_ctx_slot:
         raise PromptTooLongError(n_least, model.n_ctx_slot, field, exact=False)
+
+
+def refuse_unknown_tokens(model: ServedModel, field: str, tokens: Iterable[int]) -> None:
+    """Raises InvalidRequestError for token ids that the model does not have."""
+    n_vocab = model.tokenizer.n_vocab
+    if any(token not in range(n_vocab) for token in tokens):
+        message = f"{field}: token ids of this model are below {n_vocab}."
+        raise InvalidRequestError(message, field)
 
 
 async def apart(n_chars: int, encode: Callable[..., Encoded], *args: Any) -> Encoded:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from serve_app.errors import CorralError, InvalidRequestError, PromptTooLongError
 from serve_app.ingress import callers
+from serve_app.ingress.encoding import refuse_unknown_tokens
 from serve_app.ingress.protocol import GenerationParams
 from serve_app.ingress.served import ServedModel
 from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
@@ -36,11 +37,7 @@ def requests(
         raise InvalidRequestError(
             "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
         )
-    if any(token not in range(model.tokenizer.n_vocab) for token, _ in sampling.logit_bias):
-        raise InvalidRequestError(
-            f"logit_bias: token ids of this model are below {model.tokenizer.n_vocab}.",
-            "logit_bias",
-        )
+    refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
     many = len(prompts) * n > 1
     caller = callers.current()
     caller.admit(prompts)
@@ -78,6 +75,14 @@ async def start(model: ServedModel, wanted: Sequence[GenerationRequest]) -> Delt
     deltas = _merged([model.engine.generate(request) for request in wanted])
     first = await anext(deltas)
     return _chain(first, deltas)
+
+
+async def collected(deltas: Deltas, n: int) -> list[list[TokenDelta]]:
+    """Read all of `n` sequences to their ends. Raises CorralError."""
+    found: list[list[TokenDelta]] = [[] for _ in range(n)]
+    async for index, delta in deltas:
+        found[index].append(delta)
+    return found
 
 
 async def _chain(first: tuple[int, TokenDelta], rest: Deltas) -> Deltas:

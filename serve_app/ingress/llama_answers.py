@@ -5,12 +5,11 @@ Source: llama.cpp, tools/server/README.md, "POST /completion".
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.errors import CorralError
+from serve_app.ingress import generation, sse
 from serve_app.ingress.errors import error_body
 from serve_app.ingress.generation import Deltas
 from serve_app.ingress.llama_requests import LlamaParams
@@ -168,23 +167,10 @@ def generation_settings(
 
 async def collect(choices: Sequence[LlamaAnswer], deltas: Deltas) -> list[Json]:
     """Read all sequences to their ends."""
-    found: list[list[TokenDelta]] = [[] for _ in choices]
-    async for index, delta in deltas:
-        found[index].append(delta)
+    found = await generation.collected(deltas, len(choices))
     return [choice.whole(own) for choice, own in zip(choices, found, strict=True)]
 
 
-async def events(choice: LlamaAnswer, deltas: Deltas) -> AsyncIterator[str]:
+def events(choice: LlamaAnswer, deltas: Deltas) -> AsyncIterator[str]:
     """A sequence as server-sent events; the last one has `stop`, or is an error."""
-    try:
-        async for _, delta in deltas:
-            for body in choice.events(delta):
-                yield _event(body)
-    except CorralError as error:
-        yield _event(error_body(error))
-    finally:
-        await deltas.aclose()
-
-
-def _event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return sse.events(deltas, lambda _, delta: choice.events(delta), error_body)

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve_app import __version__
-from serve_app.errors import InvalidRequestError
-from serve_app.ingress import generation, llama_answers, llama_metrics, llama_slots
-from serve_app.ingress.encoding import apart, encoded, sampling_of
+from serve_app.ingress import generation, llama_answers, llama_metrics, llama_slots, sse
+from serve_app.ingress.encoding import apart, encoded, refuse_unknown_tokens, sampling_of
 from serve_app.ingress.llama_answers import LlamaAnswer
 from serve_app.ingress.llama_requests import (
     ApplyTemplateRequest,
@@ -65,9 +64,7 @@ async def encode(model: ServedModel, prompt: str | list[int | str], field: str) 
     tokens: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):
-            if part >= model.tokenizer.n_vocab:
-                message = f"{field}: token ids of this model are below {model.tokenizer.n_vocab}."
-                raise InvalidRequestError(message, field)
+            refuse_unknown_tokens(model, field, [part])
             tokens.append(part)
         else:
             encode = model.tokenizer.tokenize
@@ -97,11 +94,7 @@ async def _respond(
     ]
     deltas = await generation.start(model, wanted)
     if body.stream:
-        return StreamingResponse(
-            llama_answers.events(choices[0], deltas),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        return sse.response(llama_answers.events(choices[0], deltas))
     found = await llama_answers.collect(choices, deltas)
     return JSONResponse(found if is_batch else found[0])
 
@@ -133,11 +126,9 @@ def _add_text(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
-        tokenizer = find(models, body.model).tokenizer
-        if any(token >= tokenizer.n_vocab for token in body.tokens):
-            message = f"tokens: token ids of this model are below {tokenizer.n_vocab}."
-            raise InvalidRequestError(message, "tokens")
-        return {"content": tokenizer.decode(body.tokens, special=True)}
+        model = find(models, body.model)
+        refuse_unknown_tokens(model, "tokens", body.tokens)
+        return {"content": model.tokenizer.decode(body.tokens, special=True)}
 
     @app.post("/apply-template")
     async def apply_template(body: ApplyTemplateRequest) -> dict[str, str]:

@@ -36,7 +36,11 @@ class LoraAdapter(BaseModel):
 
 def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     """Add the routes."""
+    _add_slots(app, models)
+    _add_adapters(app)
 
+
+def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/slots")
     async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
         """The slots of all replicas of the model."""
@@ -80,6 +84,8 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             "timings": timings,
         }
 
+
+def _add_adapters(app: FastAPI) -> None:
     @app.get("/lora-adapters")
     async def lora_adapters() -> list[dict[str, Any]]:
         """LoRA adapters: none can be loaded."""

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress import json_body
 
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
 
 class TextPart(BaseModel):
     """A part of a message's content."""
@@ -27,7 +29,7 @@ class FunctionDefinition(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; none means no parameters."""

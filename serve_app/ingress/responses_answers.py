@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.errors import CorralError
-from serve_app.ingress import chats
+from serve_app.ingress import chats, sse
 from serve_app.ingress.generation import Deltas
 from serve_app.ingress.responses_requests import FunctionChoice, ResponsesRequest
 from serve_app.prompt.answer import AnswerParser
@@ -206,15 +206,12 @@ async def collect(answer: ResponseAnswer, deltas: Deltas) -> Json:
     return response
 
 
-async def events(answer: ResponseAnswer, deltas: Deltas) -> AsyncIterator[str]:
+def events(answer: ResponseAnswer, deltas: Deltas) -> AsyncIterator[str]:
     """The sequence as server-sent events; the last one tells the whole response, or what failed."""
-    try:
-        for body in answer.opening():
-            yield chats.event(body)
-        async for _, delta in deltas:
-            for body in answer.events(delta):
-                yield chats.event(body)
-    except CorralError as error:
-        yield chats.event(answer.failed(error))
-    finally:
-        await deltas.aclose()
+    return sse.events(
+        deltas,
+        lambda _, delta: answer.events(delta),
+        answer.failed,
+        opening=answer.opening(),
+        write=sse.named,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from zlib import crc32
@@ -30,14 +31,7 @@ def chain(tokens: Sequence[int]) -> Chain:
 
 def n_leading(wanted: Chain, held: Container[int]) -> int:
     """How many of the first blocks are held. Who holds a block holds all before it."""
-    low, high = 0, len(wanted)
-    while low < high:
-        middle = (low + high) // 2
-        if wanted[middle] in held:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(wanted, True, key=lambda block: block not in held)
 
 
 def request_key(request_id: str) -> int:

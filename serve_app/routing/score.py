@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from serve_app.routing.blocks import BLOCK_TOKENS, Chain, n_leading, unpack
+from serve_app.waiting import slot_wait_s
 
 _STRANGERS = 2
 """Replicas drawn by chance for each prompt: several routers that know the same must not all pick one."""
@@ -144,8 +145,7 @@ class ReplicaView:
                 prefill_s += sent.missing * prompt_token_s
                 work_s += sent.missing * prompt_token_s
                 work_s += min(sent.prompt.max_tokens, report.answer_tokens) * token_s
-        n_before = n_live - report.n_slots + 1
-        wait_s = work_s * n_before / n_live if n_before > 0 else 0.0
+        wait_s = slot_wait_s(work_s, n_live, report.n_slots)
         crowding = 1 + min(n_live / report.n_slots, 1)
         ahead_s, missing_s = max(wait_s, prefill_s * crowding), missing * prompt_token_s
         return Forecast(ahead_s + missing_s * crowding, missing, missing_s)
