@@ -121,6 +121,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
         "max_ongoing_requests": options.n_slots + options.max_waiting + _CONTROL_REQUESTS,
+        "graceful_shutdown_timeout_s": 30,
         "request_router_config": _ROUTER,
     }
     autoscaling = {
@@ -136,7 +137,10 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
 
 def ingress_options(configured: DeploymentConfig) -> dict[str, Any]:
     """Serve's options for the ingress deployment."""
-    defaults = {"max_ongoing_requests": _INGRESS_ONGOING_REQUESTS}
+    defaults = {
+        "max_ongoing_requests": _INGRESS_ONGOING_REQUESTS,
+        "graceful_shutdown_timeout_s": 600,
+    }
     autoscaling = {
         "min_replicas": 1,
         "max_replicas": 4,

@@ -162,8 +162,9 @@ class DeploymentConfig(_Section):
     health_check_period_s: PositiveFloat = 5
     health_check_timeout_s: PositiveFloat = 30
     """A replica that does not answer for so long is replaced."""
-    graceful_shutdown_timeout_s: NonNegativeFloat = 30
-    """Time that running requests get to finish when a replica is stopped."""
+    graceful_shutdown_timeout_s: NonNegativeFloat | None = None
+    """Time that running requests get to finish when a replica is stopped. Default: 30 for an engine, whose
+    requests then go on elsewhere; 600 for the ingress, whose streams would be cut."""
     graceful_shutdown_wait_loop_s: PositiveFloat = 0.5
     """How often a stopping replica looks whether it is done."""
     max_constructor_retry_count: PositiveInt = 3

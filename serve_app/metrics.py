@@ -19,6 +19,7 @@ _COUNTED = {
     "accepted_tokens": "Of them, those that were right.",
     "preemptions": "Sequences that lost their slot for a time.",
     "context_shifts": "Contexts that were full and went on.",
+    "failovers": "Requests that other replicas began and could not end.",
     "embedded_texts": "Texts that became vectors.",
     "embedded_tokens": "Their tokens.",
     "steps": "Steps of the engine.",
@@ -65,14 +66,16 @@ class ReplicaMetrics:
 
     def ended(self, end: SequenceEnd) -> None:
         """Observe a request's times."""
-        spent, n_gaps = end.timings, end.usage.completion_tokens - 1
+        spent, n_own = end.timings, end.usage.completion_tokens - end.timings.n_resumed
         self._queue.observe(spent.queue_s)
-        if end.usage.completion_tokens:
+        if n_own:
             self._prefill.observe(spent.prefill_s)
-            self._ttft.observe(spent.queue_s + spent.prefill_s)
-        if n_gaps > 0:
-            self._itl.observe(spent.decode_s / n_gaps)
-        self._e2e.observe(spent.queue_s + spent.prefill_s + spent.decode_s)
+        if n_own and not spent.n_resumed:
+            self._ttft.observe(spent.failed_over_s + spent.queue_s + spent.prefill_s)
+        if n_own > 1:
+            self._itl.observe(spent.decode_s / (n_own - 1))
+        in_engine_s = spent.queue_s + spent.prefill_s + spent.decode_s
+        self._e2e.observe(spent.failed_over_s + in_engine_s)
 
     def update(self, stats: EngineStats) -> None:
         """Follow the engine's statistics."""

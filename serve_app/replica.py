@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from ray import serve
 
 from serve_app.engine import Engine, TokenStream
-from serve_app.errors import ConfigError, CorralError
+from serve_app.errors import ConfigError, CorralError, EngineFailedError
 from serve_app.logs import forward_to_serve
 from serve_app.metrics import ReplicaMetrics
 from serve_app.placement import leases, topology
@@ -85,6 +86,10 @@ class EngineReplica:
                     self._metrics.ended(delta.end)
                     _log(request, delta.end)
                 yield delta
+        except EngineFailedError:
+            # Serve would go on sending requests here until three health checks have failed.
+            logger.error("The replica ends, as its engine failed.")
+            os._exit(1)
         finally:
             self._engine.abort(request.id)
 

@@ -77,6 +77,17 @@ class GenerationRequest:
     the engine's options say."""
     http_id: str = ""
     """The `x-request-id` of the HTTP request that it belongs to."""
+    generated: tuple[int, ...] = ()
+    """Its first tokens, if other replicas began it and could not end it: their text was delivered."""
+    n_failovers: int = 0
+    """How many replicas that was."""
+    failed_over_s: float = 0.0
+    """Seconds that it spent with them."""
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """All tokens to be computed before its next one."""
+        return self.prompt + self.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where one request's time went, in seconds; the first three add up to the time in the engine."""
+    """Where one request's time went, in seconds; the first three add up to the time in the engine that
+    ended it."""
 
     queue_s: float
     """From submit to a slot."""
@@ -105,6 +117,11 @@ class Timings:
     n_preemptions: int = 0
     mean_batch: float = 0.0
     """Sequences that were computed together with this one, itself among them, on average."""
+    failed_over_s: float = 0.0
+    """Before all that: with replicas that began it and could not end it."""
+    n_failovers: int = 0
+    n_resumed: int = 0
+    """Of its generated tokens, those from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +153,8 @@ class RequestRecord:
 
     def belongs_to(self, wanted: str) -> bool:
         """Whether it has that id, is part of the answer with that id, or of that HTTP request."""
-        return wanted != "" and wanted in (self.id, self.id.rpartition(".")[0], self.http_id)
+        asked = self.id.partition("~")[0]  # without the number of a replica that went on with it
+        return wanted != "" and wanted in (self.id, asked, asked.rpartition(".")[0], self.http_id)
 
 
 @dataclass(frozen=True, slots=True)

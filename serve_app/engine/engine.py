@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from serve_app.engine import context_shift
 from serve_app.engine.backend import Backend
 from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.loop import DecoderLoop
@@ -158,7 +159,10 @@ class Engine:
             constraint = None if grammar is None else self._vocabulary.constraint(grammar)
         except InvalidRequestError as error:
             return error
-        return EngineSequence(request, sink, constraint)
+        sequence = EngineSequence(request, sink, constraint)
+        n_keep = context_shift.n_kept(request, self.options)
+        sequence.resume(self._vocabulary, self.options.n_ctx_slot, n_keep)
+        return sequence
 
     def _reason_to_refuse_texts(self, texts: Sequence[tuple[int, ...]]) -> CorralError | None:
         n_vocab, n_text = self._vocabulary.n_vocab, self._loop.embedding.n_text
@@ -179,9 +183,11 @@ class Engine:
             return InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
         if not request.prompt:
             return InvalidRequestError("The prompt is empty.", "prompt")
-        if len(request.prompt) >= self.options.n_ctx_slot:
-            return PromptTooLongError(len(request.prompt), self.options.n_ctx_slot, "prompt")
-        if not all(0 <= token < n_vocab for token in request.prompt):
+        n_ctx_slot, shifts = self.options.n_ctx_slot, context_shift.n_kept(request, self.options)
+        n_given = len(request.prompt if shifts else request.given)
+        if n_given >= n_ctx_slot:
+            return PromptTooLongError(n_given, n_ctx_slot, "prompt")
+        if not all(0 <= token < n_vocab for token in request.given):
             return InvalidRequestError(
                 f"The prompt holds a token id outside 0 to {n_vocab - 1}.", "prompt"
             )

@@ -44,14 +44,14 @@ class FairQueue:
         return self._waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of admission: who was preempted goes before everybody new."""
+        """In the order of admission: whoever lost a slot, here or elsewhere, goes before everybody new."""
         start: dict[str, float] = {}
         ranked: list[tuple[bool, int, float, int, Sequence]] = []
         for arrival, sequence in enumerate(self._waiting):
             client = sequence.request.client
             at = start.get(client, self._virtual[client])
             start[client] = at + self._expected(sequence)
-            fresh = sequence.trace.admitted is None
+            fresh = sequence.trace.admitted is None and not sequence.request.n_failovers
             ranked.append((fresh, sequence.request.priority, at, arrival, sequence))
         return iter([entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:4])])
 
@@ -83,8 +83,8 @@ class FairQueue:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         if sequence.trace.admitted is not None:
-            computed = sequence.n_prompt - sequence.n_cached
-            real = self._cost(computed, sequence.n_generated)
+            n_generated = sequence.n_generated - len(sequence.request.generated)
+            real = self._cost(sequence.n_computed, n_generated)
             self._virtual[client] += real - self._expected(sequence)
         self._live[client] -= 1
         if not self._live[client]:

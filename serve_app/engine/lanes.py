@@ -170,10 +170,9 @@ class Lanes:
 
     # -- in a lane --------------------------------------------------------------------------------
 
-    def shift(self, sequence: Sequence, n_keep: int) -> None:
-        """Drop half of what a sequence has in the cache behind its first `n_keep` tokens. If the backend
-        cannot move the rest up, all is to be computed again."""
-        n_discard = (sequence.n_past - n_keep + 1) // 2
+    def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
+        """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest
+        up, all is to be computed again."""
         lane = sequence.slot_id
         try:
             if lane in self._unsettled:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from serve_app.engine import context_shift
 from serve_app.engine.backend import Backend
 from serve_app.engine.backlog import Backlog, Forecast
 from serve_app.engine.cost_model import CostModel
@@ -44,8 +45,6 @@ logger = logging.getLogger("corral.engine")
 _LEAST_COPY = 16
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
-# Slots shorter than this end when they are full, whatever was asked for: there is nothing to shift.
-_LEAST_SHIFTED_CTX = 8
 # Requests of which `Holdings` knows that they were taken in.
 _TAKEN_KEPT = 256
 # After so many seconds without work, what idle slots hold is stored ahead.
@@ -280,7 +279,8 @@ class DecoderLoop:
         if not sampled:
             return
         n_before = sequence.n_generated
-        shifts = self._shifts(sequence)
+        n_keep = context_shift.n_kept(sequence.request, self._options)
+        shifts = n_keep is not None
         delta = sequence.accept(sampled, self._backend.vocabulary, n_ctx_slot, shifts=shifts)
         n_taken = sequence.n_generated - n_before
         self._counts["generated_tokens"] += n_taken
@@ -292,8 +292,10 @@ class DecoderLoop:
             self._counts["accepted_tokens"] += n_right
             self._backend.truncate(sequence.slot_id, sequence.n_past)
         self._outbox.append((sequence, delta))
-        if shifts and not sequence.finished and len(sequence.tokens) >= n_ctx_slot:
-            self._shift(sequence)
+        full = len(sequence.tokens) >= n_ctx_slot
+        if n_keep is not None and full and not sequence.finished:
+            self._lanes.shift(sequence, n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
+            self._counts["context_shifts"] += 1
 
     def _learn(self, plan: Pass, seconds: float) -> None:
         if not plan.prefills:
@@ -325,7 +327,7 @@ class DecoderLoop:
                 self._end(chunk.sequence, FinishReason.ERROR, error)
         return True
 
-    # -- when the cache or a context is full ------------------------------------------------------
+    # -- when the cache is full -------------------------------------------------------------------
 
     def _make_room(self, plan: Pass, error: CacheFullError) -> bool:
         """Take cells from whoever needs them least: an idle slot, or else the sequence that got its slot
@@ -346,26 +348,6 @@ class DecoderLoop:
         self._counts["preemptions"] += 1
         return False
 
-    def _shifts(self, sequence: Sequence) -> bool:
-        """Whether it goes on when its context is full: only up to its `max_tokens`, or it might never
-        end."""
-        asked = sequence.request.context_shift
-        wanted = self._options.context_shift if asked is None else asked
-        return (
-            wanted
-            and sequence.n_left is not None
-            and self._options.n_ctx_slot >= _LEAST_SHIFTED_CTX
-        )
-
-    def _shift(self, sequence: Sequence) -> None:
-        """Make room in a full context."""
-        asked = sequence.request.n_keep
-        n_keep = self._options.n_keep if asked is None else asked
-        n_keep = sequence.n_prompt if n_keep < 0 else n_keep
-        most = self._options.n_ctx_slot - _LEAST_SHIFTED_CTX // 2
-        self._lanes.shift(sequence, max(1, min(n_keep, most)))
-        self._counts["context_shifts"] += 1
-
     # -- commands, admission and ends -------------------------------------------------------------
 
     def _obey(self, commands: Commands) -> bool:
@@ -378,6 +360,7 @@ class DecoderLoop:
             errand.run(self._lanes)
         self._waiting.extend(commands.submitted)
         self._taken.extend(sequence.id for sequence in commands.submitted)
+        self._counts["failovers"] += sum(one.request.n_failovers > 0 for one in commands.submitted)
         live = {sequence.id: sequence for sequence in self._live}
         for request_id in commands.aborted:
             if request_id in live:
@@ -409,7 +392,7 @@ class DecoderLoop:
             sampler = None
             if sequence.trace.admitted is None:  # one that was preempted goes on with its own
                 sampler = self._backend.sampler(
-                    sequence.request.sampling, sequence.request.prompt, sequence.constraint
+                    sequence.request.sampling, sequence.request.given, sequence.constraint
                 )
             # Until here it waits: a backend that breaks above ends it with all the others.
             self._waiting.admit(sequence)
@@ -509,6 +492,7 @@ class DecoderLoop:
             accepted_tokens=counts["accepted_tokens"],
             preemptions=counts["preemptions"],
             context_shifts=counts["context_shifts"],
+            failovers=counts["failovers"],
             embedded_texts=self._embeddings.counts["texts"],
             embedded_tokens=self._embeddings.counts["tokens"],
             embedding_passes=self._embeddings.counts["passes"],
@@ -538,7 +522,7 @@ class DecoderLoop:
         )
 
     def _hold(self) -> Holdings:
-        waiting = (sequence.request.prompt for sequence in self._waiting.unordered)
+        waiting = (sequence.request.given for sequence in self._waiting.unordered)
         return Holdings((*waiting, *self._lanes.prompts), tuple(self._taken))
 
 

@@ -39,7 +39,7 @@ class Mailbox:
     """Where other threads leave commands, and where admission is decided.
 
     Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
-    caller's thread.
+    caller's thread. What another engine had accepted is never one too many.
     """
 
     def __init__(self, max_live: int, max_wait_s: float | None) -> None:
@@ -106,6 +106,16 @@ class Mailbox:
             return closed
         if sequence.id in self._live:
             return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
+        request = sequence.request
+        if not request.n_failovers and (refusal := self._overload(forecast)):
+            return refusal
+        self._live[request.id] = RequestRecord(
+            request.id, request.http_id, request.client, "waiting"
+        )
+        self._submitted.append(sequence)
+        return None
+
+    def _overload(self, forecast: Forecast) -> QueueFullError | None:
         n_live = len(self._live)
         if n_live >= self._max_live:
             retry_after_s = forecast.place_free_s(n_live, self._submitted)
@@ -117,11 +127,6 @@ class Mailbox:
                 "that a request may wait.",
                 math.ceil(wait_s),
             )
-        request = sequence.request
-        self._live[request.id] = RequestRecord(
-            request.id, request.http_id, request.client, "waiting"
-        )
-        self._submitted.append(sequence)
         return None
 
     def find(self, wanted: str) -> list[RequestRecord]:

@@ -136,7 +136,7 @@ class Scheduler:
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
         """Whether it would have waited that long if all shared the machine alike. Before it got its slot
         it may have waited for a prefix that it need not compute now: that does not count."""
-        own_s = (sequence.n_prompt - sequence.n_cached) * self._costs.prompt_token_s
+        own_s = sequence.n_computed * self._costs.prompt_token_s
         since = (
             sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 
+from serve_app.engine import context_shift
 from serve_app.engine.backend import Sampler, Vocabulary
 from serve_app.engine.lookup import PromptLookup
 from serve_app.engine.text import TextAssembler
@@ -56,7 +57,7 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.n_prompt = len(request.prompt)
         self.n_generated = 0
-        """Tokens sampled so far."""
+        """Tokens sampled so far, by other engines too."""
         self.n_past = 0
         self.n_cached = 0
         self.n_awaited = 0
@@ -93,6 +94,23 @@ class Sequence:
         if self._sampler is None:
             raise RuntimeError(f"Sequence {self.id} has no sampler.")
         return self._sampler
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens that it came with and that were not in the cache. Since it got its slot."""
+        return max(0, len(self.request.given) - self.n_cached)
+
+    def resume(self, vocabulary: Vocabulary, n_ctx_slot: int, n_keep: int | None) -> None:
+        """Be where another engine left it: with the tokens that it generated, and their text delivered.
+        `n_keep` as for a context shift: the same tokens are dropped. Before it is submitted."""
+        for token in self.request.generated:
+            self.tokens.append(token)
+            self.n_generated += 1
+            self._take(token, vocabulary)
+            if self.constraint is not None:
+                self.constraint.take(token)
+            if n_keep is not None and len(self.tokens) == n_ctx_slot:
+                del self.tokens[n_keep : n_keep + context_shift.n_dropped(n_ctx_slot, n_keep)]
 
     def admit(self, slot_id: int, n_cached: int, sampler: Sampler | None) -> None:
         """Give it a slot whose cache already holds its first `n_cached` tokens. It gets its sampler the
@@ -189,8 +207,13 @@ class Sequence:
     def _end(self, reason: FinishReason, error: CorralError | None) -> SequenceEnd:
         return SequenceEnd(
             reason=reason,
-            usage=Usage(self.n_prompt, self.n_generated, self.n_cached),
-            timings=self.trace.end(),
+            usage=Usage(self.n_prompt, self.n_generated, min(self.n_cached, self.n_prompt)),
+            timings=replace(
+                self.trace.end(),
+                failed_over_s=self.request.failed_over_s,
+                n_failovers=self.request.n_failovers,
+                n_resumed=len(self.request.generated),
+            ),
             stop=self._text.stop,
             error=error,
         )

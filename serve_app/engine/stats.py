@@ -67,6 +67,8 @@ class EngineStats:
     generation_s: float = 0.0
     n_tokens_max: int = 0
     """The most tokens that a sequence has had in the cache."""
+    failovers: int = 0
+    """Requests that other engines began and could not end."""
     restored_tokens: int = 0
     """Of the cached tokens, those that came back from the prefix store."""
     stored_prefixes: int = 0

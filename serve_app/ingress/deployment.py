@@ -20,6 +20,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.api import build_api
+from serve_app.ingress.failover import unbroken
 from serve_app.ingress.guard import Access
 from serve_app.ingress.served import ServedModel
 from serve_app.logs import forward_to_serve
@@ -39,8 +40,11 @@ class HandleClient:
         self._handle = handle
         self._stream: Any = handle.options(stream=True)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         """See EngineClient."""
+        return unbroken(request, self._attempt)
+
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         response = self._stream.generate.remote(request)
         try:
             async for delta in response:

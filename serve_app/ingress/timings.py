@@ -19,12 +19,14 @@ def timings(end: SequenceEnd) -> Json:
     return {
         "cache_n": usage.cached_tokens,
         **_rates("prompt", n_prompt, spent.prefill_s),
-        **_rates("predicted", usage.completion_tokens, spent.decode_s),
+        **_rates("predicted", usage.completion_tokens - spent.n_resumed, spent.decode_s),
         "queue_ms": 1000 * spent.queue_s,
         "stalled_ms": 1000 * spent.stalled_s,
         "preempted_ms": 1000 * spent.preempted_s,
         "preemptions": spent.n_preemptions,
         "mean_batch": spent.mean_batch,
+        "failed_over_ms": 1000 * spent.failed_over_s,
+        "failovers": spent.n_failovers,
     }
 
 

@@ -99,9 +99,14 @@ class Corral:
 
         wait_until(ready, START_TIMEOUT_S, f"server ready:\n{self.log}")
 
+    def replicas(self, model: int = 0) -> list[dict[str, Any]]:
+        """What each replica of a model tells."""
+        found: list[dict[str, Any]] = self.http.get("/v1/stats").json()["models"][model]["replicas"]
+        return found
+
     def stats(self, model: int = 0) -> dict[str, Any]:
         """The engine statistics of a model's only replica."""
-        (replica,) = self.http.get("/v1/stats").json()["models"][model]["replicas"]
+        (replica,) = self.replicas(model)
         engine: dict[str, Any] = replica["engine"]
         return engine
 

@@ -66,6 +66,8 @@ async def test_completion(client: httpx.AsyncClient, engine: ScriptedEngine, pat
             "preempted_ms": 0,
             "preemptions": 0,
             "mean_batch": 0,
+            "failed_over_ms": 0,
+            "failovers": 0,
         }
     )
     assert (settings["n_predict"], settings["temperature"], settings["n_ctx"]) == (

@@ -1,0 +1,100 @@
+"""A request goes on elsewhere when the replica that had it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from serve_app.errors import CorralError, EngineClosedError, EngineFailedError, QueueFullError
+from serve_app.types import GenerationRequest, TokenDelta
+
+logger = logging.getLogger("corral.ingress")
+
+Attempt = Callable[[GenerationRequest], AsyncGenerator[TokenDelta]]
+"""Runs a request on some replica, to its end. Raises CorralError."""
+
+PAUSES_S = (0.0, 1.0, 4.0)
+"""Before each new attempt. After as many that brought no token, the request fails: it may be what breaks
+the replicas."""
+
+_REFUSED_S = 120.0
+"""While the replicas that are left have no room, a request that was accepted tries for so long."""
+
+
+async def unbroken(
+    request: GenerationRequest, attempt: Attempt, pauses_s: tuple[float, ...] = PAUSES_S
+) -> AsyncGenerator[TokenDelta]:
+    """The deltas of a request whose replicas may be lost: each goes on behind the last token that came from
+    the one before, so that no character is missing or comes twice. Raises CorralError."""
+    life = _Life(request, pauses_s)
+    while True:
+        try:
+            async with aclosing(attempt(life.request)) as deltas:
+                async for delta in deltas:
+                    life.took(delta)
+                    yield delta
+                    if delta.end is not None:
+                        return
+            raise EngineFailedError("The engine's stream ended without an end.")
+        except CorralError as error:
+            pause_s = life.pause_s(error)
+            if pause_s is None:
+                raise
+            logger.warning(
+                "%s goes on elsewhere after %d tokens: %s", request.id, life.n_tokens, error
+            )
+            await asyncio.sleep(pause_s)
+            life.go_on()
+
+
+class _Life:
+    """What a request has been through."""
+
+    def __init__(self, request: GenerationRequest, pauses_s: tuple[float, ...]) -> None:
+        self.request = self._asked = request
+        self._pauses_s = pauses_s
+        self._tokens: list[int] = []
+        self._began = self._progressed = time.monotonic()
+        self._n_failovers = self._n_fruitless = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that were delivered."""
+        return len(self._tokens)
+
+    def took(self, delta: TokenDelta) -> None:
+        """It was delivered."""
+        self._tokens += delta.token_ids
+        if delta.token_ids:
+            self._n_fruitless, self._progressed = 0, time.monotonic()
+
+    def pause_s(self, error: CorralError) -> float | None:
+        """Seconds to wait before the request is sent again after this error; None if that is its end."""
+        if isinstance(error, EngineFailedError | EngineClosedError):
+            self._n_fruitless += 1
+            if self._n_fruitless <= len(self._pauses_s):
+                return self._pauses_s[self._n_fruitless - 1]
+        if isinstance(error, QueueFullError) and self._n_failovers:
+            waited_s = time.monotonic() - self._progressed
+            return min(1.0, error.retry_after_s) if waited_s < _REFUSED_S else None
+        return None
+
+    def go_on(self) -> None:
+        """Be what the next replica is asked for. It has an id of its own: the last one may linger where
+        it was. A seeded draw is another one, as the same numbers again would favour the same words."""
+        self._n_failovers += 1
+        sampling = self._asked.sampling
+        if sampling.seed is not None:
+            sampling = dataclasses.replace(sampling, seed=sampling.seed + len(self._tokens))
+        self.request = dataclasses.replace(
+            self._asked,
+            id=f"{self._asked.id}~{self._n_failovers}",
+            sampling=sampling,
+            generated=tuple(self._tokens),
+            n_failovers=self._n_failovers,
+            failed_over_s=time.monotonic() - self._began,
+        )
