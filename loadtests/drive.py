@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class Load:
         return [*locust, "--only-summary", *listed]
 
 
+Strikes = Sequence[tuple[float, Callable[[], object]]]
+"""What is done to a server meanwhile, each after so many seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What came of a load."""
@@ -112,9 +116,8 @@ class Result:
         }
 
 
-def drive(target: Target, load: Load, midway: Callable[[], object] | None = None) -> Result:
-    """Put the load on the server, and wait until it is idle again. `midway` is called once, at half time.
-    Raises LoadError if Locust fails."""
+def drive(target: Target, load: Load, strikes: Strikes = ()) -> Result:
+    """Put the load on the server, and wait until it is idle again. Raises LoadError if Locust fails."""
     before = ended(engines_of(target.stats(), load.model))
     start, others = time.monotonic(), _others_s(target)
     with tempfile.TemporaryDirectory(prefix="corral-load-") as folder:
@@ -127,7 +130,7 @@ def drive(target: Target, load: Load, midway: Callable[[], object] | None = None
                 stderr=output,
             )
         try:
-            samples = _watch(target, load, locust, midway)
+            samples = _watch(target, load, locust, strikes)
         finally:
             locust.kill()
             locust.wait()
@@ -146,7 +149,7 @@ def drive(target: Target, load: Load, midway: Callable[[], object] | None = None
     share = client["cpu_s"] / wall_s
     return Result(
         *(load, sent, outcomes, samples, +counts, wall_s, share),
-        other_cores=max(0.0, other_cores) if target.directory and not midway else None,
+        other_cores=max(0.0, other_cores) if target.directory and not strikes else None,
         idle_after_s=idle_after_s,
     )
 
@@ -155,19 +158,19 @@ def _watch(
     target: Target,
     load: Load,
     locust: subprocess.Popen[bytes],
-    midway: Callable[[], object] | None,
+    strikes: Strikes,
 ) -> list[Sample]:
     """Look at the server until Locust ends. Raises LoadError if it does not."""
     samples: list[Sample] = []
     every_s = max(1.0, load.run_s / MOST_SAMPLES)
+    due = sorted(strikes, key=lambda strike: strike[0])
     start = time.monotonic()
     while locust.poll() is None:
         at_s = time.monotonic() - start
         if at_s > load.run_s + GRACE_S:
             raise LoadError(f"Locust runs for {at_s:.0f} s.")
-        if midway is not None and at_s > load.run_s / 2:
-            midway()
-            midway = None
+        if due and at_s > due[0][0]:
+            due.pop(0)[1]()
         if (one := sample(target, load.model, at_s)) is not None:
             samples.append(one)
         with_time = max(0.05, every_s - (time.monotonic() - start - at_s))

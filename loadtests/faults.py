@@ -3,7 +3,8 @@
     python -m loadtests.faults SCENARIO (--url URL | --config FILE) [--capacity USERS] [--seconds N]
 
     overload    ten times as many users as --capacity, who do not think between requests
-    kill        an engine replica is killed at half time; of a server of --config only
+    kill        an engine replica is killed every eight seconds, until the last quarter; of a server of
+                --config only
     slow        a third of the users read an event every quarter of a second
     vanish      two thirds of the users hang up at some moment
     soak        --capacity users for 30 minutes; memory, open files, slots and queue are flat at the end
@@ -14,9 +15,11 @@ Each ends with a verdict, from the counts of client and server; the exit status 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from loadtests.watch import Sample
 
 WHOLE = ("stop", "length")
 """The reasons of the server for ends of answers that are complete."""
+KILL_EVERY_S = 8
 MEMORY_MARGIN, FILES_MARGIN, KV_MARGIN = 1.05, 1.1, 1.5
 """How much more the last quarter of a soak may hold than the second. Slots keep what they computed, so
 the tokens in them go up and down."""
@@ -67,7 +71,7 @@ def problems(name: str, result: Result) -> list[str]:
     books = result.accounts
     if not books.complete:
         found.append("no request was answered")
-    if name != "kill" and books.failed:
+    if books.failed:
         failed = sorted({o.reason for o in result.outcomes if o.end == FAILED})
         found.append(f"{books.failed} requests failed: {', '.join(failed)}")
     if name == "overload" and not books.refused:
@@ -153,7 +157,15 @@ def verdict(name: str, result: Result) -> str:
 
 def run(target: Target, name: str, load: Load) -> Result:
     """Treat the server so."""
-    return drive(target, load, target.kill_replica if name == "kill" else None)
+    if name != "kill":
+        return drive(target, load)
+
+    def kill() -> None:
+        with suppress(LookupError):  # the next one is not up yet
+            target.kill_replica()
+
+    late_s = math.floor(0.75 * load.run_s)
+    return drive(target, load, [(at_s, kill) for at_s in range(KILL_EVERY_S, late_s, KILL_EVERY_S)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

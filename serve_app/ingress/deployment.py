@@ -20,7 +20,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.api import build_api
-from serve_app.ingress.failover import unbroken
+from serve_app.ingress.failover import retried, unbroken
 from serve_app.ingress.guard import Access
 from serve_app.ingress.served import ServedModel
 from serve_app.logs import forward_to_serve
@@ -56,6 +56,9 @@ class HandleClient:
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """See EngineClient."""
+        return await retried(lambda: self._embed_once(texts))
+
+    async def _embed_once(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         response: Any = self._handle.embed.remote(texts)
         try:
             vectors: NDArray[np.float32] = await response

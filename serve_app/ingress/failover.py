@@ -6,18 +6,23 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from typing import TypeVar
 
 from serve_app.errors import CorralError, EngineClosedError, EngineFailedError, QueueFullError
 from serve_app.types import GenerationRequest, TokenDelta
 
 logger = logging.getLogger("corral.ingress")
 
+T = TypeVar("T")
 Attempt = Callable[[GenerationRequest], AsyncGenerator[TokenDelta]]
 """Runs a request on some replica, to its end. Raises CorralError."""
 
-PAUSES_S = (0.0, 1.0, 4.0)
+LOST = (EngineFailedError, EngineClosedError)
+"""What is raised when a replica cannot go on, and another may."""
+
+PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Before each new attempt. After as many that brought no token, the request fails: it may be what breaks
 the replicas."""
 
@@ -51,6 +56,17 @@ async def unbroken(
             life.go_on()
 
 
+async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
+    """What the first attempt returns whose replica is not lost meanwhile. Raises CorralError."""
+    for pause_s in pauses_s:
+        try:
+            return await attempt()
+        except LOST as error:
+            logger.warning("Tried again on another replica: %s", error)
+            await asyncio.sleep(pause_s)
+    return await attempt()
+
+
 class _Life:
     """What a request has been through."""
 
@@ -74,7 +90,7 @@ class _Life:
 
     def pause_s(self, error: CorralError) -> float | None:
         """Seconds to wait before the request is sent again after this error; None if that is its end."""
-        if isinstance(error, EngineFailedError | EngineClosedError):
+        if isinstance(error, LOST):
             self._n_fruitless += 1
             if self._n_fruitless <= len(self._pauses_s):
                 return self._pauses_s[self._n_fruitless - 1]

@@ -50,6 +50,7 @@ class Corral:
         config.write_text(
             yaml.safe_dump(
                 {
+                    "proxy_location": "HeadOnly",  # nodes of one machine would share the port
                     "http_options": {"host": "127.0.0.1", "port": self.port},
                     "applications": [
                         {

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.e2e.conftest import Corral, model, sse, wait_until
+from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
 
-N_STREAMS = 12
-N_TOKENS = 600
 RESTART_TIMEOUT_S = 90
+EXACT = {"flash_attn": False, "kv_unified": False, "n_batch": 1}
+"""With these, what is computed of a token does not depend on how many are computed together."""
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
 def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
-    """Two replicas, whose texts do not depend on what is computed together."""
-    served = model(gguf, "m", n_slots=4, n_ctx_slot=1024, flash_attn=False, max_waiting=32)
+    """Two replicas."""
+    served = model(gguf, "m", n_slots=4, n_ctx_slot=1024, max_waiting=32, **EXACT)
     served["deployment"]["num_replicas"] = 2
     corral = start_for_module([served])
     corral.wait_ready()
@@ -30,53 +34,118 @@ def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral
     return corral
 
 
-def body(number: int) -> dict[str, Any]:
+def body(number: int, n_tokens: int) -> dict[str, Any]:
     return {
         "prompt": f"Stream number {number} says",
-        "max_tokens": N_TOKENS,
+        "max_tokens": n_tokens,
         "temperature": 0,
         "ignore_eos": True,
     }
 
 
-def whole(corral: Corral, number: int) -> str:
-    answer = corral.http.post("/v1/completions", json=body(number)).json()
-    text: str = answer["choices"][0]["text"]
-    return text
+class Streams:
+    """Clients that read, and what has come to them."""
 
+    def __init__(self, corral: Corral, n_streams: int, n_tokens: int) -> None:
+        self.corral = corral
+        self.n_tokens = n_tokens
+        self.numbers = range(n_streams)
+        self.ids = [""] * n_streams
+        self.texts = [""] * n_streams
 
-def streamed(corral: Corral, number: int, began: Callable[[], None]) -> tuple[str, dict[str, Any]]:
-    """The text of a stream, and what is told of the request."""
-    text, chunks = "", list[dict[str, Any]]()
-    asked = body(number) | {"stream": True, "stream_options": {"include_usage": True}}
-    with corral.http.stream("POST", "/v1/completions", json=asked) as response:
-        for line in response.iter_lines():
-            if line and line != "data: [DONE]":
-                chunks.append(sse(line))
-                assert "error" not in chunks[-1], chunks[-1]
-                text += "".join(choice["text"] for choice in chunks[-1]["choices"])
-                began()
-    assert chunks[-1]["usage"]["completion_tokens"] == N_TOKENS
-    (told,) = corral.http.get(f"/v1/requests/{chunks[0]['id']}").json()["sequences"]
-    return text, told
+    def alone(self, number: int) -> str:
+        """The same text, undisturbed and whole."""
+        asked = body(number, self.n_tokens)
+        url = f"{self.corral.url}/v1/completions"
+        answer = httpx.post(url, json=asked, timeout=120).json()
+        text: str = answer["choices"][0]["text"]
+        return text
+
+    def read(self, number: int) -> None:
+        """One stream, to its end."""
+        usage: dict[str, int] = {}
+        asked = body(number, self.n_tokens)
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        url = f"{self.corral.url}/v1/completions"
+        with httpx.stream("POST", url, json=asked, timeout=120) as response:
+            for line in response.iter_lines():
+                if line and line != "data: [DONE]":
+                    chunk = sse(line)
+                    assert "error" not in chunk, chunk
+                    self.ids[number] = chunk["id"]
+                    self.texts[number] += "".join(one["text"] for one in chunk["choices"])
+                    usage = chunk.get("usage") or usage
+        assert usage["completion_tokens"] == self.n_tokens
+
+    @property
+    def n_begun(self) -> int:
+        return sum(bool(text) for text in self.texts)
 
 
 def test_streams_go_on_without_a_missing_or_repeated_character(corral: Corral) -> None:
-    numbers = range(N_STREAMS)
-    with ThreadPoolExecutor(N_STREAMS) as pool:
-        alone = list(pool.map(lambda number: whole(corral, number), numbers))
-        begun = [False] * N_STREAMS
-        futures = [
-            pool.submit(streamed, corral, i, lambda i=i: begun.__setitem__(i, True))
-            for i in numbers
-        ]
-        wait_until(lambda: sum(begun) >= 8, 60, "eight streams")
+    streams = Streams(corral, 12, 600)
+    with ThreadPoolExecutor(12) as pool:
+        alone = list(pool.map(streams.alone, streams.numbers))
+        reading = [pool.submit(streams.read, number) for number in streams.numbers]
+        wait_until(lambda: streams.n_begun >= 8, 60, "eight streams")
         victim, *_ = corral.pids("ray::ServeReplica:corral:engine-m")
         os.kill(victim, signal.SIGKILL)
-        found = [future.result(180) for future in futures]
-    assert [text for text, _ in found] == alone
-    resumed = [told["timings"] for _, told in found if told["timings"]["failovers"]]
+        for one in reading:
+            one.result(180)
+    assert streams.texts == alone
+    paths = [f"/v1/requests/{answer_id}" for answer_id in streams.ids]
+    told = [corral.http.get(path).json()["sequences"][0] for path in paths]
+    assert all(one["finish_reason"] == "length" for one in told)
+    resumed = [one["timings"] for one in told if one["timings"]["failovers"]]
     assert resumed
     assert all(timings["failed_over_ms"] > 0 for timings in resumed)
-    assert all(told["finish_reason"] == "length" for _, told in found)
     wait_until(lambda: len(corral.replicas()) == 2, RESTART_TIMEOUT_S, "two replicas again")
+
+
+@contextmanager
+def second_node(corral: Corral) -> Iterator[subprocess.Popen[bytes]]:
+    """Another node of Corral's cluster on this machine, in a process group of its own."""
+    (raylet,) = corral.pids("raylet/raylet")
+    arguments = Path(f"/proc/{raylet}/cmdline").read_text().split("\0")
+    (address,) = [one for one in arguments if one.startswith("--gcs-address=")]
+    ray = str(Path(sys.executable).with_name("ray"))
+    node = subprocess.Popen(
+        [ray, "start", "--block", address.replace("--gcs-", "--"), "--num-cpus=2"],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_TMPDIR": str(corral.directory),
+            "XDG_RUNTIME_DIR": str(corral.directory),
+        },
+        start_new_session=True,
+    )
+    try:
+        yield node
+    finally:
+        node.terminate()
+        node.wait(60)
+
+
+@pytest.mark.long
+def test_200_streams_outlive_replicas_and_a_node(
+    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+) -> None:
+    served = model(gguf, "m", n_slots=16, n_ctx_slot=512, max_waiting=200, **EXACT)
+    served["deployment"] = {"num_replicas": 4, "ray_actor_options": {"num_cpus": 1}}
+    corral = start([served])
+    corral.wait_ready()
+    streams = Streams(corral, 200, 150)
+    with second_node(corral) as node, ThreadPoolExecutor(200) as pool:
+        wait_until(lambda: len(corral.replicas()) == 4, RESTART_TIMEOUT_S, "four replicas")
+        alone = list(pool.map(streams.alone, streams.numbers))
+        reading = [pool.submit(streams.read, number) for number in streams.numbers]
+        for n_begun in (20, 60, 100, 140):
+            wait_until(lambda n=n_begun: streams.n_begun >= n, 120, f"{n_begun} streams")  # type: ignore[misc]
+            victim, *_ = corral.pids("ray::ServeReplica:corral:engine-m")
+            os.kill(victim, signal.SIGKILL)
+            if n_begun == 60:
+                os.killpg(node.pid, signal.SIGKILL)
+        for one in reading:
+            one.result(180)
+    assert streams.texts == alone

@@ -14,7 +14,7 @@ from serve_app.errors import (
     EngineUnavailableError,
     QueueFullError,
 )
-from serve_app.ingress.failover import unbroken
+from serve_app.ingress.failover import retried, unbroken
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
@@ -140,3 +140,21 @@ async def test_what_was_asked_for_stays_but_seeds_move_on() -> None:
     assert (first.sampling.seed, second.sampling.seed) == (7, 11)
     assert second.sampling.max_tokens == 50
     assert (second.prompt, second.failed_over_s > 0) == ((1,), True)
+
+
+@pytest.mark.parametrize(("n_lost", "n_asked"), [(0, 1), (3, 4), (9, 4)])
+async def test_what_has_no_stream_is_asked_for_again(n_lost: int, n_asked: int) -> None:
+    asked = []
+
+    async def attempt() -> int:
+        asked.append(1)
+        if len(asked) <= n_lost:
+            raise DIED
+        return 5
+
+    if n_lost < n_asked:
+        assert await retried(attempt, NO_PAUSES) == 5
+    else:
+        with pytest.raises(EngineFailedError):
+            await retried(attempt, NO_PAUSES)
+    assert len(asked) == n_asked

@@ -35,8 +35,7 @@ def test_good_verdicts() -> None:
     assert problems("overload", result("overload", refused, {"stop": 30, "length": 9})) == []
     assert problems("vanish", result("vanish", LEFT, {"stop": 39, "abort": 1})) == []
     assert problems("slow", result("slow", GOOD, {"length": 40})) == []
-    failed = [outcome(0, FAILED, "500 engine_failed"), *GOOD[1:]]
-    assert problems("kill", result("kill", failed, {"stop": 3})) == []  # counts died along
+    assert problems("kill", result("kill", GOOD, {"stop": 3})) == []  # counts died along
     assert verdict("slow", result("slow", GOOD, {"length": 40})).endswith("GOOD")
 
 
@@ -56,6 +55,7 @@ def test_good_verdicts() -> None:
         ),
         ("slow", [*GOOD, GOOD[0]], {"stop": 41}, "do not balance"),
         ("kill", GOOD[:20], {}, "was not replaced"),
+        ("kill", [*GOOD[:-1], outcome(39, FAILED, "500 x")], {}, "1 requests failed: 500 x"),
         ("slow", [outcome(1, ABORTED, "left")], {"abort": 1}, "no request was answered"),
     ],
 )
