@@ -177,7 +177,8 @@ class DecoderLoop:
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.kv_unified,
         )
-        copy_tokens = math.ceil(costs.copy_s / costs.prompt_token_s) if costs else 0
+        token_s = costs.prompt_token_s
+        copy_tokens = math.ceil(costs.copy_s / token_s) if token_s else 0
         table = SlotTable(
             options.n_slots,
             max(_LEAST_COPY, copy_tokens),

@@ -78,7 +78,8 @@ class Sweep:
     def run(self) -> Measurements:
         """Measure, at the latest until `limit_s` is over but for the passes that always run."""
         self._measure(self._decode, self._lane_counts(_DECODES), self._decode_pass, 0)
-        self._measure(self._prefill, self._fitting(_CHUNKS, 0), self._prefill_pass, 0)
+        chunks = self._fitting(_CHUNKS, 0) or [min(self._n_batch, self._n_ctx_slot - 1)]
+        self._measure(self._prefill, chunks, self._prefill_pass, 0)
         depth, copy_s = self._fill(), 0.0
         if depth:
             copy_s = self._spread(depth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,12 +28,15 @@ DEMO_SLOTS = 4
 STOP_TIMEOUT_S = 60
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]
+) -> None:
     """Poll until the condition holds; fails with `what` if it does not."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout_s} s: {what}")
+            told = what if isinstance(what, str) else what()
+            pytest.fail(f"not within {timeout_s} s: {told}")
         time.sleep(0.05)
 
 
@@ -46,7 +50,7 @@ class Corral:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
-        config = directory / "serve_config.yaml"
+        self._config = config = directory / "serve_config.yaml"
         config.write_text(
             yaml.safe_dump(
                 {
@@ -85,6 +89,22 @@ class Corral:
         """What it has printed."""
         return self._log.read_text(errors="replace")
 
+    def deploy(self, **engine: int) -> None:
+        """`serve deploy` of the same configuration with these changes to its first model's engine."""
+        config = yaml.safe_load(self._config.read_text())
+        config["applications"][0]["args"]["models"][0]["engine"].update(engine)
+        self._config.write_text(yaml.safe_dump(config))
+        found = re.search(r"dashboard at .*?(127\.0\.0\.1:\d+)", self.log)
+        assert found, self.log
+        command = Path(sys.executable).with_name("serve"), "deploy", self._config
+        subprocess.run(
+            [*command, "--address", f"http://{found[1]}"],
+            cwd=ROOT,
+            env=os.environ | {"RAY_AUTH_MODE": "token"},
+            check=True,
+            timeout=60,
+        )
+
     def wait_ready(self) -> None:
         """Wait until an engine of every model answers."""
 
@@ -98,7 +118,7 @@ class Corral:
                 model["replicas"] for model in stats.json()["models"]
             )
 
-        wait_until(ready, START_TIMEOUT_S, f"server ready:\n{self.log}")
+        wait_until(ready, START_TIMEOUT_S, lambda: f"server ready:\n{self.log}")
 
     def replicas(self, model: int = 0) -> list[dict[str, Any]]:
         """What each replica of a model tells."""

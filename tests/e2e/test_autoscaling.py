@@ -41,7 +41,7 @@ def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral
         except (httpx.TransportError, KeyError, ValueError):
             return False
 
-    wait_until(ready, SCALE_TIMEOUT_S, f"server ready:\n{corral.log}")
+    wait_until(ready, SCALE_TIMEOUT_S, lambda: f"server ready:\n{corral.log}")
     return corral
 
 

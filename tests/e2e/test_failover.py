@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -149,3 +150,30 @@ def test_200_streams_outlive_replicas_and_a_node(
         for one in reading:
             one.result(180)
     assert streams.texts == alone
+
+
+@pytest.mark.long
+def test_a_rolling_deploy_loses_nothing(
+    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+) -> None:
+    """Streams that are still running when their replica's time is up go on in the new version."""
+    served = model(gguf, "m", n_slots=4, n_ctx_slot=1024, max_waiting=64, **EXACT)
+    served["deployment"] |= {"num_replicas": 2, "graceful_shutdown_timeout_s": 1}
+    corral = start([served])
+    corral.wait_ready()
+    streams = Streams(corral, 40, 600)
+    with ThreadPoolExecutor(40) as pool:
+        alone = list(pool.map(streams.alone, streams.numbers))
+        reading = [pool.submit(streams.read, number) for number in streams.numbers[:8]]
+        wait_until(lambda: streams.n_begun == 8, 60, "eight streams")
+        before = {replica["replica_id"] for replica in corral.replicas()}
+        corral.deploy(n_slots=5)
+        for number in streams.numbers[8:]:  # they come while replicas go
+            reading.append(pool.submit(streams.read, number))
+            time.sleep(0.2)
+        for one in reading:
+            one.result(180)
+    assert streams.texts == alone
+    wait_until(lambda: len(corral.replicas()) == 2, RESTART_TIMEOUT_S, "two replicas")
+    assert not before & {replica["replica_id"] for replica in corral.replicas()}
+    assert {replica["engine"]["n_slots"] for replica in corral.replicas()} == {5}

@@ -41,7 +41,7 @@ def test_two_replicas_have_cores_of_their_own_and_so_has_the_next(
     def both_up() -> bool:
         return len(replicas(server)) == 2
 
-    wait_until(both_up, START_TIMEOUT_S, f"two replicas:\n{server.log}")
+    wait_until(both_up, START_TIMEOUT_S, lambda: f"two replicas:\n{server.log}")
     cores = [replica["cores"] for replica in replicas(server)]
     assert [len(of_one) for of_one in cores] == [1, 1], server.log
     assert cores[0] != cores[1]
@@ -57,7 +57,7 @@ def test_two_replicas_have_cores_of_their_own_and_so_has_the_next(
         now = {replica["replica_id"] for replica in replicas(server)}
         return len(now) == 2 and now != old
 
-    wait_until(replaced, START_TIMEOUT_S, f"a new replica:\n{server.log}")
+    wait_until(replaced, START_TIMEOUT_S, lambda: f"a new replica:\n{server.log}")
     assert sorted(replica["cores"] for replica in replicas(server)) == sorted(cores)
     assert pinned(server)[survivor] == by_pid[survivor]
 

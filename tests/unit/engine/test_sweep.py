@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from serve_app.engine.backend import Row, State
+from serve_app.engine.cost_model import CostModel
 from serve_app.engine.sweep import Sweep
 
 
@@ -107,3 +108,10 @@ def test_a_short_context_is_enough(n_ctx_slot: int) -> None:
     measured = machine.sweep(60).run()
     assert all(size <= n_ctx_slot for size in measured.prefill_s)
     assert machine.lanes == [0, 0]
+
+
+@pytest.mark.parametrize(("n_ctx_slot", "n_batch"), [(2, 512), (16, 512), (2048, 1), (2048, 3)])
+def test_the_least_of_batches_has_a_measured_chunk(n_ctx_slot: int, n_batch: int) -> None:
+    measured = Machine(2, n_ctx_slot, n_batch).sweep(60).run()
+    assert CostModel(measured).prompt_token_s > 0
+    assert all(size <= min(n_batch, n_ctx_slot) for size in measured.prefill_s)
