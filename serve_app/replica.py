@@ -19,6 +19,7 @@ from ray import serve
 
 from serve_app.engine import Engine, TokenStream
 from serve_app.errors import ConfigError, CorralError, EngineFailedError
+from serve_app.handover import Handover, Heir, Offer
 from serve_app.logs import forward_to_serve
 from serve_app.metrics import ReplicaMetrics
 from serve_app.placement import leases, topology
@@ -45,7 +46,7 @@ logger = logging.getLogger("corral.replica")
 class EngineReplica:
     """One engine. Its methods run in the replica's event loop; decoding has a thread of its own."""
 
-    def __init__(self, model: ResolvedModel) -> None:
+    async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         forward_to_serve()
         path = locate(model.source)
         self._place, threads = settle_in(model, _reserved_cpus())
@@ -72,6 +73,8 @@ class EngineReplica:
             self._place.report,
         )
         logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
+        self._handover = Handover(self._engine)
+        await self._handover.receive()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         """Run a request to its end; raises CorralError. Cancelling frees its slot."""
@@ -145,6 +148,22 @@ class EngineReplica:
             for record in self._engine.explain(wanted)
         ]
 
+    async def offer_prefixes(self, asker: str) -> Offer | None:
+        """See Handover.offer."""
+        return await self._handover.offer(asker)
+
+    async def send_prefix(self, giver: str, tokens: bytes) -> list[Any] | None:
+        """See Handover.send."""
+        return await self._handover.send(giver, tokens)
+
+    async def lack_prefixes(self, asker: str, prefixes: list[bytes]) -> Heir | None:
+        """See Handover.lacks."""
+        return await self._handover.lacks(asker, prefixes)
+
+    async def take_prefix(self, heir: str, sent: list[Any]) -> int | None:
+        """See Handover.take."""
+        return await self._handover.take(heir, sent)
+
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook: what `serve_app.routing.request_router` learns of this replica."""
         return self._reporter.report(self._engine.stats(), self._engine.holdings())
@@ -161,8 +180,9 @@ class EngineReplica:
             logger.warning("%s", throttled)
         self._metrics.update(self._engine.stats())
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
+        await self._handover.bequeath()
         self._engine.close(timeout_s=0)
 
 

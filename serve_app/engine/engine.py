@@ -11,6 +11,7 @@ from serve_app.engine.backend import Backend
 from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.prefix_exchange import PrefixExchange
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.slot_files import SlotFiles
 from serve_app.engine.stats import EngineStats, Holdings
@@ -43,6 +44,7 @@ class Engine:
         self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
         self.slot_files = SlotFiles(options.slot_folder, self._loop.state_key, self._loop.ask)
+        self.prefixes = PrefixExchange(options, self._loop.state_key, self._loop.ask)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], options: EngineOptions) -> Engine:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter, deque
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from serve_app.engine.backend import Backend
+from serve_app.engine.prefix_file import packed
 from serve_app.engine.prefix_store import PrefixStore, StoredPrefix
 from serve_app.engine.sequence import Sequence
 from serve_app.engine.slots import Choice, Slot, SlotTable, Wait
 from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
 
 logger = logging.getLogger("corral.engine")
+
+# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
+_BEGUN_KEPT = 128
+# Seconds in which a byte of a lane is saved, until that was seen: machines are faster.
+_SAVE_BYTE_S = 2e-9
 
 
 class Place(NamedTuple):
@@ -25,6 +33,14 @@ class Place(NamedTuple):
     """Of them, those that came from the prefix store."""
 
 
+class Held(NamedTuple):
+    """A prefix that prompts could start from."""
+
+    tokens: SequenceOf[int]
+    n_bytes: int
+    """Of its state, saved or not."""
+
+
 class Lanes:
     """Carries out in the backend's lanes what `SlotTable` decides. Decoder thread only."""
 
@@ -34,6 +50,11 @@ class Lanes:
         self._backend = backend
         self._unsettled: set[int] = set()
         """Lanes of copies and shifts that the backend makes with the next decode."""
+        self._save_byte_s = _SAVE_BYTE_S
+        self.begun: deque[bytes] = deque(maxlen=_BEGUN_KEPT)
+        """The last prompts that got a slot, packed."""
+        self.exchanged: Counter[str] = Counter()
+        """What went to other engines and came from them, by the names that `EngineStats` has for it."""
 
     def pin(self, n_batch: int) -> None:
         """Compute what is pinned."""
@@ -72,6 +93,8 @@ class Lanes:
             self.stored.used(stored)
         self.store(choice.slot, self.table.loses(choice))
         n_cached = self._fill(choice, stored)
+        if sequence.trace.admitted is None:  # one that was preempted was counted before
+            self.begun.append(packed(sequence.request.prompt))
         return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
 
     def release(self, sequence: Sequence) -> None:
@@ -159,6 +182,70 @@ class Lanes:
         self._backend.truncate(slot.id, 0)
         slot.idle_tokens, slot.n_shared = [], 0
         return n_tokens
+
+    # -- for other engines ------------------------------------------------------------------------
+
+    @property
+    def held(self) -> list[Held]:
+        """What prompts could start from now."""
+        per_token = self._backend.memory.cache_bytes_per_token
+        return [
+            *(Held(one.tokens[: one.n_past], one.n_past * per_token) for one in self.table.slots),
+            *(Held(one.tokens, len(one.state)) for one in self.stored),
+        ]
+
+    def lend(self, tokens: list[int], most_s: float | None) -> StoredPrefix | None:
+        """The shortest prefix that begins with these tokens. None if there is none any more, or if saving
+        it would probably keep running sequences waiting for longer than that."""
+        n = len(tokens)
+        stored = [one for one in self.stored if one.tokens[:n] == tokens]
+        slots = [
+            one
+            for one in self.table.slots
+            if one.id not in self._unsettled and one.n_past >= n and one.tokens[:n] == tokens
+        ]
+        found = min(stored, key=lambda one: len(one.tokens), default=None)
+        slot = min(slots, key=lambda one: one.n_past, default=None)
+        if slot is not None and (found is None or slot.n_past < len(found.tokens)):
+            most_s = most_s if self.table.busy else None
+            found = self._saved(slot, most_s) or found
+        if found is not None:
+            self.exchanged["handed_over_prefixes"] += 1
+            self.exchanged["handed_over_bytes"] += len(found.state)
+        return found
+
+    def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
+        """What a slot has, unless that would take too long."""
+        n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
+        if most_s is not None and n_bytes * self._save_byte_s > most_s:
+            return None
+        began = time.monotonic()
+        state = self._backend.save(slot.id)
+        self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
+        return StoredPrefix(slot.tokens[: slot.n_past], state)
+
+    def adopt(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
+        """Store another engine's prefix; returns what is stored. If a slot is empty, and nobody runs, the
+        backend sees the state before it is needed, and only the first `n_wanted` tokens are kept. None if
+        the store does not want it. Raises DecodeError if the backend does not."""
+        empty = next((one for one in self.table.slots if one.idle and not one.idle_tokens), None)
+        if empty is not None and not self.table.busy and empty.id not in self._unsettled:
+            prefix = self._cut(empty, prefix, n_wanted)
+        if not self.stored.wants(prefix.tokens, len(prefix.state)):
+            return None
+        self.stored.put(prefix.tokens, prefix.state)
+        self.exchanged["received_prefixes"] += 1
+        self.exchanged["received_bytes"] += len(prefix.state)
+        return prefix
+
+    def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
+        """Its first tokens, by way of an empty slot; all if the model's memory cannot be cut there."""
+        self._backend.restore(slot.id, prefix.state)
+        n_kept = self._keep(slot, n_wanted) if n_wanted < len(prefix.tokens) else 0
+        if n_kept:
+            prefix = StoredPrefix(prefix.tokens[:n_kept], self._backend.save(slot.id))
+        self._backend.truncate(slot.id, 0)
+        return prefix
 
     def _at_rest(self, slot_id: int) -> Slot:
         slots = self.table.slots

@@ -472,6 +472,7 @@ class DecoderLoop:
 
     def _snapshot(self) -> EngineStats:
         live, memory, counts = self._live, self._backend.memory, self._counts
+        exchanged = self._lanes.exchanged
         self._forecast = self._backlog.forecast(live)
         return EngineStats(
             n_slots=self._options.n_slots,
@@ -510,6 +511,10 @@ class DecoderLoop:
             stored_prefixes=len(self._lanes.stored),
             stored_bytes=self._lanes.stored.n_bytes,
             stored_bytes_limit=self._options.cache_ram_bytes,
+            received_prefixes=exchanged["received_prefixes"],
+            received_bytes=exchanged["received_bytes"],
+            handed_over_prefixes=exchanged["handed_over_prefixes"],
+            handed_over_bytes=exchanged["handed_over_bytes"],
             weights_bytes=memory.weights_bytes,
             cache_bytes=memory.cache_bytes,
             cache_bytes_per_slot=memory.cache_bytes_per_slot,

@@ -10,6 +10,7 @@ import os
 import stat
 import struct
 import tempfile
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
         tokens, state = file.read(n_tokens * _TOKEN_BYTES), file.read(n_state)
     if _checksum(fields, tokens, state) != checksum:
         raise RefusedFileError("its checksum is wrong")
-    return StoredPrefix(list(struct.unpack(f"<{n_tokens}i", tokens)), state)
+    return StoredPrefix(unpacked(tokens), state)
 
 
 def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
@@ -82,9 +83,14 @@ def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
     return n_bytes
 
 
-def packed(tokens: list[int]) -> bytes:
-    """Tokens as bytes."""
+def packed(tokens: Sequence[int]) -> bytes:
+    """Tokens as bytes, four each."""
     return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def unpacked(tokens: bytes) -> list[int]:
+    """What `packed` made bytes of."""
+    return list(struct.unpack(f"<{len(tokens) // _TOKEN_BYTES}i", tokens))
 
 
 def _checksum(*parts: State) -> bytes:

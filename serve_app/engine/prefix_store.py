@@ -45,6 +45,9 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._prefixes)
 
+    def __iter__(self) -> Iterator[StoredPrefix]:
+        return iter(self._prefixes)
+
     @property
     def n_bytes(self) -> int:
         """Of all states."""

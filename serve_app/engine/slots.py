@@ -108,6 +108,11 @@ class SlotTable:
         return any(slot.idle for slot in self.slots)
 
     @property
+    def busy(self) -> bool:
+        """Whether some slot has a sequence."""
+        return any(slot.sequence is not None for slot in self.slots)
+
+    @property
     def n_cells(self) -> int:
         """Cells in use, if the cache is unified: what lanes share counts once."""
         return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
@@ -194,8 +199,8 @@ def _age(slot: Slot) -> tuple[int, int]:
     return -slot.last_used, -slot.id
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many first tokens two lists share: found by halving, as comparing slices is fast."""
+def common_prefix(a: SequenceOf[int], b: SequenceOf[int]) -> int:
+    """How many first items two sequences of a type share: found by halving, as comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -76,6 +76,12 @@ class EngineStats:
     stored_bytes: int = 0
     stored_bytes_limit: int = 0
     """What they may take at most; it is not reserved."""
+    received_prefixes: int = 0
+    """Prefixes that other engines computed, and the bytes of their states."""
+    received_bytes: int = 0
+    handed_over_prefixes: int = 0
+    """Prefixes that were given to other engines."""
+    handed_over_bytes: int = 0
     weights_bytes: int = 0
     cache_bytes: int = 0
     """Of all slots and pinned lanes."""

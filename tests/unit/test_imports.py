@@ -87,6 +87,7 @@ def test_ray_is_known_in_few_places_only() -> None:
     assert {module for module, _ in offenders("serve_app", "ray")} == {
         "serve_app.app",
         "serve_app.config",
+        "serve_app.handover",
         "serve_app.metrics",
         "serve_app.replica",
         "serve_app.ingress.deployment",

@@ -1,0 +1,107 @@
+"""A new replica gets what requests share, and one that leaves gives away what only it has."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Corral, model, wait_until
+
+SCALE_TIMEOUT_S = 90
+SYSTEM = " ".join(f"Rule {i} of this application is to be kept." for i in range(40))
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
+    """One or two replicas, as the load is."""
+    served = model(gguf, "tiny", n_slots=2, n_ctx_slot=1024, max_waiting=64, cache_ram_mib=256)
+    served["deployment"]["autoscaling_config"] = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 3,
+        "look_back_period_s": 11,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+        corral = start_for_module([served])
+    corral.wait_ready()
+    return corral
+
+
+def replicas(corral: Corral) -> dict[str, dict[str, Any]]:
+    """Every replica's engine statistics."""
+    found = corral.http.get("/v1/stats").json()["models"][0]["replicas"]
+    return {replica["replica_id"]: replica["engine"] for replica in found}
+
+
+def ask(corral: Corral, prompt: str, max_tokens: int = 4) -> tuple[int, str]:
+    """Run a prompt; returns how many of its tokens were cached, and the answer."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+    answer = corral.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached, answer.json()["choices"][0]["text"]
+
+
+@contextmanager
+def load(corral: Corral, n_clients: int) -> Iterator[None]:
+    """Meanwhile, clients ask all the time."""
+    enough = threading.Event()
+
+    def keep_asking(client: int) -> None:
+        while not enough.is_set():
+            ask(corral, f"{client}: hello", 200)
+
+    with ThreadPoolExecutor(n_clients) as pool:
+        clients = [pool.submit(keep_asking, client) for client in range(n_clients)]
+        try:
+            yield
+        finally:
+            enough.set()
+    for client in clients:
+        client.result()
+
+
+def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
+    expected = [ask(corral, SYSTEM + f" Question {i}?") for i in range(3)]
+    n_shared = expected[-1][0]
+    assert n_shared > 100
+    (elder,) = replicas(corral)
+
+    with load(corral, 8):
+        wait_until(lambda: len(replicas(corral)) == 2, SCALE_TIMEOUT_S, "a second replica")
+        grown = replicas(corral)
+        (fresh,) = (stats for name, stats in grown.items() if name != elder)
+        assert fresh["received_prefixes"] >= 1
+        assert fresh["received_bytes"] > 0
+        assert grown[elder]["handed_over_prefixes"] >= 1
+    assert re.search(r"Received \d+ prefixes, [\d,]+ tokens, .* from 1 replicas", corral.log)
+
+    def told() -> dict[str, int]:
+        return {name: sum(stats["ended"].values()) for name, stats in replicas(corral).items()}
+    # Whichever replica gets it, it starts from what requests share, and says the same.
+    before = told()
+    for i in range(8):
+        cached, text = ask(corral, SYSTEM + f" Question {i % 3}?")
+        assert cached >= n_shared
+        assert text == expected[i % 3][1]
+    print(before, told())
+    names = [f"Person {i}" for i in range(6)]
+    conversations = [f"{name}: " + " ".join(f"{name} says {i}." for i in range(40)) for name in names]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda text: ask(corral, text), conversations))
+    wait_until(lambda: len(replicas(corral)) == 1, SCALE_TIMEOUT_S, "one is left")
+    (left,) = replicas(corral).values()
+    print(left)
+    assert min(ask(corral, text + " And then?")[0] for text in conversations) >= 96
+    assert re.search(r"Handed over \d+ prefixes, [\d,]+ tokens, .* to 1 replicas", corral.log)
