@@ -58,7 +58,7 @@ async def opened(path: Path, **changed: Any) -> AsyncIterator[Engine]:
 
 
 async def sent(path: Path, **changed: Any) -> tuple[Parcel, int]:
-    """What an engine gives of what two prompts share, as another process gets it, and how many tokens that is."""
+    """What two prompts share, as another process gets it from an engine, and how many tokens that is."""
     async with opened(path, **changed) as elder:
         for end in ("One", "Two"):
             await tell(elder, SYSTEM + end)
