@@ -25,7 +25,7 @@ from serve_app.engine.hot_prefixes import hottest
 from serve_app.engine.prefix_exchange import Parcel
 
 ELDER, FRESH, COLD = "a warm engine", "a fresh one with its prefixes", "a fresh one without"
-_SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
+_SAMPLING = SamplingParams(max_tokens=4)
 _WARM_UP = 3
 _TIMEOUT_S = 300
 

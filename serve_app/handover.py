@@ -195,9 +195,11 @@ class Tally:
             self._n_bytes += n_bytes
 
     def __str__(self) -> str:
+        many, several = self.n_prefixes > 1, len(self._replicas) > 1
         return (
-            f"{self.done} {self.n_prefixes} prefixes, {self._n_tokens:,} tokens, "
-            f"{self._n_bytes / 2**20:.1f} MiB {self._way} {len(self._replicas)} replicas in "
+            f"{self.done} {self.n_prefixes} {'prefixes' if many else 'prefix'}, "
+            f"{self._n_tokens:,} tokens, {self._n_bytes / 2**20:.1f} MiB {self._way} "
+            f"{len(self._replicas)} {'replicas' if several else 'replica'} in "
             f"{time.monotonic() - self._began:.2f} s."
         )
 

@@ -225,12 +225,16 @@ class Lanes:
         return StoredPrefix(slot.tokens[: slot.n_past], state)
 
     def adopt(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
-        """Store another engine's prefix; returns what is stored. If a slot is empty, and nobody runs, the
-        backend sees the state before it is needed, and only the first `n_wanted` tokens are kept. None if
-        the store does not want it. Raises DecodeError if the backend does not."""
-        empty = next((one for one in self.table.slots if one.idle and not one.idle_tokens), None)
-        if empty is not None and not self.table.busy and empty.id not in self._unsettled:
-            prefix = self._cut(empty, prefix, n_wanted)
+        """Store another engine's prefix; returns what is stored, None if the store does not want it. If a
+        slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut off. Raises
+        DecodeError if the backend refuses the state then; else that shows when it is needed."""
+        empty = [
+            slot
+            for slot in self.table.slots
+            if slot.idle and not slot.idle_tokens and slot.id not in self._unsettled
+        ]
+        if n_wanted < len(prefix.tokens) and empty and not self.table.busy:
+            prefix = self._cut(empty[0], prefix, n_wanted)
         if not self.stored.wants(prefix.tokens, len(prefix.state)):
             return None
         self.stored.put(prefix.tokens, prefix.state)
@@ -241,10 +245,10 @@ class Lanes:
     def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
         """Its first tokens, by way of an empty slot; all if the model's memory cannot be cut there."""
         self._backend.restore(slot.id, prefix.state)
-        n_kept = self._keep(slot, n_wanted) if n_wanted < len(prefix.tokens) else 0
+        n_kept = self._keep(slot, n_wanted)
         if n_kept:
             prefix = StoredPrefix(prefix.tokens[:n_kept], self._backend.save(slot.id))
-        self._backend.truncate(slot.id, 0)
+            self._backend.truncate(slot.id, 0)
         return prefix
 
     def _at_rest(self, slot_id: int) -> Slot:

@@ -18,8 +18,8 @@ SCALE_TIMEOUT_S = 90
 SYSTEM = " ".join(f"Rule {i} of this application is to be kept." for i in range(20))
 NAMES = ["Ana", "Ben", "Eva", "Leo", "Mia", "Zoe"]
 CONVERSATIONS = [f"{one}: " + " ".join(f"{one} says {i}." for i in range(30)) for one in NAMES]
-RECEIVED = r"Received \d+ prefixes, [\d,]+ tokens, .* from 1 replicas"
-HANDED_OVER = r"Handed over \d+ prefixes, [\d,]+ tokens, .* to 1 replicas"
+RECEIVED = r"Received \d+ prefix\S*, [\d,]+ tokens, .* from 1 replica "
+HANDED_OVER = r"Handed over \d+ prefix\S*, [\d,]+ tokens, .* to 1 replica "
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.engine.hot_prefixes import HotPrefix
 from serve_app.engine.prefix_file import packed
-from serve_app.handover import Heir, Offer, bequests, wishes
+from serve_app.handover import Heir, Offer, Tally, bequests, wishes
 
 A, B, C = (packed([n] * 40) for n in range(3))
 
@@ -61,3 +61,11 @@ def test_the_last_one_has_no_heir() -> None:
 def test_what_fits_nobody_is_lost() -> None:
     heirs = [Heir("one", b"", [True], 15), Heir("two", b"", [True], 15)]
     assert bequests([hot(A, n_bytes=20)], heirs) == []
+
+
+def test_the_log_counts_what_was_kept() -> None:
+    tally = Tally("Received", "from")
+    tally.add("one", 4 * 1000, 2**20)
+    tally.add("two", 4 * 204, 2**19)
+    tally.add("three", 4 * 99, 0)  # refused
+    assert str(tally).startswith("Received 2 prefixes, 1,204 tokens, 1.5 MiB from 2 replicas in 0.")
