@@ -21,10 +21,9 @@ from serve_app.engine.prefix_exchange import Parcel, RefusedPrefixError
 
 logger = logging.getLogger("corral.replica")
 
-# A replica that comes is not ready, and one that leaves does not end, for so much longer at most.
-_LIMIT_S = 5.0
-# Who does not answer for so long is not waited for.
-_ANSWER_S = 2.0
+# A replica that comes is not ready, and one that leaves does not end, for so much longer at most. Engines
+# answer between two steps, which are seconds while they compute nothing but prompts.
+_LIMIT_S = 10.0
 # A new replica gets what so many of the last prompts began with: what a single one has is its own affair.
 _SHARED_BY = 2
 
@@ -92,7 +91,9 @@ class Handover:
         for wanted, elder in wishes(self._usable(offers, Offer), held, room_bytes):
             sent: list[Any] | None = await self._ask_one("send_prefix", elder, wanted.tokens)
             if sent is not None:
-                tally.add(elder, len(wanted.tokens), await self._adopt(sent, wanted.tokens))
+                tally.add(
+                    elder, len(wanted.tokens), await self._adopt(await sent[0], wanted.tokens)
+                )
 
     async def _bequeath(self, tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
@@ -137,18 +138,19 @@ class Handover:
         """From one that leaves: a prefix, whole; returns the bytes that are kept of it."""
         if heir != self._id:
             return None
-        n_bytes = await self._adopt(sent, None)
-        logger.info("Received a prefix of %d bytes from a replica that leaves.", n_bytes)
-        return n_bytes
+        tally = Tally("Received", "from")
+        parcel: Parcel = await sent[0]
+        tally.add("one that leaves", len(parcel.tokens), await self._adopt(parcel, parcel.tokens))
+        if tally.n_prefixes:
+            logger.info("%s", tally)
+        return tally.n_bytes
 
     # ---------------------------------------------------------------------------------------------
 
-    async def _adopt(self, sent: list[Any], wanted: bytes | None) -> int:
-        """Store what was sent, or what is wanted of it; returns its bytes."""
-        parcel: Parcel = await sent[0]
-        n_wanted = len(wanted or parcel.tokens) // 4
+    async def _adopt(self, parcel: Parcel, wanted: bytes) -> int:
+        """Store what is wanted of it; returns the bytes of what is kept."""
         try:
-            return await asyncio.to_thread(self._prefixes.adopt, parcel, n_wanted)
+            return await asyncio.to_thread(self._prefixes.adopt, parcel, len(wanted) // 4)
         except RefusedPrefixError as error:
             logger.warning("Another replica's prefix is refused: %s.", error)
             return 0
@@ -171,7 +173,7 @@ class Handover:
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         try:
             return await self._peers.broadcast(method, *arguments).results_async(
-                timeout_s=_ANSWER_S, return_exceptions=True
+                return_exceptions=True
             )
         except DeploymentUnavailableError:
             return []  # nobody else is there
@@ -184,7 +186,7 @@ class Tally:
         self.done, self._way = done, way
         self._began = time.monotonic()
         self._replicas: set[str] = set()
-        self.n_prefixes = self._n_tokens = self._n_bytes = 0
+        self.n_prefixes = self._n_tokens = self.n_bytes = 0
 
     def add(self, replica_id: str, n_token_bytes: int, n_bytes: int) -> None:
         """Count a prefix, if some of it was kept."""
@@ -192,13 +194,13 @@ class Tally:
             self._replicas.add(replica_id)
             self.n_prefixes += 1
             self._n_tokens += n_token_bytes // 4
-            self._n_bytes += n_bytes
+            self.n_bytes += n_bytes
 
     def __str__(self) -> str:
         many, several = self.n_prefixes > 1, len(self._replicas) > 1
         return (
             f"{self.done} {self.n_prefixes} {'prefixes' if many else 'prefix'}, "
-            f"{self._n_tokens:,} tokens, {self._n_bytes / 2**20:.1f} MiB {self._way} "
+            f"{self._n_tokens:,} tokens, {self.n_bytes / 2**20:.1f} MiB {self._way} "
             f"{len(self._replicas)} {'replicas' if several else 'replica'} in "
             f"{time.monotonic() - self._began:.2f} s."
         )

@@ -106,3 +106,5 @@ def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
     (left,) = replicas(corral).values()
     assert left["received_prefixes"] >= 1
     assert min(ask(corral, text + " And then?")[0] for text in CONVERSATIONS) >= 96
+    for trouble in ("no more prefixes", "is refused", "Traceback", "never awaited"):
+        assert trouble not in corral.log
