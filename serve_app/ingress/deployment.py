@@ -69,11 +69,11 @@ class HandleClient:
         return vectors
 
     async def stats(self) -> list[ReplicaStats]:
-        """See EngineClient. A replica that does not answer in time is left out."""
+        """See EngineClient. A replica that has just died is left out."""
         return [found for found in await self._ask_all("stats") if isinstance(found, ReplicaStats)]
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
-        """See EngineClient. A replica that does not answer in time is left out."""
+        """See EngineClient. A replica that has just died is left out."""
         answers = await self._ask_all("explain", wanted)
         return [record for found in answers if isinstance(found, list) for record in found]
 
@@ -99,6 +99,9 @@ class HandleClient:
             )
         except DeploymentUnavailableError:
             return []
+        except TimeoutError:  # Serve tells nothing of those that did answer
+            message = f"A replica did not answer within {timeout_s:.0f} seconds."
+            raise EngineUnavailableError(message) from None
 
 
 def _translate(error: Exception) -> CorralError:

@@ -66,11 +66,11 @@ ROUTES = {
     "apply_template": Route(d.Prompt, {"messages": [_ASKED]}, asks_engine=False),
     "list_models": Route(ModelList, asks_engine=False),
     "get_model": Route(ModelCard, asks_engine=False),
-    "stats": Route(Json, asks_engine=False),
-    "explain": Route(Json, asks_engine=False),
+    "stats": Route(Json),
+    "explain": Route(Json),
     "health": Route(dict[Literal["status"], Literal["ok"]], asks_engine=False),
     "props": Route(Json, asks_engine=False),
-    "metrics": Route(str, asks_engine=False),
+    "metrics": Route(str),
     "slots": Route(list[Json]),
     "act_on_slot": Route(Json),
     "lora_adapters": Route(list[Json], asks_engine=False),
@@ -86,7 +86,7 @@ _STATUSES = {
     413: "The body is too large.",
     429: "The API key has used up what it may, or the queue is full.",
     500: "The server failed to handle this request.",
-    503: "No engine is up.",
+    503: "No engine is up, or one does not answer.",
 }
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _EVENTS = {

@@ -27,7 +27,7 @@ class EngineClient(Protocol):
         Raises CorralError. Cancelling it ends the request."""
 
     async def stats(self) -> list[ReplicaStats]:
-        """What each replica tells about itself."""
+        """What each replica tells about itself. Raises EngineUnavailableError if one does not answer."""
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
@@ -35,7 +35,7 @@ class EngineClient(Protocol):
         """Save, restore or erase one replica's slot. Raises CorralError."""
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
-        """What the replicas remember of a request."""
+        """What the replicas remember of a request. Raises EngineUnavailableError if one does not answer."""
 
 
 @dataclasses.dataclass(frozen=True)
