@@ -14,11 +14,17 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_worker_niceness := 0
 
-.PHONY: serve test test-long fuzz lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-long fuzz lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
 	@exec $(BIN)/serve run $(CONFIG)
+
+cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine; returns when it serves.
+	@$(BIN)/python -m cluster.local.cluster up
+
+cluster-down: $(READY)  ## Stop all of it.
+	@$(BIN)/python -m cluster.local.cluster down
 
 test: $(READY)  ## Tests: unit, integration, end to end.
 	$(BIN)/pytest -m "not long" tests/unit tests/integration tests/e2e

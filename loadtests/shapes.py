@@ -25,13 +25,18 @@ def spikes(moment: float) -> float:
     return 1.0 if 0.4 <= moment * SPIKES % 1 < 0.4 + 0.1 * SPIKES else 0.2
 
 
+def burst(moment: float) -> float:
+    """Nearly nobody; all, from a tenth to a half of the run."""
+    return 1.0 if 0.1 <= moment < 0.5 else 0.05
+
+
 def sine(moment: float) -> float:
     """Two waves between a tenth and all, from the middle up."""
     return 0.55 + 0.45 * sin(2 * pi * 2 * moment)
 
 
 SHAPES: Mapping[str, Callable[[float], float]] = {
-    shape.__name__: shape for shape in (constant, steps, spikes, sine)
+    shape.__name__: shape for shape in (constant, steps, spikes, burst, sine)
 }
 """By name: the share of the most, 0 to 1, at a moment of the run, from 0, its start, to 1, its end."""
 

@@ -58,7 +58,7 @@ def test_every_error_code_is_in_the_readme(error: type[CorralError]) -> None:
 def test_every_module_has_a_line_and_every_line_a_module() -> None:
     modules = {
         str(path.relative_to(ROOT))
-        for folder in ("serve_app", "loadtests")
+        for folder in ("serve_app", "cluster", "loadtests")
         for path in (ROOT / folder).rglob("*.py")
         if path.name != "__init__.py"
     }

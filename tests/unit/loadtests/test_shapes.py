@@ -24,6 +24,7 @@ def test_a_share_is_between_nothing_and_all_and_reaches_all(shape: str) -> None:
         ("constant", [10] * 10),
         ("steps", [2, 2, 4, 4, 6, 6, 8, 8, 10, 10]),
         ("spikes", [2, 10, 2, 2, 2, 10, 2, 2, 10, 2]),
+        ("burst", [1, 10, 10, 10, 10, 1, 1, 1, 1, 1]),
         ("sine", [7, 9, 5, 1, 3, 7, 9, 5, 1, 3]),
     ],
 )
