@@ -21,6 +21,7 @@ import httpx
 from cluster.local.cluster import LocalCluster
 from loadtests.common import percentile
 from loadtests.drive import Load, Result, drive
+from loadtests.mixes import checked_mix
 from loadtests.plot import Chart, svg
 from loadtests.servers import exit_on_sigterm, free_port
 from loadtests.shapes import users_at
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.scaling", description=__doc__)
     parser.add_argument("--users", type=int, default=24)
     parser.add_argument("--seconds", type=int, default=240)
-    parser.add_argument("--mix", default="chat")
+    parser.add_argument("--mix", type=checked_mix, default="chat=1")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     load = Load(args.users, args.seconds, args.mix, think_s=1.0, shape=SHAPE)

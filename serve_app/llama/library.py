@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import llama_cpp
 
@@ -67,7 +68,19 @@ def captured() -> Iterator[list[str]]:
 def init() -> None:
     """Initialise llama.cpp's backends. Idempotent; call before any other llama.cpp function."""
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    _load_kernels()
     llama_cpp.llama_backend_init()
+
+
+def _load_kernels() -> None:
+    """Of a llama.cpp that was built for many CPUs (`cluster/Dockerfile`), load the library that suits this
+    one best; others have their only one linked in."""
+    folder = Path(llama_cpp.__file__).with_name("lib")
+    library = ctypes.CDLL(
+        str(folder / "libllama.so")
+    )  # the same that is loaded; symbols of ggml's, too
+    if not library.ggml_backend_reg_count():
+        library.ggml_backend_load_all_from_path(str(folder).encode())
 
 
 @functools.cache

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from tests.e2e.conftest import Corral, wait_until
+from tests.e2e.conftest import ROOT, Corral, wait_until
 
 EXPORT_TIMEOUT_S = 60  # Ray exports every ten seconds, and the replica's counts follow every five
 
 
-def samples(corral: Corral) -> dict[str, float]:
-    """Corral's samples of the model "big", by name and, if there is one, reason."""
-    found = {}
+# Not exported before the first time, which these tests do not bring about; the last is the autoscaler's.
+RARE = {
+    "ray_corral_preemptions_total",
+    "ray_corral_context_shifts_total",
+    "ray_corral_drafted_tokens_total",
+    "ray_corral_accepted_tokens_total",
+    "ray_corral_cpu_throttled_seconds_total",
+    "ray_cluster_active_nodes",
+}
+
+
+def exports(corral: Corral) -> Iterator[Sample]:
+    """All that the cluster exports."""
     discovery = corral.directory / "ray" / "prom_metrics_service_discovery.json"
     for target in [t for entry in json.loads(discovery.read_text()) for t in entry["targets"]]:
         try:
@@ -22,11 +35,34 @@ def samples(corral: Corral) -> dict[str, float]:
         except httpx.TransportError:
             continue
         for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name.startswith("ray_corral") and sample.labels.get("model") == "big":
-                    reason = sample.labels.get("reason")
-                    found[f"{sample.name} {reason}" if reason else sample.name] = sample.value
+            yield from family.samples
+
+
+def samples(corral: Corral) -> dict[str, float]:
+    """Corral's samples of the model "big", by name and, if there is one, reason."""
+    found = {}
+    for sample in exports(corral):
+        if sample.name.startswith("ray_corral") and sample.labels.get("model") == "big":
+            reason = sample.labels.get("reason")
+            found[f"{sample.name} {reason}" if reason else sample.name] = sample.value
     return found
+
+
+def test_the_dashboards_metrics_are_exported_with_their_labels(corral: Corral) -> None:
+    dashboard = (ROOT / "cluster" / "monitoring" / "grafana.json").read_text()
+    body = {"model": "big", "prompt": "Hello " * 50, "max_tokens": 8, "ignore_eos": True}
+    for _ in range(2):  # the second finds the first one's prompt
+        assert corral.http.post("/v1/completions", json=body).status_code == 200
+    wanted = set(re.findall(r"\b(ray_\w+)", dashboard)) - RARE
+    labels = set(re.findall(r"by \(([^)]+)\)", dashboard)) - {"node_type"}
+    assert len(wanted) > 15
+
+    def missing() -> set[str]:
+        found = [*exports(corral)]
+        known = {label for sample in found for label in sample.labels}
+        return (wanted | labels) - {sample.name for sample in found} - known
+
+    wait_until(lambda: not missing(), EXPORT_TIMEOUT_S, f"exported: {missing()}")
 
 
 def test_requests_and_tokens_are_counted(corral: Corral) -> None:

@@ -52,3 +52,12 @@ def test_a_longer_file_has_another_fingerprint(path: Path) -> None:
     with path.open("ab") as file:
         file.write(bytes(1))
     assert fingerprint(path) != before
+
+
+def test_kernels_are_loaded_once() -> None:
+    """Whether llama.cpp was built for this machine or for all (`cluster/Dockerfile`)."""
+    library.init()
+    loaded = ctypes.CDLL(str(Path(llama_cpp.__file__).with_name("lib") / "libllama.so"))
+    assert loaded.ggml_backend_dev_count() == 1
+    library._load_kernels()
+    assert loaded.ggml_backend_reg_count() == 1

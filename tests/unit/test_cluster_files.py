@@ -1,0 +1,263 @@
+"""What is in `cluster/`: every file parses, and sets nothing that its reader does not know."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve._private import constants
+from ray.serve.schema import ServeDeploySchema
+from ray.util.metrics import Counter, Histogram, Metric
+
+from serve_app import config
+from serve_app.metrics import ReplicaMetrics
+from tests.unit import kuberay
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+UNITS = sorted(CLUSTER.glob("systemd/*.service"))
+
+
+def parsed(name: str) -> Any:
+    return yaml.safe_load((CLUSTER / name).read_text())
+
+
+def rayservice() -> dict[str, Any]:
+    document: dict[str, Any] = parsed("kubernetes/rayservice.yaml")
+    return document
+
+
+def merged(document: Any, patch: Any) -> Any:
+    """A JSON merge patch (RFC 7386), as `kubectl patch --type merge` does it, without removals."""
+    if not isinstance(document, dict) or not isinstance(patch, dict):
+        return patch
+    return document | {key: merged(document.get(key), value) for key, value in patch.items()}
+
+
+def test_every_file_parses() -> None:
+    files = [p for p in CLUSTER.rglob("*.y*ml") if p.is_file()]
+    assert len(files) >= 8
+    for file in files:
+        assert all(document for document in yaml.safe_load_all(file.read_text())), file
+
+
+@pytest.mark.parametrize("name", ["serve_config.yaml", "local/serve_config.yaml"])
+def test_what_is_served_is_valid_for_corral_and_for_serve(name: str) -> None:
+    config.load(CLUSTER / name)
+    ServeDeploySchema.model_validate(parsed(name))
+
+
+def test_what_kubernetes_serves_is_the_same(tmp_path: Path) -> None:
+    inside = yaml.safe_load(rayservice()["spec"]["serveConfigV2"])
+    assert inside == parsed("serve_config.yaml")
+
+
+def test_a_replica_fits_a_worker_and_has_time_to_end() -> None:
+    """Numbers that two files, or two places, must agree on."""
+    (app,) = parsed("serve_config.yaml")["applications"]
+    deployment = app["args"]["models"][0]["deployment"]
+    (group,) = rayservice()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    pod = group["template"]["spec"]
+    (container,) = pod["containers"]
+    cpus = deployment["ray_actor_options"]["num_cpus"]
+    assert container["resources"]["limits"]["cpu"] == str(cpus)
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert pod["terminationGracePeriodSeconds"] > deployment["graceful_shutdown_timeout_s"]
+    assert deployment["autoscaling_config"]["max_replicas"] <= group["maxReplicas"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(Path(app["args"]["ingress"]["api_key_file"]).parent) in mounts
+    stop = re.search(
+        r"TimeoutStopSec=(\d+)", (CLUSTER / "systemd/corral-worker.service").read_text()
+    )
+    assert stop is not None
+    assert int(stop[1]) > deployment["graceful_shutdown_timeout_s"]
+
+
+@pytest.mark.parametrize("redis", [False, True], ids=["plain", "gcs-fault-tolerance"])
+def test_the_rayservice_is_what_kuberay_takes(redis: bool) -> None:
+    document = rayservice()
+    if redis:
+        document = merged(document, parsed("kubernetes/gcs-fault-tolerance.yaml"))
+    jsonschema.validate(document, kuberay.RAY_SERVICE)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "serveConfig"), "applications: []"),
+        (("spec", "rayClusterConfig", "enableAutoscaling"), True),
+        (("spec", "rayClusterConfig", "autoscalerOptions", "version"), "v3"),
+        (("spec", "rayClusterConfig", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "replicas"), "1"),
+    ],
+    ids=str,
+)
+def test_the_check_finds_what_kuberay_does_not_take(path: tuple[Any, ...], value: Any) -> None:
+    document = rayservice()
+    at: Any = document
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, kuberay.RAY_SERVICE)
+
+
+def templates() -> list[dict[str, Any]]:
+    cluster = rayservice()["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [group["template"] for group in groups]
+
+
+def test_pods_are_what_kubernetes_takes() -> None:
+    for template in templates():
+        kuberay.check(template, "V1PodTemplateSpec")
+    for budget in yaml.safe_load_all(
+        (CLUSTER / "kubernetes/pod-disruption-budget.yaml").read_text()
+    ):
+        kuberay.check(budget, "V1PodDisruptionBudget")
+    wrong = copy.deepcopy(templates()[0])
+    wrong["spec"]["containers"][0]["livenessProbe"]["httpget"] = {}
+    with pytest.raises(AssertionError, match="httpget"):
+        kuberay.check(wrong, "V1PodTemplateSpec")
+
+
+def test_selectors_find_the_pods() -> None:
+    labels = [template["metadata"]["labels"] for template in templates()]
+    budgets = [*yaml.safe_load_all((CLUSTER / "kubernetes/pod-disruption-budget.yaml").read_text())]
+    monitor = parsed("kubernetes/pod-monitor.yaml")["spec"]
+    found = [[b["metadata"]["name"] for b in budgets if _selects(b["spec"], pod)] for pod in labels]
+    assert found == [["corral-head"], ["corral-workers"]]
+    assert all(_selects(monitor, pod) for pod in labels)
+    ports = [
+        {port["name"] for c in template["spec"]["containers"] for port in c["ports"]}
+        for template in templates()
+    ]
+    assert all(monitor["podMetricsEndpoints"][0]["port"] in names for names in ports)
+
+
+def _selects(spec: dict[str, Any], labels: dict[str, str]) -> bool:
+    wanted: dict[str, str] = spec["selector"]["matchLabels"]
+    return wanted.items() <= labels.items()
+
+
+def test_ray_takes_its_cluster_files() -> None:
+    """By Ray's own schema, which knows all of its fields."""
+    launcher = prepare_config(parsed("ray-cluster.yaml"))
+    for document in (launcher, parsed("local/autoscaler.yaml")):
+        validate_config(document)
+        with pytest.raises(jsonschema.ValidationError, match="idle_timeout"):
+            validate_config(document | {"idle_timeout": 5})
+
+
+def test_the_launcher_sends_files_that_are_there() -> None:
+    mounts = parsed("ray-cluster.yaml")["file_mounts"]
+    assert mounts["~/corral"] == "."
+    deploy = re.search(r"serve deploy ~/corral/(\S+)", (CLUSTER / "ray-cluster.yaml").read_text())
+    assert deploy is not None
+    assert (ROOT / deploy[1]).is_file()
+
+
+def test_haproxys_settings_are_serves() -> None:
+    """Every variable is one that this Serve reads."""
+    source = Path(constants.__file__).read_text()
+    lines = (CLUSTER / "haproxy.env").read_text().splitlines()
+    names = [line.partition("=")[0] for line in lines if line and not line.startswith("#")]
+    assert "RAY_SERVE_ENABLE_HA_PROXY" in names
+    assert [name for name in names if f'"{name}"' not in source] == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    for unit in UNITS:  # with a program that exists here
+        text = re.sub(r"/opt/corral/\.venv/bin/\w+", "/bin/true", unit.read_text())
+        (tmp_path / unit.name).write_text(text)
+    done = _run("systemd-analyze", "verify", *sorted(tmp_path.iterdir()))
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_units_find_their_settings() -> None:
+    given = set(re.findall(r"^#?(\w+)=", (CLUSTER / "systemd/corral.env").read_text(), re.M))
+    for unit in UNITS:
+        text = unit.read_text()
+        assert set(re.findall(r"\$\{(\w+)\}", text)) <= given
+        assert "EnvironmentFile=/etc/corral/corral.env" in text
+    assert len(UNITS) == 3
+
+
+def expressions() -> Iterator[str]:
+    """Every PromQL expression of the dashboard, with a value for each of Grafana's variables."""
+    dashboard = json.loads((CLUSTER / "monitoring/grafana.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"].replace("$__rate_interval", "1m").replace("$model", ".*")
+
+
+def test_the_dashboard_shows_what_replicas_export() -> None:
+    """By name; tests/e2e/test_metrics.py asks a live one."""
+    shown = set(re.findall(r"ray_corral_\w+", " ".join(expressions())))
+    assert len(shown) > 15
+    assert shown - exported() == set()
+
+
+def exported() -> set[str]:
+    """The names of a replica's metrics as Prometheus sees them."""
+    values = [*vars(ReplicaMetrics("m")).values()]
+    values += [one for value in values if isinstance(value, dict) for one in value.values()]
+    suffixes = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"]}
+    return {
+        f"ray_{metric.info['name']}{suffix}"
+        for metric in values
+        if isinstance(metric, Metric)
+        for suffix in suffixes.get(type(metric), [""])
+    }
+
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here")
+
+
+@needs_promtool
+def test_prometheus_takes_its_configuration() -> None:
+    done = _run("promtool", "check", "config", CLUSTER / "monitoring/prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_the_dashboards_expressions_are_promql(tmp_path: Path) -> None:
+    rules = [{"record": f"panel:{i}", "expr": expr} for i, expr in enumerate(expressions())]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = _run("promtool", "check", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
+
+
+def test_panels_do_not_overlap_and_have_a_source() -> None:
+    dashboard = json.loads((CLUSTER / "monitoring/grafana.json").read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for at in [panel["gridPos"]]
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+    sources = {t["datasource"]["uid"] for panel in panels for t in panel.get("targets", ())}
+    assert sources == {"${source}"}
+    assert [v["name"] for v in dashboard["templating"]["list"]] == ["source", "model"]
+
+
+def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
