@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
 from serve_app import config, sizing
-from serve_app.config import DeploymentConfig, ModelConfig
+from serve_app.config import DeploymentConfig, IngressConfig, ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.guard import Access
@@ -41,6 +42,7 @@ def build(args: dict[str, Any]) -> Application:
     """
     try:
         app = config.parse(args)
+        _refuse_strangers(app.ingress)
         models = [resolve(model, share=1 / len(app.models)) for model in app.models]
     except ConfigError as error:
         raise RayServeException(str(error)) from None
@@ -53,6 +55,17 @@ def build(args: dict[str, Any]) -> Application:
         app.ingress.api_key_file, app.ingress.allow_anonymous, tuple(app.ingress.cors_origins)
     )
     return ingress.bind(models, engines, access)  # type: ignore[no-any-return]
+
+
+def _refuse_strangers(ingress: IngressConfig) -> None:
+    """Serve's HAProxy listens on all addresses, whatever `http_options` says, and asks the ingress from its
+    own machine: nobody could tell any more who comes from another one. Raises ConfigError."""
+    is_open = ingress.api_key_file is None and not ingress.allow_anonymous
+    if is_open and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        raise ConfigError(
+            "RAY_SERVE_ENABLE_HA_PROXY=1 is reached from other machines: set ingress.api_key_file, or "
+            "ingress.allow_anonymous: true"
+        )
 
 
 def resolve(model: ModelConfig, share: float) -> ResolvedModel:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from pathlib import Path
 
+import llama_cpp
 import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.llama import library
 from serve_app.llama.model import Model
 
 
