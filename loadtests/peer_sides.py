@@ -7,10 +7,17 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from loadtests.servers import corral_is_ready, is_healthy, running, serve_run, write_config
+from loadtests.servers import (
+    corral_is_ready,
+    haproxy_settings,
+    is_healthy,
+    running,
+    serve_run,
+    write_config,
+)
 
-CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
-SIDES = (CORRAL, BARE, LLAMA_SERVER)
+CORRAL, HAPROXY, BARE, LLAMA_SERVER = "corral", "haproxy", "bare", "llama-server"
+SIDES = (CORRAL, HAPROXY, BARE, LLAMA_SERVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ def start(side: str, model: Path, sizes: Sizes, llama_server: Path) -> AbstractC
 
     if side == CORRAL:
         return serve_run(entry)
+    if side == HAPROXY:
+        return serve_run(entry, haproxy_settings())
     if side == BARE:
         return running(bare, corral_is_ready)
     return running(peer, is_healthy)

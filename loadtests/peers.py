@@ -1,12 +1,13 @@
 """Corral and llama-server over HTTP, as their users run them, on the same machine with the same model.
 
     python -m loadtests.peers --model PATH [--workloads shared,independent] [--users 1,4,8,16]
-        [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH] [--json FILE]
+        [--rounds 3] [--sides corral,bare,llama-server,haproxy] [--threads N] [--server PATH] [--json FILE]
 
 Sides: `corral` is `serve run`, `bare` the same routes and engine without Ray, `llama-server` the one of
---server, or of `python -m loadtests.llama_server`. All have 16 slots of 1024 tokens. Users all ask at
-once, with prompts of token ids, and read streams of 64 tokens. `independent` prompts have 128 random
-tokens, `shared` ones 512 that are the same for all users and 32 of their own.
+--server, or of `python -m loadtests.llama_server`; `haproxy`, if it is named, is `serve run` with Serve's
+HAProxy and `cluster/haproxy.env`, and listens on all of this machine's addresses. All have 16 slots of
+1024 tokens. Users all ask at once, with prompts of token ids, and read streams of 64 tokens. `independent`
+prompts have 128 random tokens, `shared` ones 512 that are the same for all users and 32 of their own.
 
 One server runs at a time. In every round each side's is started, warmed up with a request, measured and
 stopped, in turns: A B C, C B A, ... All sides of a round get the same prompts, and every round and every
@@ -36,7 +37,7 @@ from loadtests import bursts, llama_server, peer_report
 from loadtests.bare_loop import Prompt, text_tokens
 from loadtests.bursts import Burst
 from loadtests.common import SEED, bounded, cpu_name
-from loadtests.peer_sides import LLAMA_SERVER, SIDES, Sizes, start
+from loadtests.peer_sides import BARE, CORRAL, LLAMA_SERVER, SIDES, Sizes, start
 from loadtests.servers import exit_on_sigterm
 
 MAX_TOKENS = 64
@@ -221,7 +222,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
         "--users", type=lambda text: tuple(map(user_count, text.split(","))), default=(1, 4, 8, 16)
     )
     parser.add_argument("--rounds", type=bounded(1, 50), default=3)
-    parser.add_argument("--sides", type=_names(SIDES), default=SIDES)
+    parser.add_argument("--sides", type=_names(SIDES), default=(CORRAL, BARE, LLAMA_SERVER))
     parser.add_argument("--threads", type=bounded(1, 512), default=len(os.sched_getaffinity(0)))
     parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--json", type=Path, default=None)

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).parents[1]
+NO_SETTINGS: Mapping[str, str] = {}
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
 
@@ -33,19 +34,22 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    command: Callable[[Path, int], Sequence[str | Path]], is_ready: Callable[[str], bool]
+    command: Callable[[Path, int], Sequence[str | Path]],
+    is_ready: Callable[[str], bool],
+    settings: Mapping[str, str] = NO_SETTINGS,
 ) -> Iterator[str]:
     """A server that runs inside the `with` block; gives its URL once `is_ready(url)` holds.
 
     `command(directory, port)` says what to start: on this port of loopback, with a directory that is
-    removed afterwards. At the end every process that the server started is gone, by SIGKILL if it must
-    be. Raises RuntimeError with the log if the server ends, or is not ready in START_TIMEOUT_S.
+    removed afterwards, and with these environment variables. At the end every process that the server
+    started is gone, by SIGKILL if it must be. Raises RuntimeError with the log if the server ends, or is
+    not ready in START_TIMEOUT_S.
     """
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # short: Ray's sockets go in
     log, port = directory / "log", free_port()
     url = f"http://127.0.0.1:{port}"
     try:
-        server = _start(command(directory, port), directory, log)
+        server = _start(command(directory, port), directory, log, settings)
         try:
             _wait_ready(server, lambda: is_ready(url), log)
             yield url
@@ -56,24 +60,36 @@ def running(
 
 
 @contextmanager
-def serve_run(model: Mapping[str, Any]) -> Iterator[str]:
-    """`serve run` with this entry of Corral's `models`, in a Ray cluster of its own; gives its URL."""
+def serve_run(model: Mapping[str, Any], settings: Mapping[str, str] = NO_SETTINGS) -> Iterator[str]:
+    """`serve run` with this entry of Corral's `models` and these environment variables, in a Ray cluster
+    of its own; gives its URL."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        config = write_config(directory, model, port)
+        config = write_config(directory, model, port, allow_anonymous=bool(settings))
         return [Path(sys.executable).with_name("serve"), "run", config]
 
-    with running(command, corral_is_ready) as url:
+    with running(command, corral_is_ready, settings) as url:
         yield url
 
 
-def write_config(directory: Path, model: Mapping[str, Any], port: int) -> Path:
+def haproxy_settings() -> dict[str, str]:
+    """The environment of `cluster/haproxy.env`, with ports that nobody uses. Serve's HAProxy listens on all
+    of this machine's addresses."""
+    lines = (ROOT / "cluster" / "haproxy.env").read_text().splitlines()
+    settings = dict(line.split("=") for line in lines if line and not line.startswith("#"))
+    ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("STATS", "METRICS")}
+    return settings | ports
+
+
+def write_config(
+    directory: Path, model: Mapping[str, Any], port: int, *, allow_anonymous: bool = False
+) -> Path:
     """A new file for `serve run` with this entry of `models`, on this port of loopback."""
     app = {
         "name": "corral",
         "route_prefix": "/",
         "import_path": "serve_app.app:build",
-        "args": {"models": [model]},
+        "args": {"models": [model], "ingress": {"allow_anonymous": allow_anonymous}},
     }
     http_options = {"host": "127.0.0.1", "port": port}
     config = directory / "serve_config.yaml"
@@ -97,12 +113,15 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 
-def _start(command: Sequence[str | Path], directory: Path, log: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
+def _start(
+    command: Sequence[str | Path], directory: Path, log: Path, settings: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    ours = {
         "RAY_TMPDIR": str(directory),  # also the mark by which our processes are known
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # as `make serve` does
     }
+    environment = os.environ | ours | dict(settings)
     environment.pop("RAY_ADDRESS", None)  # somebody's cluster
     with log.open("wb") as output:
         return subprocess.Popen(

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import yaml
 
-from loadtests.servers import free_port
-from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
+from loadtests.servers import haproxy_settings
+from tests.e2e.conftest import Corral, model, sse, wait_until
 
 KEY = "somebody-secret-0123456789"
 N_INGRESSES = 3
@@ -27,12 +27,8 @@ def corral(gguf: Path) -> Iterator[Corral]:
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     keys = directory / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
-    lines = (ROOT / "cluster" / "haproxy.env").read_text().splitlines()
-    settings = dict(line.split("=") for line in lines if line and not line.startswith("#"))
-    for port in ("STATS", "METRICS"):  # which two on a machine must not share
-        settings[f"RAY_SERVE_HAPROXY_{port}_PORT"] = str(free_port())
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
+        for name, value in haproxy_settings().items():
             patch.setenv(name, value)
         entry = model(gguf, "m", n_slots=4, n_ctx_slot=2048)
         replicas = {"num_replicas": N_INGRESSES}
