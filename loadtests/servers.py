@@ -73,8 +73,7 @@ def serve_run(model: Mapping[str, Any], settings: Mapping[str, str] = NO_SETTING
 
 
 def haproxy_settings() -> dict[str, str]:
-    """The environment of `cluster/haproxy.env`, with ports that nobody uses. Serve's HAProxy listens on all
-    of this machine's addresses."""
+    """The environment of `cluster/haproxy.env`, with ports that nobody uses."""
     lines = (ROOT / "cluster" / "haproxy.env").read_text().splitlines()
     settings = dict(line.split("=") for line in lines if line and not line.startswith("#"))
     ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("STATS", "METRICS")}

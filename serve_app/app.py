@@ -58,13 +58,13 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _refuse_strangers(ingress: IngressConfig) -> None:
-    """Serve's HAProxy listens on all addresses, whatever `http_options` says, and asks the ingress from its
-    own machine: nobody could tell any more who comes from another one. Raises ConfigError."""
+    """Serve's HAProxy listens on all addresses unless `http_options.host` names one, and asks the ingress
+    over loopback: nobody could tell who comes from another machine. Raises ConfigError."""
     is_open = ingress.api_key_file is None and not ingress.allow_anonymous
     if is_open and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         raise ConfigError(
-            "RAY_SERVE_ENABLE_HA_PROXY=1 is reached from other machines: set ingress.api_key_file, or "
-            "ingress.allow_anonymous: true"
+            "RAY_SERVE_ENABLE_HA_PROXY=1 hides who comes from another machine: set ingress.api_key_file, "
+            "or ingress.allow_anonymous: true"
         )
 
 

@@ -21,7 +21,7 @@ MODELS = [{"id": "demo", "source": {"builtin": True}, "engine": {"n_slots": 1, "
 def test_haproxy_wants_keys(
     ingress: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It listens on all addresses, and its requests come from this machine."""
+    """Its requests come over loopback, wherever its clients are."""
     args = {"models": MODELS, "ingress": ingress}
     build(args)
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")

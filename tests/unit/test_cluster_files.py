@@ -194,6 +194,22 @@ def test_units_find_their_settings() -> None:
     assert len(UNITS) == 3
 
 
+def test_the_image_is_built_as_the_makefile_builds() -> None:
+    """But for more CPUs; and of files that Docker gets."""
+    dockerfile = (CLUSTER / "Dockerfile").read_text().replace("\\\n", "")
+    (ours,) = re.findall(r"^export CMAKE_ARGS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    (theirs,) = re.findall(r'^ENV CMAKE_ARGS="(.*)"$', dockerfile, re.M)
+    assert set(ours.split()) < set(theirs.split())
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+    copied = {
+        name
+        for line in re.findall(r"^COPY (?!--)(.*) \S+$", dockerfile, re.M)
+        for name in line.split()
+    }
+    assert copied == sent
+    assert all((ROOT / name).exists() for name in sent)
+
+
 def expressions() -> Iterator[str]:
     """Every PromQL expression of the dashboard, with a value for each of Grafana's variables."""
     dashboard = json.loads((CLUSTER / "monitoring/grafana.json").read_text())

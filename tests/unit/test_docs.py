@@ -113,7 +113,7 @@ def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:
 
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make (\w+)", README):
+    for target in re.findall(r"`?make ([\w-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
