@@ -6,8 +6,8 @@
 Sides: `corral` is `serve run`, `bare` the same routes and engine without Ray, `llama-server` the one of
 --server, or of `python -m loadtests.llama_server`; `haproxy`, if it is named, is `serve run` with Serve's
 HAProxy and `cluster/haproxy.env`. All have 16 slots of 1024 tokens. Users all ask at once, with prompts of
-token ids, and read streams of 64 tokens. `independent` prompts have 128 random tokens, `shared` ones 512 that
-are the same for all users and 32 of their own.
+token ids, and read streams of 64 tokens. `independent` prompts have 128 random tokens, `shared` ones 512
+that are the same for all users and 32 of their own.
 
 One server runs at a time. In every round each side's is started, warmed up with a request, measured and
 stopped, in turns: A B C, C B A, ... All sides of a round get the same prompts, and every round and every

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -83,6 +84,20 @@ def test_a_replica_fits_a_worker_and_has_time_to_end() -> None:
     assert int(stop[1]) > deployment["graceful_shutdown_timeout_s"]
 
 
+def test_workers_have_what_the_ingress_asks_for() -> None:
+    """However they are started."""
+    (app,) = parsed("serve_config.yaml")["applications"]
+    asked = app["args"]["ingress"]["deployment"]["ray_actor_options"]["resources"]
+    (group,) = rayservice()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    unit = (CLUSTER / "systemd/corral-worker.service").read_text()
+    (launched,) = re.findall(r"ray start --address=.* --resources='(.*)'", _launcher())
+    (started,) = re.findall(r"^ExecStart=.* '--resources=(.*)'$", unit, re.M)
+    (in_kubernetes,) = shlex.split(group["rayStartParams"]["resources"])
+    for given in map(json.loads, (launched, started, in_kubernetes)):
+        assert given.keys() == asked.keys()
+        assert all(given[name] >= asked[name] for name in asked)
+
+
 @pytest.mark.parametrize("redis", [False, True], ids=["plain", "gcs-fault-tolerance"])
 def test_the_rayservice_is_what_kuberay_takes(redis: bool) -> None:
     document = rayservice()
@@ -159,10 +174,14 @@ def test_ray_takes_its_cluster_files() -> None:
             validate_config(document | {"idle_timeout": 5})
 
 
+def _launcher() -> str:
+    return (CLUSTER / "ray-cluster.yaml").read_text()
+
+
 def test_the_launcher_sends_files_that_are_there() -> None:
     mounts = parsed("ray-cluster.yaml")["file_mounts"]
     assert mounts["~/corral"] == "."
-    deploy = re.search(r"serve deploy ~/corral/(\S+)", (CLUSTER / "ray-cluster.yaml").read_text())
+    deploy = re.search(r"serve deploy ~/corral/(\S+)", _launcher())
     assert deploy is not None
     assert (ROOT / deploy[1]).is_file()
 
