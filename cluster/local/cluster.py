@@ -60,8 +60,8 @@ class LocalCluster:
     @property
     def environment(self) -> dict[str, str]:
         """Of every process of the cluster."""
-        others = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        return others | {
+        elsewhere = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")  # of another cluster
+        return {key: value for key, value in os.environ.items() if key not in elsewhere} | {
             "RAY_TMPDIR": str(self.folder),
             "XDG_RUNTIME_DIR": str(self.folder),  # core leases of its own
             "RAY_AUTH_MODE": "token",

@@ -257,6 +257,33 @@ def exported() -> set[str]:
     }
 
 
+def test_grafana_knows_every_field_of_the_dashboard() -> None:
+    """Its own model of dashboards and panels, made from its schema, keeps all of it."""
+    dashboards = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    pytest.importorskip("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    ours = json.loads((CLUSTER / "monitoring/grafana.json").read_text())
+    dashboard = dashboards.Dashboard.from_json(copy.deepcopy(ours))
+    _assert_kept(ours, json.loads(encoder.JSONEncoder().encode(dashboard)))
+    ours["panels"][1]["fieldConfig"]["defaults"]["custom"]["lineWidht"] = 2
+    dashboard = dashboards.Dashboard.from_json(copy.deepcopy(ours))
+    with pytest.raises(AssertionError, match="lineWidht"):
+        _assert_kept(ours, json.loads(encoder.JSONEncoder().encode(dashboard)))
+
+
+def _assert_kept(ours: Any, theirs: Any, path: str = "") -> None:
+    if isinstance(ours, dict):
+        for key, value in ours.items():
+            assert key in theirs, f"{path}.{key}"
+            _assert_kept(value, theirs[key], f"{path}.{key}")
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs), path
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            _assert_kept(one, other, f"{path}[{i}]")
+    else:
+        assert ours == theirs, path
+
+
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here")
 
 
