@@ -62,7 +62,8 @@ def running(
 @contextmanager
 def serve_run(model: Mapping[str, Any], settings: Mapping[str, str] = NO_SETTINGS) -> Iterator[str]:
     """`serve run` with this entry of Corral's `models` and these environment variables, in a Ray cluster
-    of its own; gives its URL."""
+    of its own; gives its URL. With variables it needs no keys even where Corral cannot see that all clients
+    are local."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, model, port, allow_anonymous=bool(settings))

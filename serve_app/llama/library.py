@@ -76,9 +76,8 @@ def _load_kernels() -> None:
     """Of a llama.cpp that was built for many CPUs (`cluster/Dockerfile`), load the library that suits this
     one best; others have their only one linked in."""
     folder = Path(llama_cpp.__file__).with_name("lib")
-    library = ctypes.CDLL(
-        str(folder / "libllama.so")
-    )  # the same that is loaded; symbols of ggml's, too
+    # The one that is loaded already; its dependencies' symbols are found in it, too.
+    library = ctypes.CDLL(str(folder / "libllama.so"))
     if not library.ggml_backend_reg_count():
         library.ggml_backend_load_all_from_path(str(folder).encode())
 
