@@ -47,7 +47,7 @@ class SamplingParams:
     seed: int | None = None
     """None draws a new seed for each request."""
     max_tokens: int | None = None
-    """None means up to the end of the slot's context."""
+    """None means up to the end of the slot's context; 0 only computes the prompt."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     ignore_eos: bool = False
@@ -55,6 +55,8 @@ class SamplingParams:
     """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
     logprobs: int | None = None
     """For every token its log probability, and those of so many most likely ones; None for neither."""
+    prompt_logprobs: bool = False
+    """Whether the prompt's tokens are told with theirs, too: it is computed whole then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,9 @@ class TokenDelta:
     """Set on the last delta only."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`, if the request wants them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of the prompt's tokens but for the first, if the request wants them: with its first token, or
+    with its end if it generates none."""
 
 
 @dataclass(frozen=True, slots=True)

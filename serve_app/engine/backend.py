@@ -16,7 +16,7 @@ from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
-from serve_app.types import Sampled, SamplingParams
+from serve_app.types import Sampled, SamplingParams, TokenLogprobs
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
@@ -53,6 +53,9 @@ class Sampler(Protocol):
     def sample(self, row: int) -> Sampled:
         """The next token, from the logits of that row (an index into the rows last decoded). Raises
         ConstraintError if the request's grammar allows none."""
+
+    def score(self, row: int, token: int) -> TokenLogprobs:
+        """How likely that token was by the logits of that row."""
 
     def close(self) -> None:
         """Free what it holds."""

@@ -197,8 +197,8 @@ class Engine:
             return InvalidRequestError(
                 f"logit_bias names a token id outside 0 to {n_vocab - 1}.", "logit_bias"
             )
-        if request.sampling.max_tokens is not None and request.sampling.max_tokens < 1:
-            return InvalidRequestError("max_tokens must be at least 1.", "max_tokens")
+        if request.sampling.max_tokens is not None and request.sampling.max_tokens < 0:
+            return InvalidRequestError("max_tokens must not be negative.", "max_tokens")
         if not all(request.sampling.stop):
             return InvalidRequestError("A stop string is empty.", "stop")
         return None

@@ -91,5 +91,6 @@ class FairQueue:
             del self._live[client], self._virtual[client]
 
     def _expected(self, sequence: Sequence) -> float:
-        most = sequence.request.sampling.max_tokens or _EXPECTED_TOKENS
+        most = sequence.request.sampling.max_tokens
+        most = _EXPECTED_TOKENS if most is None else most
         return self._cost(sequence.n_prompt, min(most, _EXPECTED_TOKENS))

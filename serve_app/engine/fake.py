@@ -15,7 +15,7 @@ from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
 from serve_app.llama.constraint import Constraint
-from serve_app.types import Sampled, SamplingParams
+from serve_app.types import Sampled, SamplingParams, TokenLogprobs
 
 Script = Callable[[Sequence[int]], int]
 """The token that follows the given tokens of one sequence."""
@@ -132,6 +132,10 @@ class FakeBackend:
         """What the script says follows that row."""
         return self._script(self._at_row[row])
 
+    def n_before(self, row: int) -> int:
+        """How many tokens the row's lane had with it."""
+        return len(self._at_row[row])
+
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a lane's tail."""
         del self.lanes[seq_id][n_past:]
@@ -196,6 +200,12 @@ class FakeSampler:
     def sample(self, row: int) -> Sampled:
         """The scripted token."""
         return Sampled(self._backend.sample(row))
+
+    def score(self, row: int, token: int) -> TokenLogprobs:
+        """The less likely, the more tokens are before it; the most likely one is the scripted one."""
+        return TokenLogprobs(
+            -float(self._backend.n_before(row)), ((self._backend.sample(row), 0.0),)
+        )
 
     def close(self) -> None:
         """Counted, so that tests see a leak."""

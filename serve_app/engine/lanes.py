@@ -85,8 +85,9 @@ class Lanes:
     def place(self, sequence: Sequence) -> Place | Wait:
         """Put a sequence into an idle slot, with its longest cached prefix there, unless it should wait
         for one that is being computed. What is lost by that is stored first."""
-        n_stored, stored = self.stored.longest(sequence.tokens)
-        choice = self.table.choose(sequence.tokens, n_stored)
+        tokens = sequence.reusable
+        n_stored, stored = self.stored.longest(tokens)
+        choice = self.table.choose(tokens, n_stored)
         if isinstance(choice, Wait):
             return choice
         if choice.stored and stored is not None:

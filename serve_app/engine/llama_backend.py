@@ -17,7 +17,7 @@ from serve_app.engine.backend import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Mode
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.scheduler import MAX_DRAFTED_ROWS
+from serve_app.engine.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
 from serve_app.engine.sweep import Sweep
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama import library
@@ -79,7 +79,7 @@ class LlamaBackend:
             n_seq_max=options.n_slots + len(options.pinned),
             n_ctx_slot=n_ctx_slot,
             n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
-            n_outputs=options.n_slots + MAX_DRAFTED_ROWS,
+            n_outputs=options.n_slots + MAX_DRAFTED_ROWS + MAX_SCORED_ROWS,
             threads=options.threads,
             threads_batch=options.threads_batch,
             flash_attn=mode.flash_attn,

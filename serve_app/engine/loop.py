@@ -239,7 +239,7 @@ class DecoderLoop:
                 self._backend.truncate(lane, end)
         self._lanes.decoded()
         decoded = time.monotonic()
-        if settled:
+        if settled and not any(chunk.scored for chunk in plan.chunks):
             self._learn(plan, decoded - began)
         self._counts["passes"] += 1
         self._counts["busy_lanes"] += len(plan.chunks)
@@ -258,7 +258,9 @@ class DecoderLoop:
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
         """The tokens that follow: one, and one more for each drafted one that it confirms."""
-        if chunk.sample_row is None:
+        if chunk.scored:
+            chunk.sequence.score(chunk.scored)
+        if chunk.sample_row is None or chunk.sequence.n_left == 0:
             return []
         sampler = chunk.sequence.sampler
         try:
@@ -278,6 +280,8 @@ class DecoderLoop:
             self._counts["prompt_tokens"] += chunk.n_rows
         sequence.advance(chunk.n_rows)
         if not sampled:
+            if not sequence.n_pending:
+                self._outbox.append((sequence, sequence.stop_at_prompt()))
             return
         n_before = sequence.n_generated
         n_keep = context_shift.n_kept(sequence.request, self._options)

@@ -29,6 +29,8 @@ class Chunk:
     sample_row: int | None
     """Index of the row to sample from, when this chunk completes the sequence's tokens. Those of drafted
     tokens follow it."""
+    scored: range
+    """Indices of the rows that tell how likely the prompt's next tokens are; none if nobody asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,13 @@ def plan_pass(
             rows += [(0, lane_ends[lane], lane, False) for lane in between]
         end = sequence.n_past + n_rows
         complete = end == len(sequence.tokens)
-        lane = sequence.slot_id
+        lane, unscored = sequence.slot_id, sequence.unscored
+        first = len(rows) - sequence.n_past
         for position in range(sequence.n_past, end):
-            wants_logits = complete and position == end - 1
+            wants_logits = (complete and position == end - 1) or position in unscored
             rows.append((sequence.tokens[position], position, lane, wants_logits))
-        chunks.append(Chunk(sequence, n_rows, draft, len(rows) - 1 if complete else None))
+        scored = range(first + unscored.start, first + min(end, unscored.stop))
+        chunks.append(Chunk(sequence, n_rows, draft, len(rows) - 1 if complete else None, scored))
         rows += [(token, position, lane, True) for position, token in enumerate(draft, end)]
     n_past = sum(turn.sequence.n_past for turn in ordered) / len(ordered)
     return Pass(

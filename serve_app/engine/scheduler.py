@@ -17,6 +17,8 @@ _PATIENCE = 1.5
 # Drafts that are tried, and how many drafted rows one step may have in all.
 _DRAFTS = (1, 2, 3, 5, 7)
 MAX_DRAFTED_ROWS = 16
+# Prompt rows of one pass whose logits are wanted: each takes memory for the whole vocabulary.
+MAX_SCORED_ROWS = 32
 # What speculation must promise to be tried.
 _LEAST_GAIN = 0.05
 
@@ -222,13 +224,18 @@ class Scheduler:
         bounded = self._max_stall_s is not None and bool(self._costs)
         bounded = bounded and (bool(decoding) or self._has_news)
         within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
-        left = self._n_batch
+        left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []
         prompts = [sequence for sequence in self._running if sequence.n_pending > 1]
         for sequence in sorted(prompts, key=lambda one: self._urgency(one, now), reverse=True):
             n_past, n_rows = sequence.n_past, min(left, sequence.n_pending)
             if n_past < sequence.n_awaited:
                 n_rows = min(n_rows, sequence.n_awaited - n_past)
+            if sequence.unscored:
+                if not left_scored:
+                    continue
+                n_rows = min(n_rows, left_scored)
+                left_scored -= n_rows
             if bounded and self._mixed:
                 n_rows = self._costs.mixed_chunk(
                     n_rows, n_decoding, self._n_batch - left, self._n_cells, within_s=within_s
@@ -236,9 +243,11 @@ class Scheduler:
             elif bounded:
                 rest_s = within_s - spent_s
                 n_rows = self._costs.chunk(n_rows, n_past, within_s=rest_s, beside_s=spent_s)
+            if bounded and sequence.unscored:  # their logits take as long again at most
+                n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
                 break
-            n_rows = n_rows or self._costs.smallest_chunk(sequence.n_pending)
+            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, sequence.n_pending))
             turns.append(Turn(sequence, n_rows))
             left -= n_rows
             if left <= 0:

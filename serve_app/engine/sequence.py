@@ -19,6 +19,7 @@ from serve_app.types import (
     Sampled,
     SequenceEnd,
     TokenDelta,
+    TokenLogprobs,
     Usage,
 )
 
@@ -70,12 +71,25 @@ class Sequence:
         self.lookup = PromptLookup()
         self.trace = Trace()
         self._sampler: Sampler | None = None
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._text = TextAssembler(request.sampling.stop)
 
     @property
     def n_pending(self) -> int:
         """Tokens that are not in the cache yet: 1 while decoding, the rest of the prompt before."""
         return len(self.tokens) - self.n_past
+
+    @property
+    def unscored(self) -> range:
+        """Positions of the prompt whose logits are wanted, to tell how likely the next token there is."""
+        wanted = self.request.sampling.prompt_logprobs
+        return range(len(self._prompt_logprobs), self.n_prompt - 1) if wanted else range(0)
+
+    @property
+    def reusable(self) -> list[int]:
+        """Its tokens, up to the first that must be computed: what is cached has no logits."""
+        unscored = self.unscored
+        return self.tokens[: unscored.start + 1] if unscored else self.tokens
 
     @property
     def n_left(self) -> int | None:
@@ -138,6 +152,12 @@ class Sequence:
         """Its next `n_rows` tokens are in the cache now."""
         self.n_past += n_rows
 
+    def score(self, rows: range) -> None:
+        """These rows of the last pass tell of the prompt's next tokens."""
+        known = 1 + len(self._prompt_logprobs)
+        tokens = self.tokens[known : known + len(rows)]
+        self._prompt_logprobs += map(self.sampler.score, rows, tokens)
+
     def accept(
         self,
         sampled: Iterable[Sampled],
@@ -151,6 +171,7 @@ class Sequence:
         With `shifts`, a full context does not end it: see `shift`."""
         self.state = SequenceState.DECODE
         self.trace.token()
+        of_prompt = () if self.n_generated else tuple(self._prompt_logprobs)
         text, taken, reason = "", list[Sampled](), None
         for one in sampled:
             taken.append(one)
@@ -168,8 +189,14 @@ class Sequence:
         ids = tuple(one.token for one in taken)
         logprobs = tuple(one.logprobs for one in taken if one.logprobs is not None)
         if reason is None:
-            return TokenDelta(text, ids, None, logprobs)
-        return replace(self.finish(reason, text), token_ids=ids, logprobs=logprobs)
+            return TokenDelta(text, ids, None, logprobs, of_prompt)
+        end = self.finish(reason, text)
+        return replace(end, token_ids=ids, logprobs=logprobs, prompt_logprobs=of_prompt)
+
+    def stop_at_prompt(self) -> TokenDelta:
+        """The terminal event of one that was to generate nothing: its prompt is computed."""
+        end = self.finish(FinishReason.LENGTH)
+        return replace(end, prompt_logprobs=tuple(self._prompt_logprobs))
 
     def _take(self, token: int, vocabulary: Vocabulary) -> tuple[FinishReason | None, str]:
         if vocabulary.is_eog(token):

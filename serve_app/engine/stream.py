@@ -87,6 +87,7 @@ def _join(first: TokenDelta, second: TokenDelta) -> TokenDelta:
         first.token_ids + second.token_ids,
         second.end,
         first.logprobs + second.logprobs,
+        first.prompt_logprobs + second.prompt_logprobs,
     )
 
 

@@ -32,9 +32,13 @@ class Choice:
     """Finds the thoughts and the tool calls in a chat's text."""
     echo: str = ""
     """What the text begins with."""
+    prompt: tuple[int, ...] = ()
+    """The tokens of `echo`, if their log probabilities are wanted."""
     end: SequenceEnd | None = None
     _n_calls: int = 0
     _offset: int = 0
+    _begun: bool = False
+    """Whether the prompt's log probabilities were told."""
 
     def whole(self, deltas: Sequence[TokenDelta]) -> Json:
         """The choice of an answer without `stream`."""
@@ -44,6 +48,7 @@ class Choice:
             tuple(token for delta in deltas for token in delta.token_ids),
             self.end,
             tuple(found for delta in deltas for found in delta.logprobs),
+            tuple(found for delta in deltas for found in delta.prompt_logprobs),
         )
         parts = self._split(all_at_once)
         if self.kind == "chat":
@@ -54,14 +59,15 @@ class Choice:
         """What comes before any text: a chat's says who speaks."""
         if self.kind == "chat":
             return self._body({"delta": {"role": "assistant", "content": ""}}, None)
-        return self._body({"text": self.echo}, None) if self.echo else None
+        return self._body({"text": self.echo}, None) if self.echo and not self.prompt else None
 
     def chunks(self, delta: TokenDelta) -> list[Json]:
         """One delta's chunks; none if there is nothing to tell yet. The last one tells the end."""
         self.end = delta.end
         parts = self._split(delta)
         if self.kind == "text":
-            contents: list[Json] = [{"text": part} for part in parts] or [{"text": ""}]
+            lead = self.echo if self.prompt and not self._begun else ""
+            contents: list[Json] = [{"text": lead + delta.text}]
         else:
             contents = [
                 {"delta": part if isinstance(part, dict) else {"content": part}} for part in parts
@@ -107,8 +113,13 @@ class Choice:
     def _logprobs(self, delta: TokenDelta, piece: logprobs.Piece) -> Json:
         if self.kind == "chat":
             return logprobs.of_chat(delta, piece)
-        found = logprobs.of_text(delta, piece, len(self.echo) + self._offset)
-        self._offset += sum(map(len, found["tokens"]))
+        offset, every = len(self.echo) + self._offset, bool(self.prompt)
+        found = logprobs.of_text(delta, piece, offset, every=every)
+        self._offset += logprobs.n_chars(delta, piece)
+        if self.prompt and not self._begun:
+            self._begun = True
+            of_prompt = logprobs.of_prompt(self.prompt, delta.prompt_logprobs, piece, self.echo)
+            found = {name: of_prompt[name] + found[name] for name in found}
         return found
 
 

@@ -85,8 +85,9 @@ def _add_generation_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> N
         wanted = generation.requests(model, answer_id, prompts, n, body, sampling, "prompt")
         echoes = _echoes(model, body) if body.echo else [""] * len(prompts)
         piece = None if body.logprobs is None else model.tokenizer.piece
+        echoed = sampling.prompt_logprobs
         choices = [
-            Choice(i * n + j, "text", piece, echo=echo)
+            Choice(i * n + j, "text", piece, echo=echo, prompt=prompts[i] if echoed else ())
             for i, echo in enumerate(echoes)
             for j in range(n)
         ]

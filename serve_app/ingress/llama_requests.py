@@ -87,7 +87,7 @@ class LlamaParams(GenerationParams):
     )
 
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    """Most tokens to generate; -1 for all that the context has room for."""
+    """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""
     n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt."""
     n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
@@ -119,12 +119,6 @@ class LlamaParams(GenerationParams):
     @classmethod
     def _no_grammar(cls, value: object) -> object:
         return None if value == "" else value
-
-    @model_validator(mode="after")
-    def _refuse_nothing(self) -> LlamaParams:
-        if self.n_predict == 0:
-            raise InvalidRequestError("'n_predict': 0 is not supported.", "n_predict")
-        return self
 
     @property
     def n_logprobs(self) -> int | None:

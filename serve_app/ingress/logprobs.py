@@ -5,14 +5,20 @@ Source: OpenAI's API reference, `logprobs` of "Completions" and of "Chat".
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
 
 from serve_app.types import TokenDelta, TokenLogprobs
 
 Json = dict[str, Any]
-Piece = Callable[[int], bytes]
-"""A token's bytes; none for control tokens, which are left out."""
+
+
+class Piece(Protocol):
+    """What tokens are written as."""
+
+    def __call__(self, token: int, *, special: bool = False) -> bytes:
+        """A token's bytes; none for control tokens, unless `special`."""
 
 
 def of_chat(delta: TokenDelta, piece: Piece) -> Json:
@@ -31,18 +37,63 @@ def _entry(piece: bytes, logprob: float) -> Json:
     return {"token": _text(piece), "logprob": logprob, "bytes": list(piece)}
 
 
-def of_text(delta: TokenDelta, piece: Piece, offset: int) -> Json:
-    """A completion's: lists side by side. `offset` is the length of the tokens' text so far."""
-    shown = _shown(delta, piece)
-    tokens = [_text(piece(token)) for token, _ in shown]
+def of_text(delta: TokenDelta, piece: Piece, offset: int, *, every: bool = False) -> Json:
+    """A completion's: lists side by side. `offset` is the length of the tokens' text so far. Control tokens
+    are left out, unless `every` token is told."""
+    shown = (
+        list(zip(delta.token_ids, delta.logprobs, strict=True)) if every else _shown(delta, piece)
+    )
+    sizes = (len(_text(piece(token))) for token, _ in shown)
     return {
-        "tokens": tokens,
+        "tokens": [_text(piece(token, special=True)) for token, _ in shown],
         "token_logprobs": [found.logprob for _, found in shown],
-        "top_logprobs": [
-            {_text(piece(one)): logprob for one, logprob in found.top} for _, found in shown
-        ],
-        "text_offset": [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))],
+        "top_logprobs": [_top(found, piece) for _, found in shown],
+        "text_offset": list(accumulate(sizes, initial=offset))[:-1],
     }
+
+
+def n_chars(delta: TokenDelta, piece: Piece) -> int:
+    """How far the delta's tokens move `offset` on."""
+    return sum(len(_text(piece(token))) for token in delta.token_ids)
+
+
+def of_prompt(
+    prompt: Sequence[int], found: Sequence[TokenLogprobs], piece: Piece, echo: str
+) -> Json:
+    """A prompt's, all of its tokens, in the same shape; `echo` is what it is shown as. Nothing comes before
+    the first token, so nothing says how likely it was."""
+    return {
+        "tokens": [_text(piece(token, special=True)) for token in prompt],
+        "token_logprobs": [None, *(one.logprob for one in found)],
+        "top_logprobs": [None, *(_top(one, piece) for one in found)],
+        "text_offset": _offsets(prompt, piece, echo),
+    }
+
+
+def _offsets(prompt: Sequence[int], piece: Piece, echo: str) -> list[int]:
+    """Where each token begins in the text; what is not there, as a BOS or a blank that the tokenizer put
+    before it, takes no room."""
+    pieces = [piece(token) for token in prompt]
+    data = b"".join(pieces)
+    if data.decode(errors="replace") != echo:  # control tokens that were written out, or a blank
+        pieces, data = [piece(token, special=True) for token in prompt], echo.encode()
+    at, n_chars, offsets = 0, 0, []
+    for one in pieces:
+        offsets.append(n_chars)
+        if not data.startswith(one, at):
+            one = one.removeprefix(b" ")
+        if data.startswith(one, at):
+            at += len(one)
+            n_chars += sum(byte & 0xC0 != 0x80 for byte in one)  # bytes that begin a character
+    return offsets
+
+
+def _top(found: TokenLogprobs, piece: Piece) -> dict[str, float]:
+    """Of tokens that are written alike, the likeliest."""
+    top: dict[str, float] = {}
+    for token, logprob in found.top:
+        top.setdefault(_text(piece(token, special=True)), logprob)
+    return top
 
 
 def _shown(delta: TokenDelta, piece: Piece) -> list[tuple[int, TokenLogprobs]]:

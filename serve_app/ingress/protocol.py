@@ -6,6 +6,7 @@ llama-server's names and defaults.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -177,9 +178,10 @@ class CompletionRequest(GenerationParams):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """So many answers are made; the `n` with the highest log probability per token are given."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """How many most likely tokens to tell with every token's log probability."""
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
-    """OpenAI's default; null means up to the end of the context."""
+    """How many most likely tokens to tell with every token's log probability; with `echo`, the prompt's are
+    told, too, but for the first."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    """OpenAI's default; null means up to the end of the context, 0 generates nothing."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
@@ -188,8 +190,6 @@ class CompletionRequest(GenerationParams):
             raise InvalidRequestError("'best_of' is less than 'n'.", "best_of")
         if self.stream and (self.best_of or n) > n:
             raise InvalidRequestError("'best_of' above 'n' cannot be streamed.", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("'echo' is not supported together with 'logprobs'.", "echo")
         if self.echo and self.suffix:
             raise InvalidRequestError("'echo' is not supported together with 'suffix'.", "echo")
         if self.suffix and not isinstance(self.prompt, str):
@@ -199,6 +199,11 @@ class CompletionRequest(GenerationParams):
         if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
             raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
         return self
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        """See GenerationParams."""
+        of_prompt = self.echo and self.logprobs is not None
+        return dataclasses.replace(super().sampling(max_tokens), prompt_logprobs=of_prompt)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -63,6 +63,10 @@ class Sampler:
             logprobs = _logprobs(self._context.logits(row), token, self._n_top)
         return Sampled(token, logprobs, constraint is not None and constraint.complete)
 
+    def score(self, row: int, token: int) -> TokenLogprobs:
+        """How likely that token was by the logits of the given row, under the same conditions."""
+        return _logprobs(self._context.logits(row), token, self._n_top or 0)
+
     def _sample_within(self, constraint: Constraint, logits: NDArray[np.float32]) -> int:
         """As llama-server does: mostly the token that would be sampled anyway is allowed, and the whole
         vocabulary is only looked at when it is not. The distribution is the same."""
@@ -95,7 +99,7 @@ class Sampler:
 def _logprobs(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
     """Of the model's own distribution."""
     highest = float(logits.max())
-    total = highest + math.log(float(np.exp(logits - highest, dtype=np.float64).sum()))
+    total = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
     most_likely = np.argpartition(-logits, min(n_top, logits.size - 1))[:n_top]
     ordered = most_likely[np.argsort(-logits[most_likely], kind="stable")]
     return TokenLogprobs(

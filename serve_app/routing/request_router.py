@@ -77,8 +77,9 @@ def prompt_of(pending: PendingRequest | None) -> Prompt:
         return Prompt(0)
     group, asked = pending.metadata.internal_request_id, _argument(pending)
     if isinstance(asked, GenerationRequest):
-        most = (asked.sampling.max_tokens or math.inf) - len(asked.generated)
-        return Prompt(_key(pending), len(asked.given), chain(asked.given), most, group)
+        most = math.inf if asked.sampling.max_tokens is None else asked.sampling.max_tokens
+        left = most - len(asked.generated)
+        return Prompt(_key(pending), len(asked.given), chain(asked.given), left, group)
     n_tokens = sum(len(text) for text in asked) if pending.metadata.call_method == "embed" else 0
     return Prompt(_key(pending), 1 + n_tokens, max_tokens=0, group=group)
 

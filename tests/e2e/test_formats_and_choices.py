@@ -122,6 +122,25 @@ def test_several_prompts_and_echo(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_texts_are_scored(client: openai.OpenAI, stream: bool) -> None:
+    """What lm-evaluation-harness asks: token ids in, their log probabilities out."""
+    prompt = [(7 * i + 3) % 200 for i in range(90)]
+    fields = {"model": "big", "prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}
+    found = []
+    for max_tokens in (0, 1):
+        answer = client.completions.create(**fields, max_tokens=max_tokens, stream=stream)  # type: ignore[call-overload]
+        parts = [c.choices[0].logprobs for c in answer] if stream else [answer.choices[0].logprobs]
+        found.append([x for part in parts if part is not None for x in part.token_logprobs])
+        tops = [x for part in parts if part is not None for x in part.top_logprobs]
+        assert (found[-1][0], tops[0]) == (None, None)
+        assert all(
+            own <= max(top.values()) for own, top in zip(found[-1][1:], tops[1:], strict=True)
+        )
+    assert [len(one) for one in found] == [90, 91]
+    assert found[0][1:] == pytest.approx(found[1][1:90], abs=0.05)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client: openai.OpenAI, stream: bool) -> None:
     fields = {"model": "big", "messages": ASK, "max_tokens": 6, "temperature": 0}
     fields |= {"logprobs": True, "top_logprobs": 5, "stream": stream}

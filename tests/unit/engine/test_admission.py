@@ -101,7 +101,7 @@ def test_waiting_requests_are_served_first_come() -> None:
             id="bias of no token",
         ),
         pytest.param(
-            request("a", max_tokens=0), InvalidRequestError, "max_tokens", id="no tokens wanted"
+            request("a", max_tokens=-1), InvalidRequestError, "max_tokens", id="less than none"
         ),
         pytest.param(request("a", stop=("x", "")), InvalidRequestError, "stop", id="empty stop"),
     ],

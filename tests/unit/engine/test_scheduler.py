@@ -14,7 +14,7 @@ from serve_app.engine.fake import FakeVocabulary
 from serve_app.engine.passes import Pass
 from serve_app.engine.scheduler import MAX_DRAFTED_ROWS, Scheduler
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest, Sampled, SamplingParams
+from serve_app.types import GenerationRequest, Sampled, SamplingParams, TokenLogprobs
 
 N_CTX_SLOT = 1000
 NOW = 100.0
@@ -25,6 +25,9 @@ class NoSampler:
     """Sampling is not the scheduler's."""
 
     def sample(self, row: int) -> Sampled:
+        raise NotImplementedError
+
+    def score(self, row: int, token: int) -> TokenLogprobs:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,8 +10,8 @@ import httpx
 import pytest
 
 from serve_app.errors import QueueFullError
-from serve_app.types import TokenDelta, TokenLogprobs
-from tests.unit.ingress.harness import END, HELLO, ScriptedEngine, chat, events
+from serve_app.types import FinishReason, TokenDelta, TokenLogprobs
+from tests.unit.ingress.harness import END, HELLO, ByteTokenizer, ScriptedEngine, chat, events
 
 LIKELY = [
     TokenDelta("H", (72,), None, (TokenLogprobs(-0.5, ((72, -0.5), (74, -1.0))),)),
@@ -161,3 +162,73 @@ async def test_formats_reach_the_engine(
 ) -> None:
     assert (await client.post(path, json=fields)).status_code == 200
     assert engine.requests[0].sampling.grammar
+
+
+def likely(*found: float) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(logprob, ((65, logprob),)) for logprob in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [
+        ("xé", ["x", "�", "�"], [0, 1, 2]),
+        ([120, 256, 121], ["x", "</s>", "y"], [0, 1, 1]),  # 256 is a control token, and no text
+    ],
+)
+async def test_echo_with_logprobs_tells_every_token(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    stream: bool,
+    prompt: Any,
+    tokens: list[str],
+    offsets: list[int],
+) -> None:
+    engine.script = [
+        TokenDelta("H", (72,), None, likely(-1.0), likely(-2.0, -3.0)),
+        TokenDelta("", (256,), END, likely(-4.0)),
+    ]
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
+    response = await client.post("/v1/completions", json=body)
+    assert engine.requests[0].sampling.prompt_logprobs
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
+        bodies = [choice["logprobs"] for choice in choices]
+        found = {name: [x for body in bodies for x in body[name]] for name in bodies[0]}
+        text = "".join(choice["text"] for choice in choices)
+    else:
+        (choice,) = response.json()["choices"]
+        found, text = choice["logprobs"], choice["text"]
+    shown = prompt if isinstance(prompt, str) else "xy"
+    assert text == f"{shown}H"
+    assert found["tokens"] == [*tokens, "H", "</s>"]
+    assert found["token_logprobs"] == [None, -2.0, -3.0, -1.0, -4.0]
+    assert found["top_logprobs"] == [None, {"A": -2.0}, {"A": -3.0}, {"A": -1.0}, {"A": -4.0}]
+    assert found["text_offset"] == [*offsets, 2, 3]
+
+
+async def test_a_text_is_scored_without_an_answer(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    end = dataclasses.replace(END, reason=FinishReason.LENGTH)
+    engine.script = [TokenDelta("", (), end, (), likely(-2.0))]
+    body = {"prompt": "xy", "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+    assert engine.requests[0].sampling.max_tokens == 0
+    assert (choice["text"], choice["finish_reason"]) == ("xy", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0]
+
+
+async def test_a_blank_that_is_not_in_the_text_takes_no_room(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    tokenizer: ByteTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SentencePiece's tokenizers put one before a text, and a BOS before that."""
+    monkeypatch.setattr(tokenizer, "encode", lambda text: (256, 32, *text.encode()))
+    engine.script = [TokenDelta("H", (72,), END, likely(-1.0), likely(-2.0, -3.0, -4.0))]
+    body = {"prompt": "xy", "echo": True, "logprobs": 0}
+    (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["</s>", " ", "x", "y", "H"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]

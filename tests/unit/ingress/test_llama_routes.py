@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -176,7 +177,6 @@ async def test_infill(client: httpx.AsyncClient, engine: ScriptedEngine) -> None
     ("path", "body", "param", "message"),
     [
         ("/completion", {"prompt": "x", "mirostat": 2}, "mirostat", "'mirostat' is not supported"),
-        ("/completion", {"prompt": "x", "n_predict": 0}, "n_predict", "not supported"),
         ("/completion", {"prompt": []}, "prompt", "empty"),
         ("/completion", {"prompt": [[]]}, "prompt", "empty"),
         ("/completion", {"prompt": [300]}, "prompt", "below 257"),
@@ -329,3 +329,14 @@ async def test_there_are_no_adapters(client: httpx.AsyncClient) -> None:
     assert (await client.post("/lora-adapters", json=[])).json() == {"success": True}
     refused = await client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "id")
+
+
+async def test_a_prompt_can_be_computed_only(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    end = dataclasses.replace(END, reason=FinishReason.LENGTH)
+    engine.script = [TokenDelta("", (), end)]
+    body = {"prompt": "x", "n_predict": 0}
+    answer = (await client.post("/completion", json=body)).json()
+    assert engine.requests[0].sampling.max_tokens == 0
+    assert (answer["content"], answer["stop_type"]) == ("", "limit")
