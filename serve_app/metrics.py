@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from serve_app.engine import EngineStats
 from serve_app.placement.machine import throttled_s
-from serve_app.types import SequenceEnd
+from serve_app.types import GAP_BOUNDARIES_S, SequenceEnd
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120]
 # Counters of EngineStats, and what they count.
@@ -38,8 +40,8 @@ class ReplicaMetrics:
     """
 
     def __init__(self, model: str) -> None:
-        def histogram(name: str, what: str) -> Histogram:
-            made = Histogram(f"corral_{name}_seconds", what, _SECONDS, ("model",))
+        def histogram(name: str, what: str, ends: Sequence[float] = _SECONDS) -> Histogram:
+            made = Histogram(f"corral_{name}_seconds", what, list(ends), ("model",))
             made.set_default_tags({"model": model})
             return made
 
@@ -56,7 +58,7 @@ class ReplicaMetrics:
         self._queue = histogram("queue_time", "From arrival to a slot.")
         self._prefill = histogram("prefill_time", "From a slot to the first token.")
         self._ttft = histogram("time_to_first_token", "From arrival to the first token.")
-        self._itl = histogram("inter_token_latency", "A request's mean gap between two tokens.")
+        self._itl = histogram("inter_token_latency", "Between two tokens.", GAP_BOUNDARIES_S)
         self._e2e = histogram("request_latency", "From arrival to the end.")
         self._counters = {name: counter(name, what) for name, what in _COUNTED.items()}
         self._requests = counter("requests", "Requests by the reason of their end.", "reason")
@@ -76,8 +78,9 @@ class ReplicaMetrics:
             self._prefill.observe(spent.prefill_s)
         if n_own and not spent.n_resumed:
             self._ttft.observe(spent.failed_over_s + spent.queue_s + spent.prefill_s)
-        if n_own > 1:
-            self._itl.observe(spent.decode_s / (n_own - 1))
+        for n_gaps, seconds in spent.gaps:  # Ray takes them one by one, in about a microsecond each
+            for _ in range(n_gaps):
+                self._itl.observe(seconds / n_gaps)
         in_engine_s = spent.queue_s + spent.prefill_s + spent.decode_s
         self._e2e.observe(spent.failed_over_s + in_engine_s)
 

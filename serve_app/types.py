@@ -101,6 +101,14 @@ class Usage:
     cached_tokens: int
 
 
+GAP_BOUNDARIES_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+"""Where the buckets end that gaps between tokens are counted in, each with its end, as Prometheus has
+it; one more has what is longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Where one request's time went, in seconds; the first three add up to the time in the engine that
@@ -124,6 +132,8 @@ class Timings:
     n_failovers: int = 0
     n_resumed: int = 0
     """Of its generated tokens, those from there."""
+    gaps: tuple[tuple[int, float], ...] = ()
+    """Between two tokens: for each bucket of GAP_BOUNDARIES_S, how many gaps, and their seconds in all."""
 
 
 @dataclass(frozen=True, slots=True)

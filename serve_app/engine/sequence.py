@@ -170,7 +170,6 @@ class Sequence:
 
         With `shifts`, a full context does not end it: see `shift`."""
         self.state = SequenceState.DECODE
-        self.trace.token()
         of_prompt = () if self.n_generated else tuple(self._prompt_logprobs)
         text, taken, reason = "", list[Sampled](), None
         for one in sampled:
@@ -186,6 +185,7 @@ class Sequence:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
+        self.trace.tokens(len(taken))
         ids = tuple(one.token for one in taken)
         logprobs = tuple(one.logprobs for one in taken if one.logprobs is not None)
         if reason is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 
-from serve_app.types import Timings
+from serve_app.types import GAP_BOUNDARIES_S, Timings
 
 
 class Trace:
@@ -15,6 +16,9 @@ class Trace:
         self.admitted: float | None = None
         """When it first got a slot."""
         self._first_token: float | None = None
+        self._last_token = 0.0
+        self._n_gaps = [0] * (len(GAP_BOUNDARIES_S) + 1)
+        self._gaps_s = [0.0] * len(self._n_gaps)
         self._preempted: float | None = None
         self._preempted_s = 0.0
         self._n_preemptions = 0
@@ -43,9 +47,18 @@ class Trace:
         if self._first_token is not None:
             self._apart_s += seconds
 
-    def token(self) -> None:
-        """It has a token."""
-        self._first_token = self._first_token or time.monotonic()
+    def tokens(self, n: int) -> None:
+        """It has so many tokens more; they leave together, so there is one gap before them all."""
+        now = time.monotonic()
+        if self._first_token is None:
+            self._first_token = now
+        else:
+            gap = now - self._last_token
+            bucket = bisect_left(GAP_BOUNDARIES_S, gap)
+            self._n_gaps[bucket] += 1
+            self._gaps_s[bucket] += gap
+        self._n_gaps[0] += n - 1
+        self._last_token = now
 
     def end(self) -> Timings:
         """Its times up to now."""
@@ -64,6 +77,7 @@ class Trace:
             preempted_s=self._preempted_s,
             n_preemptions=self._n_preemptions,
             mean_batch=self._n_lanes / self._n_passes if self._n_passes else 0.0,
+            gaps=tuple(zip(self._n_gaps, self._gaps_s, strict=True)),
         )
 
     def _without_slot(self, seconds: float) -> None:

@@ -77,6 +77,7 @@ def test_requests_and_tokens_are_counted(corral: Corral) -> None:
             and found.get("ray_corral_generated_tokens_total", 0) >= stats["generated_tokens"]
             and found.get("ray_corral_time_to_first_token_seconds_count", 0) >= 1
             and found.get("ray_corral_request_latency_seconds_sum", 0) > 0
+            and found.get("ray_corral_inter_token_latency_seconds_count", 0) >= 7
             and found.get("ray_corral_kv_cache_used_ratio", 0) > 0
             and found.get("ray_corral_slots_busy") == 0
         )
