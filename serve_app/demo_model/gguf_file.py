@@ -51,10 +51,13 @@ def add_hyperparameters(
 
 
 def add_tokenizer(
-    writer: GGUFWriter, tokens: Sequence[str], merges: Sequence[tuple[str, str]]
+    writer: GGUFWriter,
+    tokens: Sequence[str],
+    merges: Sequence[tuple[str, str]],
+    control: Sequence[str] = CONTROL_TOKENS,
 ) -> None:
-    """Write the vocabulary, `CONTROL_TOKENS` among it, and the chat template."""
-    types = [TokenType.CONTROL if t in CONTROL_TOKENS else TokenType.NORMAL for t in tokens]
+    """Write the vocabulary, of which `control` are control tokens, and the chat template."""
+    types = [TokenType.CONTROL if t in control else TokenType.NORMAL for t in tokens]
     padding, _, end_of_turn = CONTROL_TOKENS
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

@@ -18,7 +18,7 @@ import argparse
 import os
 import string
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -82,11 +82,17 @@ def parameter_count(shape: ModelShape) -> int:
 
 
 def write_random_gguf(
-    path: str | os.PathLike[str], shape: ModelShape, dtype: str, seed: int = 0
+    path: str | os.PathLike[str],
+    shape: ModelShape,
+    dtype: str,
+    seed: int = 0,
+    *,
+    more_control: Sequence[str] = (),
 ) -> None:
     """Write a model to `path`, whole or not at all; a file already there is replaced.
 
-    `dtype` is a key of `TYPES`. Memory: up to three times the largest tensor, the embeddings.
+    `dtype` is a key of `TYPES`; `more_control` are its last tokens, such as those for infill.
+    Memory: up to three times the largest tensor, the embeddings.
 
     Raises ValueError for an unknown type or a vocabulary too small, OSError if the file cannot be
     written.
@@ -97,20 +103,20 @@ def write_random_gguf(
     # Not tempfile: its files can be read by their owner alone.
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        _write(part, shape, dtype, seed)
+        _write(part, shape, dtype, seed, [*CONTROL_TOKENS, *more_control])
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _write(path: Path, shape: ModelShape, dtype: str, seed: int) -> None:
+def _write(path: Path, shape: ModelShape, dtype: str, seed: int, control: Sequence[str]) -> None:
     """Write the file straight to `path`, one tensor in memory at a time."""
-    tokens, merges = _vocabulary(shape.n_vocab)
-    tensors = list(_tensors(shape, tokens))
+    tokens, merges = _vocabulary(shape.n_vocab, control)
+    tensors = list(_tensors(shape, tokens, control))
     writer = GGUFWriter(path, "qwen3")
     try:
         add_hyperparameters(writer, shape, TYPES[dtype][1], rope_base=1e6)
-        add_tokenizer(writer, tokens, merges)
+        add_tokenizer(writer, tokens, merges, control)
         for tensor in tensors:
             kind = _kind(tensor, dtype)
             block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -126,12 +132,14 @@ def _write(path: Path, shape: ModelShape, dtype: str, seed: int) -> None:
         writer.close()
 
 
-def _vocabulary(n_vocab: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """The tokens, `n_vocab` of them, and the merges that make the ones longer than a byte.
+def _vocabulary(
+    n_vocab: int, control: Sequence[str] = CONTROL_TOKENS
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """The tokens, `n_vocab` of them, `control` last, and the merges that make the ones longer than a byte.
 
     Raises ValueError if `n_vocab` leaves no room for the bytes and the control tokens.
     """
-    n_text = n_vocab - len(CONTROL_TOKENS)
+    n_text = n_vocab - len(control)
     tokens = dict.fromkeys(_byte_symbols())
     if n_text < len(tokens):
         raise ValueError(
@@ -143,7 +151,7 @@ def _vocabulary(n_vocab: int) -> tuple[list[str], list[tuple[str, str]]]:
         pair = next(pairs)
         merges[pair] = None
         tokens["".join(pair)] = None
-    return [*tokens, *CONTROL_TOKENS], list(merges)
+    return [*tokens, *control], list(merges)
 
 
 def _byte_symbols() -> list[str]:
@@ -189,7 +197,9 @@ def _merged(symbols: list[str], pair: tuple[str, str]) -> list[str]:
     return out
 
 
-def _tensors(shape: ModelShape, tokens: list[str]) -> Iterator[_Tensor]:
+def _tensors(
+    shape: ModelShape, tokens: list[str], control: Sequence[str] = CONTROL_TOKENS
+) -> Iterator[_Tensor]:
     """The model's tensors, in the order of the file."""
     heads, heads_kv = shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
     matrices = {
@@ -201,7 +211,9 @@ def _tensors(shape: ModelShape, tokens: list[str]) -> Iterator[_Tensor]:
         "ffn_up": (shape.n_ff, shape.n_embd),
         "ffn_down": (shape.n_embd, shape.n_ff),
     }
-    yield _Tensor("token_embd.weight", (len(tokens), shape.n_embd), std=_embedding_std(tokens))
+    yield _Tensor(
+        "token_embd.weight", (len(tokens), shape.n_embd), std=_embedding_std(tokens, control)
+    )
     output_norm = _LOGIT_STD / (_EMBEDDING_STD * shape.n_embd**0.5)
     yield _Tensor("output_norm.weight", (shape.n_embd,), value=output_norm)
     for layer in range(shape.n_layer):
@@ -214,12 +226,12 @@ def _tensors(shape: ModelShape, tokens: list[str]) -> Iterator[_Tensor]:
             yield _Tensor(f"blk.{layer}.{name}.weight", (rows, columns), std=std)
 
 
-def _embedding_std(tokens: list[str]) -> NDArray[np.float32]:
+def _embedding_std(tokens: list[str], control: Sequence[str]) -> NDArray[np.float32]:
     """Per token, the deviation of its row: the smaller, the less often it is generated."""
     symbols = _byte_symbols()
     usual = {*b"\n ", *range(0x21, 0x7F)}
     rare = {symbol for byte, symbol in enumerate(symbols) if byte not in usual}
-    rare.update(CONTROL_TOKENS)
+    rare.update(control)
     return np.array([_RARE_STD if t in rare else _EMBEDDING_STD for t in tokens], np.float32)
 
 

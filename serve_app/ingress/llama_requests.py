@@ -168,6 +168,16 @@ class LlamaCompletionRequest(LlamaParams):
         return several or len(self.prompts) * self.n_answers > 1
 
 
+class InfillFile(BaseModel):
+    """One of `input_extra`. Editors send more about it."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    text: str
+    filename: str = "tmp"
+    """Shown to models that have a token for it."""
+
+
 class InfillRequest(LlamaParams):
     """POST /infill."""
 
@@ -177,11 +187,9 @@ class InfillRequest(LlamaParams):
     """The text after."""
     prompt: str = ""
     """More text before the answer."""
-
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **LlamaParams.NEUTRAL,
-        "input_extra": (None, []),
-    }
+    input_extra: list[InfillFile] | None = None
+    """Other files that help, the most important one last: of all that does not fit, the beginning is left
+    out."""
 
 
 class TokenizeRequest(BaseModel):

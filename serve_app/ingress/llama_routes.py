@@ -51,11 +51,20 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     async def infill(body: InfillRequest) -> Response:
         """Fill in what is between two texts, for models with tokens for that."""
         model = find(models, body.model)
-        before, after = body.input_prefix + body.prompt, body.input_suffix
-        encode = model.tokenizer.encode_infill
-        n_chars = len(before) + len(after)
-        prompt = await encoded(model, "prompt", n_chars, encode, before, after)
-        return await _respond(model, body, [prompt], is_batch=False)
+        return await _respond(model, body, [await _encode_infill(model, body)], is_batch=False)
+
+
+async def _encode_infill(model: ServedModel, body: InfillRequest) -> tuple[int, ...]:
+    """Other files come before the texts; of those, the beginning is left out, if it would leave less than a
+    quarter of the context for the answer."""
+    texts = body.input_prefix, body.input_suffix, body.prompt
+    encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
+    prompt = await encoded(model, "prompt", sum(map(len, texts)), encode, *texts)
+    files = [(file.filename, file.text) for file in body.input_extra or ()]
+    n_chars = sum(len(name) + len(text) for name, text in files)
+    extra = await encoded(model, "input_extra", n_chars, encode_files, files)
+    room = max(0, model.n_ctx_slot * 3 // 4 - len(prompt))
+    return (*extra[max(0, len(extra) - room) :], *prompt)
 
 
 async def encode(model: ServedModel, prompt: str | list[int | str], field: str) -> tuple[int, ...]:

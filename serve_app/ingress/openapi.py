@@ -58,7 +58,12 @@ ROUTES = {
     ),
     "infill": Route(
         d.LlamaCompletion,
-        {"input_prefix": "def one():\n", "input_suffix": "\n", "n_predict": 8},
+        {
+            "input_prefix": "def one():\n",
+            "input_suffix": "\n",
+            "input_extra": [{"filename": "two.py", "text": "def two():\n    return 2\n"}],
+            "n_predict": 8,
+        },
         streams=True,
     ),
     "tokenize": Route(d.TokenList, {"content": "A fox.", "with_pieces": True}, asks_engine=False),

@@ -327,6 +327,16 @@ class Model:
         return None if min(prefix, suffix, middle) < 0 else (prefix, suffix, middle)
 
     @property
+    def repository_tokens(self) -> tuple[int | None, int | None]:
+        """The tokens before a repository's name and before a file's; None for what it does not have."""
+        found = (
+            llama_cpp.llama_vocab_fim_rep(self._vocab),
+            llama_cpp.llama_vocab_fim_sep(self._vocab),
+        )
+        repository, file = (None if token < 0 else int(token) for token in found)
+        return repository, file
+
+    @property
     def bos(self) -> int | None:
         """The token that begins a text, if the vocabulary has one."""
         token = llama_cpp.llama_vocab_bos(self._vocab)

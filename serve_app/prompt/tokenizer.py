@@ -16,6 +16,8 @@ from serve_app.prompt.tool_calls import ToolFormat
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
 _THOUGHT_TOKENS = 16
+# What llama-server puts before a file for models without a token for that.
+_SNIPPET = "\n\n--- snippet ---\n\n"
 
 
 class Tokenizer:
@@ -99,19 +101,31 @@ class Tokenizer:
         """See `serve_app.llama.model.Model.mark`."""
         return self._model.mark(text)
 
-    def encode_infill(self, before: str, after: str) -> tuple[int, ...]:
-        """The tokens of a prompt for what is between two texts, in the usual order: prefix, suffix,
-        middle. Raises InvalidRequestError if the model has no tokens for that."""
+    def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
+        """The tokens of a prompt for what is between two texts, as llama-server has them: prefix, suffix,
+        middle. `prompt` goes on with the first text; control tokens written out in it are recognised.
+        Raises InvalidRequestError if the model has no tokens for that."""
         marks = self._model.infill_tokens
         if marks is None:
             raise InvalidRequestError("This model has no tokens for infill.", "suffix")
         prefix, suffix, middle = marks
-        encoded = [
-            self._model.tokenize(text, add_special=False, parse_special=False)
-            for text in (before, after)
-        ]
+        said = self._model.tokenize(prompt, add_special=False, parse_special=True)
         bos = self._model.tokenize("", add_special=True, parse_special=False)
-        return (*bos, prefix, *encoded[0], suffix, *encoded[1], middle)
+        before_tokens, after_tokens = self._plain(before), self._plain(after)
+        return (*bos, prefix, *before_tokens, *said, suffix, *after_tokens, middle)
+
+    def encode_infill_files(self, files: Iterable[tuple[str, str]]) -> tuple[int, ...]:
+        """What llama-server puts before such a prompt: other files, each a name and a text, and the names
+        of the repository and of the file itself, which nobody tells it."""
+        repository, file = self._model.repository_tokens
+        tokens = [] if repository is None else [repository, *self._plain("myproject\n")]
+        for name, text in files:
+            tokens += self._plain(_SNIPPET) if file is None else [file, *self._plain(f"{name}\n")]
+            tokens += self._plain(text)
+        return (*tokens, *([] if file is None else [file, *self._plain("filename\n")]))
+
+    def _plain(self, text: str) -> list[int]:
+        return self._model.tokenize(text, add_special=False, parse_special=False)
 
     def render_chat(
         self,

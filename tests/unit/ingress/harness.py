@@ -80,8 +80,11 @@ class ByteTokenizer:
     def mark(self, text: str) -> int | None:
         return None
 
-    def encode_infill(self, before: str, after: str) -> tuple[int, ...]:
-        return self.encode(f"<{before}|{after}>")
+    def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
+        return self.encode(f"<{before}{prompt}|{after}>")
+
+    def encode_infill_files(self, files: list[tuple[str, str]]) -> tuple[int, ...]:
+        return self.encode("".join(f"[{name}:{text}]" for name, text in files))
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         return self.encode(f"{query}|{document}")

@@ -173,6 +173,20 @@ async def test_infill(client: httpx.AsyncClient, engine: ScriptedEngine) -> None
     assert bytes(engine.requests[0].prompt) == b"<ab|c>"
 
 
+async def test_infill_with_other_files(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    files = [{"filename": "a.py", "text": "A", "time": 7}, {"text": "B"}]
+    body = {"input_prefix": "a", "input_suffix": "c", "input_extra": files}
+    await client.post("/infill", json=body)
+    long = body | {"input_extra": [{"text": "x" * 100}]}
+    await client.post("/infill", json=long)
+    far_too_long = await client.post("/infill", json=body | {"input_extra": [{"text": "x" * 1000}]})
+    assert bytes(engine.requests[0].prompt) == b"[a.py:A][tmp:B]<a|c>"
+    kept = N_CTX_SLOT * 3 // 4 - len("<a|c>")
+    assert bytes(engine.requests[1].prompt) == b"x" * (kept - 1) + b"]<a|c>"
+    assert far_too_long.status_code == 400
+    assert far_too_long.json()["error"]["param"] == "input_extra"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
