@@ -9,7 +9,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from serve_app.ingress import chats, sse
 from serve_app.ingress.errors import anthropic_error_body
@@ -29,11 +29,14 @@ class MessageAnswer:
     model: str
     n_prompt: int
     parser: AnswerParser
-    """Finds the tool calls in the text, where there are tools."""
+    """Finds the thoughts in the text, and the tool calls where there are tools."""
+    shows_thoughts: bool
     _blocks: list[Json] = field(default_factory=list)
     """Those that are complete."""
-    _text: list[str] = field(default_factory=list)
-    """The pieces of the text block that is not; empty if there is none."""
+    _open: Literal["text", "thinking"] | None = None
+    """What kind of block is not."""
+    _pieces: list[str] = field(default_factory=list)
+    """What it has so far."""
 
     def opening(self) -> list[Json]:
         """The events before any text. How much of the prompt was cached is told at the end."""
@@ -43,11 +46,16 @@ class MessageAnswer:
     def events(self, delta: TokenDelta) -> list[Json]:
         """One delta's events; the last one's tell the end."""
         events: list[Json] = []
-        for part in chats.split(self.parser, delta):
-            events += self._said(part) if isinstance(part, str) else self._called(part)
+        for part in chats.parts(self.parser, delta):
+            if isinstance(part, ToolCall):
+                events += self._called(part)
+            elif isinstance(part, str):
+                events += self._said("text", part)
+            elif self.shows_thoughts:
+                events += self._said("thinking", part.text)
         if delta.end is not None:
             events += [
-                *self._end_of_text(),
+                *self._end_of_block(),
                 {
                     "type": "message_delta",
                     "delta": self._stop(delta.end),
@@ -61,26 +69,33 @@ class MessageAnswer:
         """The message, when all of its events were made."""
         return self._message(end, usage_body(end.usage))
 
-    def _said(self, text: str) -> list[Json]:
-        opening = [] if self._text else [self._start({"type": "text", "text": ""})]
-        self._text.append(text)
-        return [*opening, self._delta({"type": "text_delta", "text": text})]
+    def _said(self, kind: Literal["text", "thinking"], text: str) -> list[Json]:
+        opening: list[Json] = []
+        if self._open != kind:
+            opening = [*self._end_of_block(), self._start(_block(kind, ""))]
+            self._open = kind
+        self._pieces.append(text)
+        return [*opening, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _called(self, call: ToolCall) -> list[Json]:
         block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
         return [
-            *self._end_of_text(),
+            *self._end_of_block(),
             self._start(block | {"input": {}}),
             self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
             self._end(block | {"input": json.loads(call.arguments)}),
         ]
 
-    def _end_of_text(self) -> list[Json]:
-        if not self._text:
+    def _end_of_block(self) -> list[Json]:
+        """A thought is signed before it ends; nobody checks that here, so the signature is empty."""
+        if self._open is None:
             return []
-        text = "".join(self._text)
-        self._text.clear()
-        return [self._end({"type": "text", "text": text})]
+        signing = [self._delta({"type": "signature_delta", "signature": ""})]
+        ended = _block(self._open, "".join(self._pieces))
+        before = signing if self._open == "thinking" else []
+        self._open = None
+        self._pieces.clear()
+        return [*before, self._end(ended)]
 
     def _start(self, block: Json) -> Json:
         return {
@@ -116,6 +131,10 @@ class MessageAnswer:
             elif reason == "end_turn" and any(b["type"] == "tool_use" for b in self._blocks):
                 reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": end.stop if end else None}
+
+
+def _block(kind: Literal["text", "thinking"], text: str) -> Json:
+    return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def usage_body(usage: Usage) -> Json:

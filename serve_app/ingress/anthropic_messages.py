@@ -87,11 +87,12 @@ class ToolResultBlock(Block):
 
 
 class ThinkingBlock(BaseModel):
-    """Thoughts of an earlier turn, which are dropped."""
+    """Thoughts of an earlier turn. What is redacted cannot be read; signatures are not looked at."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 Content = list[
@@ -120,8 +121,9 @@ class Message(BaseModel):
                 raise InvalidRequestError(message, "messages")
         return self
 
-    def as_messages(self) -> list[ChatMessage]:
-        """The turn as OpenAI has it: tools' results are turns of their own."""
+    def as_messages(self, *, thoughts: bool) -> list[ChatMessage]:
+        """The turn as OpenAI has it: tools' results are turns of their own; `thoughts` keeps those of the
+        assistant."""
         results = [b.as_message() for b in self.content if isinstance(b, ToolResultBlock)]
         calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
         parts = [
@@ -131,4 +133,11 @@ class Message(BaseModel):
         ]
         if results and not parts:
             return results
-        return [*results, ChatMessage(role=self.role, content=parts, tool_calls=calls or None)]
+        thought = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
+        turn = ChatMessage(
+            role=self.role,
+            content=parts,
+            tool_calls=calls or None,
+            reasoning_content=thought if thoughts and self.role == "assistant" else None,
+        )
+        return [*results, turn]

@@ -6,7 +6,7 @@ Source: Anthropic's API reference, "Messages" and "Count tokens in a Message".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -74,6 +74,26 @@ class ToolChoice(BaseModel):
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
+class Thinking(BaseModel):
+    """`thinking`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    """`adaptive` is for any model: whether it thinks is its own business."""
+    budget_tokens: Annotated[int, Field(ge=1024)] | None = None
+    """What thoughts should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted` leaves the thoughts out of the answer; otherwise they are given as they are."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Thinking:
+        if (self.type == "enabled") is (self.budget_tokens is None):
+            message = "'budget_tokens' goes with the type \"enabled\", and with no other."
+            raise InvalidRequestError(message, "thinking")
+        return self
+
+
 class Metadata(BaseModel):
     """`metadata`."""
 
@@ -87,7 +107,6 @@ class CountTokensRequest(StrictModel):
     """POST /v1/messages/count_tokens: what makes the prompt."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "thinking": (None, {"type": "disabled"}),
         "output_config": (None, {}),
         "context_management": (None,),
         "mcp_servers": (None, []),
@@ -101,6 +120,24 @@ class CountTokensRequest(StrictModel):
     system: Texts = Field(default=[])
     tools: list[AnthropicTool] = Field(default=[])
     tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    """Whether the model thinks before it answers, if its chat template has thoughts; without this, it is
+    asked not to."""
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        forced = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
+        if self.thinks and forced:
+            raise InvalidRequestError(
+                "A forced call begins right away: 'thinking' is not supported together with it.",
+                "thinking",
+            )
+        return self
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think."""
+        return self.thinking is not None and self.thinking.type != "disabled"
 
     @field_validator("messages")
     @classmethod
@@ -118,12 +155,13 @@ class CountTokensRequest(StrictModel):
         told = joined(self.system)
         system = [ChatMessage(role="system", content=told)] if told else []
         choice = self.tool_choice
+        turns = [turn for one in self.messages for turn in one.as_messages(thoughts=self.thinks)]
         return ChatCompletionRequest(
-            messages=system + [turn for message in self.messages for turn in message.as_messages()],
+            messages=system + turns,
             tools=[tool.as_tool() for tool in self.tools],
             tool_choice=choice.as_choice() if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
-            chat_template_kwargs={"enable_thinking": False},  # as there is no `thinking`
+            chat_template_kwargs={"enable_thinking": self.thinks},
             **self._sampling(),
         )
 
@@ -151,6 +189,14 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool = False
     metadata: Metadata | None = None
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        budget = self.thinking.budget_tokens if self.thinking else None
+        if budget is not None and budget >= self.max_tokens:
+            message = "'budget_tokens' must be less than 'max_tokens'."
+            raise InvalidRequestError(message, "thinking")
+        return self
 
     def _sampling(self) -> dict[str, Any]:
         return {

@@ -21,6 +21,7 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     "cache_control": {"type": "ephemeral"},
 }
+THINKING = {"type": "enabled", "budget_tokens": 1024}
 USAGE = {
     "input_tokens": 2,
     "cache_creation_input_tokens": 0,
@@ -253,7 +254,15 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked(max_tokens=0), "max_tokens: Input should be greater"),
         (asked(temperature=1.5), "temperature: Input should be less than or equal to 1"),
         (asked(n=2), "Unknown parameter: 'n'"),
-        (asked(thinking={"type": "enabled", "budget_tokens": 9}), "'thinking' is not supported"),
+        (asked(thinking={"type": "enabled", "budget_tokens": 9}), "greater than or equal to 1024"),
+        (asked(thinking={"type": "enabled"}), "'budget_tokens' goes with"),
+        (asked(thinking={"type": "adaptive", "budget_tokens": 2000}), "'budget_tokens' goes with"),
+        (asked(thinking=THINKING), "'budget_tokens' must be less than 'max_tokens'"),
+        (asked(thinking=THINKING, max_tokens=4096), "chat template has no thoughts"),
+        (
+            asked(thinking={"type": "adaptive"}, tools=[TOOL], tool_choice={"type": "any"}),
+            "'thinking' is not supported together with it",
+        ),
         (asked([IMAGE]), "'image' is not supported: these models read text"),
         (asked([RESULT | {"content": [IMAGE]}]), "'image' is not supported"),
         (asked([{"type": "text"}]), "messages.0.content.0.text.text: Field required"),
