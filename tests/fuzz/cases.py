@@ -84,11 +84,14 @@ _TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": _FUNCTION}]
 FULLER: dict[str, list[dict[str, Any]]] = {
     "ChatCompletionRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}, *_LLAMAS],
     "ApplyTemplateRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}],
-    "CompletionRequest": _LLAMAS,
+    "CompletionRequest": [{"echo": True, "logprobs": 2, "max_tokens": 0}, *_LLAMAS],
     "LlamaCompletionRequest": [*_LLAMAS, {"logit_bias": [["a", 1]]}],
     "InfillRequest": _LLAMAS,
     "ResponsesRequest": [{"tools": [{"type": "function", **_FUNCTION}]}],
-    "MessagesRequest": [{"tools": [{"name": "f", "input_schema": _SCHEMA}]}],
+    "MessagesRequest": [
+        {"tools": [{"name": "f", "input_schema": _SCHEMA}]},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
+    ],
 }
 """By the name of a body's type: what most examples of it would lack."""
 
