@@ -101,11 +101,14 @@ class _Life:
 
     def go_on(self) -> None:
         """Be what the next replica is asked for. It has an id of its own: the last one may linger where
-        it was. A seeded draw is another one, as the same numbers again would favour the same words."""
+        it was. A seeded draw is another one, as the same numbers again would favour the same words. What
+        is told of the prompt comes with the first token."""
         self._n_failovers += 1
         sampling = self._asked.sampling
         if sampling.seed is not None:
             sampling = dataclasses.replace(sampling, seed=sampling.seed + len(self._tokens))
+        if self._tokens:
+            sampling = dataclasses.replace(sampling, prompt_logprobs=False)
         self.request = dataclasses.replace(
             self._asked,
             id=f"{self._asked.id}~{self._n_failovers}",

@@ -158,3 +158,10 @@ async def test_what_has_no_stream_is_asked_for_again(n_lost: int, n_asked: int) 
         with pytest.raises(EngineFailedError):
             await retried(attempt, NO_PAUSES)
     assert len(asked) == n_asked
+
+
+@pytest.mark.parametrize("n_tokens", [0, 4])
+async def test_log_probabilities_of_the_prompt_come_once(n_tokens: int) -> None:
+    replicas = Replicas((n_tokens, DIED))
+    await read(replicas, asking(prompt_logprobs=True))
+    assert [one.sampling.prompt_logprobs for one in replicas.asked] == [True, n_tokens == 0]
