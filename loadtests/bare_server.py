@@ -59,9 +59,14 @@ class LocalClient:
         """See EngineClient."""
         return await asyncio.wrap_future(self._engine.embed(texts))
 
+    async def replica_states(self) -> dict[str, int]:
+        """See EngineClient."""
+        return {"RUNNING": 1}
+
     async def stats(self) -> list[ReplicaStats]:
         """See EngineClient."""
-        return [ReplicaStats("bare", "bare", dataclasses.asdict(self._engine.stats()))]
+        engine = dataclasses.asdict(self._engine.stats())
+        return [ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())]
 
 
 def serve(file: Path) -> None:

@@ -52,7 +52,10 @@ def build(args: dict[str, Any]) -> Application:
     ]
     ingress = Ingress.options(**ingress_options(app.ingress.deployment))  # type: ignore[attr-defined]
     access = Access(
-        app.ingress.api_key_file, app.ingress.allow_anonymous, tuple(app.ingress.cors_origins)
+        app.ingress.api_key_file,
+        app.ingress.allow_anonymous,
+        app.ingress.ui,
+        tuple(app.ingress.cors_origins),
     )
     return ingress.bind(models, engines, access)  # type: ignore[no-any-return]
 

@@ -203,6 +203,8 @@ class IngressConfig(_Section):
     changes. Without one, only the server's own machine is answered."""
     allow_anonymous: bool = False
     """Whether, without keys, every machine is answered."""
+    ui: bool | Literal["auto"] = "auto"
+    """Whether there is a page for browsers at `/`; `auto`: for requests to a loopback address only."""
     cors_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/]+)$")]] = []
     """Web sites whose pages may use the API, as `https://host`; `*` is all of them."""
     deployment: DeploymentConfig = DeploymentConfig()

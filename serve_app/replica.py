@@ -130,6 +130,7 @@ class EngineReplica:
             engine=dataclasses.asdict(self._engine.stats()),
             cores=self._place.cores,
             numa_node=self._place.numa_node,
+            latencies=self._engine.latencies(),
         )
 
     async def act_on_slot(

@@ -124,6 +124,10 @@ class Engine:
         """The engine as of its last step."""
         return self._loop.stats
 
+    def latencies(self) -> dict[str, dict[float, int]]:
+        """See `Latencies.recent`: first tokens' times (`ttft_s`) and gaps between tokens (`itl_s`)."""
+        return self._loop.latencies.recent()
+
     def holdings(self) -> Holdings:
         """What prompts could start from, as of its last step."""
         return self._loop.holdings

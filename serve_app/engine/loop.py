@@ -20,6 +20,7 @@ from serve_app.engine.errands import Errand
 from serve_app.engine.fair_queue import FairQueue
 from serve_app.engine.history import History
 from serve_app.engine.lanes import Lanes
+from serve_app.engine.latencies import Latencies
 from serve_app.engine.mailbox import Commands, Mailbox
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.passes import Chunk, Pass, Turn, plan_pass
@@ -84,6 +85,7 @@ class DecoderLoop:
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
         self._history = History()
+        self.latencies = Latencies()
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self.holdings = Holdings()
         self.stats: EngineStats
@@ -289,6 +291,7 @@ class DecoderLoop:
         delta = sequence.accept(sampled, self._backend.vocabulary, n_ctx_slot, shifts=shifts)
         n_taken = sequence.n_generated - n_before
         self._counts["generated_tokens"] += n_taken
+        self.latencies.add("itl_s" if n_before else "ttft_s", sequence.trace.gap_s)
         if chunk.draft:
             n_right = min(n_taken, len(sampled) - 1)
             sequence.advance(n_right)
@@ -548,4 +551,5 @@ def _slot_stats(slot: Slot) -> SlotStats:
         sequence.n_past,
         sequence.n_prompt,
         sequence.n_generated,
+        sequence.n_cached,
     )

@@ -18,6 +18,8 @@ class SlotStats:
     """Tokens in the slot's KV cache; an idle slot keeps them for a prompt that begins alike."""
     n_prompt: int
     n_generated: int
+    n_cached: int = 0
+    """Of its prompt, the tokens that were found in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ class Trace:
         self.admitted: float | None = None
         """When it first got a slot."""
         self._first_token: float | None = None
-        self._last_token = 0.0
+        self._last_token = self.submitted
+        self.gap_s = 0.0
+        """From the token before to its last one, or from the arrival to its first."""
         self._n_gaps = [0] * (len(GAP_BOUNDARIES_S) + 1)
         self._gaps_s = [0.0] * len(self._n_gaps)
         self._preempted: float | None = None
@@ -50,15 +52,14 @@ class Trace:
     def tokens(self, n: int) -> None:
         """It has so many tokens more; they leave together, so there is one gap before them all."""
         now = time.monotonic()
+        self._last_token, self.gap_s = now, now - self._last_token
         if self._first_token is None:
             self._first_token = now
         else:
-            gap = now - self._last_token
-            bucket = bisect_left(GAP_BOUNDARIES_S, gap)
+            bucket = bisect_left(GAP_BOUNDARIES_S, self.gap_s)
             self._n_gaps[bucket] += 1
-            self._gaps_s[bucket] += gap
+            self._gaps_s[bucket] += self.gap_s
         self._n_gaps[0] += n - 1
-        self._last_token = now
 
     def end(self) -> Timings:
         """Its times up to now."""

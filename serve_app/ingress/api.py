@@ -26,11 +26,13 @@ from serve_app.ingress import (
     openapi,
     responses_routes,
     sse,
+    watch,
 )
 from serve_app.ingress.answers import Answer, Choice
 from serve_app.ingress.encoding import encoded, refuse_unknown_tokens, sampling_of
 from serve_app.ingress.guard import Access, Guard
 from serve_app.ingress.json_body import JsonRoute
+from serve_app.ingress.page import Page
 from serve_app.ingress.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -52,6 +54,7 @@ def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> F
     _add_middleware(app, access)
     _add_generation_routes(app, models)
     _add_information_routes(app, models)
+    watch.add(app, models)
     llama_routes.add(app, models)
     anthropic_routes.add(app, models)
     responses_routes.add(app, models)
@@ -63,6 +66,8 @@ def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> F
 def _add_middleware(app: FastAPI, access: Access) -> None:
     """The last one added is the first one asked."""
     app.add_middleware(Guard, accounts=access.accounts(), allow_anonymous=access.allow_anonymous)
+    if access.ui:
+        app.add_middleware(Page, switch=access.ui)
     if access.cors_origins:  # before the guard: browsers ask what they may without a key
         app.add_middleware(
             CORSMiddleware,

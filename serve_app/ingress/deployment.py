@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -12,9 +13,11 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
 from serve_app.errors import (
     CorralError,
+    EngineClosedError,
     EngineFailedError,
     EngineUnavailableError,
     QueueFullError,
@@ -71,6 +74,19 @@ class HandleClient:
     async def stats(self) -> list[ReplicaStats]:
         """See EngineClient. A replica that has just died is left out."""
         return [found for found in await self._ask_all("stats") if isinstance(found, ReplicaStats)]
+
+    async def replica_states(self) -> dict[str, int]:
+        """See EngineClient; Serve's controller knows."""
+        try:
+            status = await asyncio.to_thread(serve.status)
+        except RayError:  # the controller is away; it comes back
+            return {}
+        application = status.applications.get(self._handle.app_name)
+        if application is None or application.status == ApplicationStatus.DELETING:
+            raise EngineClosedError("The application is being stopped.")
+        deployment = application.deployments.get(self._handle.deployment_name)
+        states = {} if deployment is None else deployment.replica_states
+        return {state.value: n for state, n in states.items()}
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See EngineClient. A replica that has just died is left out."""

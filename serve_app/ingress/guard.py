@@ -7,6 +7,7 @@ import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -41,6 +42,8 @@ class Access:
     """See `serve_app.ingress.accounts`; without one, nobody needs a key."""
     allow_anonymous: bool = False
     """Whether that holds for other machines, too."""
+    ui: bool | Literal["auto"] = "auto"
+    """Whether there is a page for browsers; `auto`: for requests to a loopback address only."""
     cors_origins: tuple[str, ...] = ()
     """Web sites whose pages may ask, as `https://host`; `*` is all."""
 
@@ -63,14 +66,17 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        account: Account | None = None
+        counted: Account | None = None
         try:
             account = self._account(scope, headers)
             body = await _read_body(headers, receive)
             if body is None:
                 return
-            if account is not None:
+            if (
+                account is not None and scope["method"] == "POST"
+            ):  # all others ask no engine for work
                 account.enter()
+                counted = account
         except CorralError as error:
             await errors.response(Request(scope), error)(scope, receive, send)
             return
@@ -78,15 +84,15 @@ class Guard:
         try:
             await self._app(scope, _replay(body, receive), send)
         finally:
-            if account is not None:
-                account.leave()
+            if counted is not None:
+                counted.leave()
 
     def _account(self, scope: Scope, headers: Headers) -> Account | None:
         if scope["path"] in _OPEN_PATHS:
             return None
         if self._accounts is not None:
             return self._accounts.find(_secret(headers))
-        if not (self._allow_anonymous or _is_loopback(scope)):
+        if not (self._allow_anonymous or came_to_loopback(scope)):
             raise AuthenticationError(
                 "This server has no API keys, and without them it answers its own machine only: set "
                 "ingress.api_key_file, or ingress.allow_anonymous: true."
@@ -100,7 +106,8 @@ def _secret(headers: Headers) -> str | None:
     return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
-def _is_loopback(scope: Scope) -> bool:
+def came_to_loopback(scope: Scope) -> bool:
+    """Whether a request was sent to an address that only this machine reaches."""
     server = scope.get("server")
     return server is not None and is_loopback(server[0])
 

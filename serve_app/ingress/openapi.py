@@ -22,7 +22,7 @@ class Route:
     """What one route's function answers."""
 
     answer: Any
-    """Its type; `str` is plain text."""
+    """Its type; `str` is plain text, and None nothing but events."""
     example: Json | None = None
     """A body that the built-in model answers."""
     streams: bool = False
@@ -73,6 +73,7 @@ ROUTES = {
     "get_model": Route(ModelCard, asks_engine=False),
     "stats": Route(Json),
     "explain": Route(Json),
+    "live": Route(None, asks_engine=False),
     "health": Route(dict[Literal["status"], Literal["ok"]], asks_engine=False),
     "props": Route(Json, asks_engine=False),
     "metrics": Route(str),
@@ -97,7 +98,7 @@ _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "S
 _EVENTS = {
     "schema": {
         "type": "object",
-        "description": "With `stream`: one server-sent event.",
+        "description": "One server-sent event; of routes that take it, with `stream`.",
         "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
         "required": ["data"],
     }
@@ -146,6 +147,8 @@ def _described(app: FastAPI) -> Json:
 def _content(about: Route, schemas: Json) -> Json:
     if about.answer is str:
         return {"text/plain": {"schema": {"type": "string"}}}
+    if about.answer is None:
+        return {"text/event-stream": _EVENTS}
     content = {"application/json": {"schema": _schema(about.answer, schemas)}}
     return content | {"text/event-stream": _EVENTS} if about.streams else content
 

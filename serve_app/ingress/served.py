@@ -29,6 +29,10 @@ class EngineClient(Protocol):
     async def stats(self) -> list[ReplicaStats]:
         """What each replica tells about itself. Raises EngineUnavailableError if one does not answer."""
 
+    async def replica_states(self) -> dict[str, int]:
+        """How many replicas are in which state, by Serve's names (`STARTING`, `RUNNING`, `STOPPING`).
+        Raises EngineClosedError if the application is being stopped."""
+
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:

@@ -114,7 +114,8 @@ def run(app: FastAPI, n_cases: int, seed_: int, limit_s: float) -> Counter[int]:
     hypothesis finds."""
     load_all_checks()
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
-    operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
+    found = [one.ok() for one in schema.get_all_operations() if isinstance(one, Ok)]
+    operations = [operation for operation in found if operation.path != "/v1/live"]  # has no end
     statuses: Counter[int] = Counter()
     deadline = time.monotonic() + limit_s
     number = seed_

@@ -166,6 +166,9 @@ class ScriptedEngine:
             raise self.refusal
         return np.array([[text[-1], len(text), 0] for text in texts], np.float32)
 
+    async def replica_states(self) -> dict[str, int]:
+        return {"RUNNING": self.n_replicas}
+
     async def stats(self) -> list[ReplicaStats]:
         slots = [
             {"id": 0, "state": "idle", "request_id": "cmpl-0" if self.busy else None},

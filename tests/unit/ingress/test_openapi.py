@@ -83,7 +83,14 @@ async def test_examples(
         assert streamed.headers["content-type"].startswith("text/event-stream")
 
 
-@pytest.mark.parametrize("path", [p for m, p, _ in OPERATIONS if m == "get" and "{" not in p])
+GETS = [
+    path
+    for method, path, _ in OPERATIONS
+    if method == "get" and "{" not in path and path != "/v1/live"  # which does not end
+]
+
+
+@pytest.mark.parametrize("path", GETS)
 async def test_what_gets_answer(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.get(path)
     ((media_type, content),) = DESCRIPTION["paths"][path]["get"]["responses"]["200"][
