@@ -1,0 +1,82 @@
+/** Starts the page: views, colours, the key. */
+import * as api from "./api.js";
+import { ChatPage } from "./chat.js";
+import { ComparePage } from "./compare.js";
+import { announce, byId } from "./dom.js";
+import { LivePage } from "./live.js";
+import { read, write } from "./store.js";
+
+const THEMES = ["auto", "light", "dark"];
+
+function startColours() {
+  const button = byId("theme");
+  let theme = read("corral.theme", "auto");
+  const use = () => {
+    document.documentElement.dataset.theme = theme;
+    button.textContent = theme[0].toUpperCase() + theme.slice(1);
+    button.setAttribute("aria-label", `Colours: ${theme}`);
+  };
+  button.onclick = () => {
+    theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+    write("corral.theme", theme);
+    use();
+  };
+  use();
+}
+
+function startKey() {
+  const dialog = byId("key-dialog");
+  const showButton = () => (byId("key-button").hidden = !api.key());
+  /** @type {Promise<void> | null} */
+  let asking = null;
+
+  /** One dialog for all that wait for a key. @param {string} why */
+  function ask(why) {
+    asking ??= new Promise((resolve, reject) => {
+      byId("key-why").textContent = why || "This server wants an API key.";
+      byId("key").value = "";
+      byId("key-form").onsubmit = () => {
+        api.setKey(byId("key").value.trim(), byId("key-remember").checked);
+        showButton();
+        resolve(undefined);
+      };
+      dialog.onclose = () => {
+        asking = null;
+        reject(new Error("Without an API key, this server does not answer."));
+      };
+      dialog.showModal();
+    });
+    return asking;
+  }
+
+  api.door.ask = ask;
+  byId("key-cancel").onclick = () => dialog.close();
+  byId("key-button").onclick = () => ask("Another key, or none: forget it with an empty field.").catch(() => {});
+  showButton();
+}
+
+/** @param {Record<string, {show: () => void, hide: () => void}>} views */
+function startViews(views) {
+  let shown = "";
+  const show = () => {
+    const wanted = location.hash.slice(1);
+    const name = wanted in views ? wanted : shown || "chat";
+    if (name === shown) return;
+    if (shown) views[shown].hide();
+    for (const other of Object.keys(views)) byId(other).hidden = other !== name;
+    for (const link of document.querySelectorAll("nav a")) {
+      if (link.getAttribute("href") === `#${name}`) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    shown = name;
+    views[name].show();
+  };
+  addEventListener("hashchange", show);
+  show();
+}
+
+startColours();
+startKey();
+startViews({ chat: new ChatPage(), compare: new ComparePage(), live: new LivePage() });
+document.documentElement.dataset.ready = "yes";
+addEventListener("offline", () => announce("The network is gone."));

@@ -70,7 +70,7 @@ def test_the_first_look_knows_no_rates() -> None:
 def test_the_operating_point_and_the_hits() -> None:
     seen = Seen()
     seen.look(replica())
-    grown = {"passes": 10, "busy_lanes": 35, "decode_s": 0.5}
+    grown: dict[str, Any] = {"passes": 10, "busy_lanes": 35, "decode_s": 0.5}
     view = seen.look(replica(**grown, prompt_tokens=25, cached_tokens=75))
     told = view["replicas"]["r1"]
     assert (told["point"], told["hits"]) == ([3.5, 50.0], 0.75)
