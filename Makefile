@@ -8,13 +8,14 @@ READY := .venv/.ready
 # of SIGSEGV (ggml-org/llama.cpp issue 20824, pull request 26954). Hiding the macro leaves them out, and
 # changes nothing where there is no AMX. pip's cache does not tell builds by their flags, so ours is apart.
 export CMAKE_ARGS := -DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache/corral/pip-without-amx
 
 # No call home, and replicas at normal priority (Ray's default is nice 15).
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_worker_niceness := 0
 
-.PHONY: serve cluster-up cluster-down test test-long fuzz lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long fuzz lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -26,8 +27,18 @@ cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine;
 cluster-down: $(READY)  ## Stop all of it.
 	@$(BIN)/python -m cluster.local.cluster down
 
-test: $(READY)  ## Tests: unit, integration, end to end.
+test: $(READY)  ## Tests: unit, integration, end to end, and of the page if there is a browser.
 	$(BIN)/pytest -m "not long" tests/unit tests/integration tests/e2e
+	@if command -v chromium > /dev/null && $(BIN)/python -c "import playwright" 2> /dev/null; then \
+		$(BIN)/pytest tests/ui; \
+	else \
+		echo "tests/ui left out: no browser and Playwright here (make test-ui installs them)"; \
+	fi
+
+test-ui: $(READY)  ## Tests of the page in a real browser: Debian's Chromium, installed if it is not there.
+	@command -v chromium > /dev/null || { $(SUDO) apt-get update -q && $(SUDO) apt-get install -qy chromium; }
+	$(PIP) install -e ".[ui]"
+	$(BIN)/pytest tests/ui
 
 test-long: $(READY)  ## What `test` leaves out, as it takes longer.
 	$(BIN)/pytest -m long tests/e2e

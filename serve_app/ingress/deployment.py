@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import FastAPI
@@ -85,8 +85,8 @@ class HandleClient:
         if application is None or application.status == ApplicationStatus.DELETING:
             raise EngineClosedError("The application is being stopped.")
         deployment = application.deployments.get(self._handle.deployment_name)
-        states = {} if deployment is None else deployment.replica_states
-        return {state.value: n for state, n in states.items()}
+        # Serve's model keeps the names of its states, and not the states that its types promise.
+        return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See EngineClient. A replica that has just died is left out."""

@@ -80,6 +80,8 @@ class Watch:
                 await asyncio.sleep(began + self._period_s - time.monotonic())
         except EngineClosedError:
             logger.info("The application stops; nobody watches any more.")
+        except Exception:  # those who watch come again
+            logger.exception("The replicas cannot be watched.")
         finally:
             self._looking = None
             async with self._looked:

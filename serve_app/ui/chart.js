@@ -90,7 +90,7 @@ export class StepCurve {
     const known = Object.entries(curve).map(([n, ms]) => /** @type {[number, number]} */ ([Number(n), ms]));
     const mostX = Math.max(nSlots, ...known.map(([n]) => n));
     const mostY = rounded(Math.max(0.01, point?.[1] ?? 0, ...known.map(([, ms]) => ms)));
-    const x = (/** @type {number} */ n) => left + ((width - left - 8) * n) / mostX;
+    const x = (/** @type {number} */ n) => left + ((width - left - 8) * (n - 1)) / Math.max(1, mostX - 1);
     const y = (/** @type {number} */ ms) => height - bottom - ((height - bottom - 10) * ms) / mostY;
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
     const said = point ? `now ${point[0]} sequences, ${point[1]} ms` : "idle now";
@@ -104,7 +104,7 @@ export class StepCurve {
       s("path", { class: "line curve", d: path(known.map(([n, ms]) => [x(n), y(ms)])) }),
       ...known.map(([n, ms]) => s("circle", { class: "known", cx: x(n), cy: y(ms), r: 2 })),
     );
-    if (point) svg.append(s("circle", { class: "now", cx: x(Math.min(point[0], mostX)), cy: y(point[1]), r: 5 }));
+    if (point) svg.append(s("circle", { class: "now", cx: x(Math.max(1, Math.min(point[0], mostX))), cy: y(point[1]), r: 5 }));
     const text = point ? `Now: ${point[0]} sequences, ${point[1]} ms a pass` : "Idle now";
     this.element.replaceChildren(
       h("figcaption", { textContent: "Milliseconds a pass, by sequences in it" }),

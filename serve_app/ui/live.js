@@ -137,7 +137,7 @@ export class LivePage {
       ["Replicas", String(replicas.length), [starting && `${starting} starting`, stopping && `${stopping} draining`].filter(Boolean).join(", ")],
       ["Slots busy", `${sum(replicas, "running")}`, `of ${sum(replicas, "n_slots")}`],
       ["Waiting", `${sum(replicas, "waiting")}`, waitNote(waits)],
-      ["Tokens/s", sum(replicas, "generated_per_s").toFixed(0), `and ${sum(replicas, "prompt_per_s").toFixed(0)} of prompts`],
+      ["Tokens/s", sum(replicas, "generated_per_s").toFixed(0), `prompts ${sum(replicas, "prompt_per_s").toFixed(0)}`],
       ["First token", duration(model.ttft[0]), `p95 ${duration(model.ttft[1])}`],
       ["Between tokens", duration(model.itl[0]), `p95 ${duration(model.itl[1])}`],
       ["KV cache", `${((100 * used) / Math.max(1, cells)).toFixed(0)}%`, `${count(used, "token")}`],

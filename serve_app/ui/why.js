@@ -25,6 +25,7 @@ export function why(id) {
     try {
       const found = await askJson(`v1/requests/${encodeURIComponent(id)}`);
       body.replaceChildren(...found.sequences.map(explained));
+      body.scrollIntoView({ block: "nearest" });
     } catch (error) {
       body.replaceChildren(h("p", { textContent: error instanceof Error ? error.message : String(error) }));
     }
