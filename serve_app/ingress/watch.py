@@ -45,9 +45,9 @@ class Watch:
             while True:
                 async with self._looked:
                     await self._looked.wait_for(
-                        lambda: looking.done() or self._board.view is not before  # noqa: B023
+                        lambda: self._looking is not looking or self._board.view is not before  # noqa: B023
                     )
-                if looking.done():
+                if self._looking is not looking:
                     return
                 after = self._board.view
                 yield difference(before, after)
@@ -83,7 +83,8 @@ class Watch:
         except Exception:  # those who watch come again
             logger.exception("The replicas cannot be watched.")
         finally:
-            self._looking = None
+            if self._looking is asyncio.current_task():  # and not the one after it
+                self._looking = None
             async with self._looked:
                 self._looked.notify_all()
 

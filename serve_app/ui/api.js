@@ -22,8 +22,11 @@ export class ApiError extends Error {
   }
 }
 
+/** Whoever was asked for a key has none. */
+export class NoKeyError extends Error {}
+
 /** Asks for a key, and resolves when there is a new one; set by `app.js`. @type {{ask: (why: string) => Promise<void>}} */
-export const door = { ask: () => Promise.reject(new Error("No key.")) };
+export const door = { ask: () => Promise.reject(new NoKeyError()) };
 
 /**
  * Ask the API; where it wants a key, ask for one and try again.

@@ -42,7 +42,7 @@ function startKey() {
       };
       dialog.onclose = () => {
         asking = null;
-        reject(new Error("Without an API key, this server does not answer."));
+        reject(new api.NoKeyError("Without an API key, this server does not answer."));
       };
       dialog.showModal();
     });

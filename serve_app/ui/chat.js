@@ -45,7 +45,7 @@ export class ChatPage {
       this.#models = (await api.askJson("v1/models")).data;
       this.#chat.model = fillModels(byId("chat-model"), this.#models, this.#chat.model);
     } catch (error) {
-      byId("messages").replaceChildren(h("p", { className: "error", role: "alert", textContent: String(error) }));
+      byId("messages").replaceChildren(h("p", { className: "error", role: "alert", textContent: error instanceof Error ? error.message : "" }));
     }
   }
 

@@ -34,8 +34,14 @@ class Side {
       await answer(body, message, signal, view.update);
       view.finish();
     } catch (error) {
-      this.out.replaceChildren(h("p", { className: "error", role: "alert", textContent: error instanceof Error ? error.message : "" }));
+      this.fail(error);
     }
+  }
+
+  /** @param {unknown} error */
+  fail(error) {
+    const textContent = error instanceof Error ? error.message : "";
+    this.out.replaceChildren(h("p", { className: "error", role: "alert", textContent }));
   }
 }
 
@@ -59,9 +65,13 @@ export class ComparePage {
   async show() {
     byId("compare-question").focus();
     if (this.#filled) return;
-    const models = (await api.askJson("v1/models")).data;
-    this.#sides.forEach((side, i) => fillModels(side.select, models, models[i]?.id));
-    this.#filled = true;
+    try {
+      const models = (await api.askJson("v1/models")).data;
+      this.#sides.forEach((side, i) => fillModels(side.select, models, models[i]?.id));
+      this.#filled = true;
+    } catch (error) {
+      this.#sides[0].fail(error);
+    }
   }
 
   hide() {}

@@ -1,5 +1,5 @@
 /** The engine at work: one stream from the server, shown as it comes. */
-import { events } from "./api.js";
+import { events, NoKeyError } from "./api.js";
 import { Timeline } from "./chart.js";
 import { announce, byId, h, onceAFrame, setText, tiles } from "./dom.js";
 import { ReplicaCard, keptTokens } from "./replica.js";
@@ -87,7 +87,8 @@ export class LivePage {
         this.#state("The server ended the stream; trying again.");
       } catch (error) {
         if (signal.aborted) return;
-        this.#state(`${error instanceof Error ? error.message : error} Trying again.`);
+        this.#state(error instanceof Error ? error.message : String(error));
+        if (error instanceof NoKeyError) return;
       }
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }

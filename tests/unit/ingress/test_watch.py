@@ -23,9 +23,11 @@ class Engine(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__()
         self.n_looks = 0
-        self.stopped = False
+        self.stopped = self.broken = False
 
     async def stats(self) -> list[ReplicaStats]:
+        if self.broken:
+            raise KeyError("Nobody knows.")
         self.n_looks += 1
         return [replica(generated_tokens=self.n_looks)]
 
@@ -74,6 +76,34 @@ async def test_who_comes_back_soon_finds_the_events(
     assert (
         frame["replicas"]["r1"]["generated_per_s"] > 0
     )  # so it is not a board that has just begun
+
+
+async def test_who_comes_at_once_after_the_last_is_looked_for_alone(
+    looked_at: Engine, models: dict[str, ServedModel]
+) -> None:
+    """The looks of before have not noticed yet that they are over."""
+    watch = Watch(models, period_s=0)
+    for _ in range(3):
+        async with aclosing(watch.frames()) as frames:
+            await anext(frames)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    n_looks = looked_at.n_looks
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert looked_at.n_looks == n_looks, "somebody still looks"
+
+
+async def test_what_breaks_ends_the_frames(
+    looked_at: Engine, models: dict[str, ServedModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = Watch(models, period_s=0)
+    looked_at.broken = True
+    assert [frame async for frame in watch.frames()] == []
+    assert "cannot be watched" in caplog.text
+    looked_at.broken = False
+    async with aclosing(watch.frames()) as frames:
+        assert "replicas" in await anext(frames)
 
 
 async def test_the_end_of_the_application_ends_the_frames(
