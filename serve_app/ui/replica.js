@@ -32,6 +32,7 @@ export class ReplicaCard {
   #where = h("p", { className: "fine" });
   #badge = h("span", { className: "badge" });
   #figures = h("dl", { className: "tiles small" });
+  #brief = h("p", { className: "fine brief" });
   #lanes = h("div", { className: "lanes", role: "img" });
   #scaleNote = h("p", { className: "fine scale" });
   #curve = new StepCurve();
@@ -55,6 +56,7 @@ export class ReplicaCard {
       h("header", {}, h("h3", { textContent: id }), this.#badge, this.#where),
       this.#lanes,
       this.#scaleNote,
+      this.#brief,
       this.#figures,
       this.#more,
     );
@@ -100,6 +102,7 @@ export class ReplicaCard {
   /** @param {any} replica */
   #showFigures(replica) {
     const { used, cells } = keptTokens([replica]);
+    setText(this.#brief, `${replica.running} of ${replica.n_slots} busy, ${replica.waiting} waiting · ${replica.generated_per_s.toFixed(0)} tokens/s`);
     tiles(this.#figures, [
       ["Waiting", String(replica.waiting), replica.wait_s ? `next ${duration(1000 * replica.wait_s)}` : "a slot is free"],
       ["Tokens/s", replica.generated_per_s.toFixed(0), `prompts ${replica.prompt_per_s.toFixed(0)}`],
