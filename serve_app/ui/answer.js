@@ -41,10 +41,10 @@ export class AnswerView {
     this.#message = message;
     this.#markdown = new Markdown(this.#text);
     this.#actions = options;
-    const label = options.label ?? message.meta?.model ?? "Answer";
+    const label = options.label || message.meta?.model || "Answer";
     this.element = h(
       "article",
-      { className: "message assistant", "aria-label": `Answer of ${label}` },
+      { className: "message assistant", "aria-label": `Answer: ${label}` },
       h("p", { className: "who", textContent: label }),
       this.#thinking,
       this.#text,

@@ -15,7 +15,7 @@ const NUMBERS = /** @type {const} */ (["temperature", "top_p", "top_k", "min_p",
 export function bodyOf(model, settings, messages) {
   const said = messages.filter((one) => one.content || one.tool_calls?.length).map(toApi);
   const body = /** @type {any} */ ({
-    model,
+    ...(model ? { model } : {}), // the server has a default, too
     messages: settings.system ? [{ role: "system", content: settings.system }, ...said] : said,
     stream: true,
     stream_options: { include_usage: true },
@@ -62,6 +62,7 @@ export async function answer(body, message, signal, changed) {
     for await (const event of events("v1/chat/completions", { body, signal })) {
       if (event.error) throw new Error(event.error.message);
       meta.id = event.id;
+      meta.model = event.model;
       if (event.usage) meta.usage = event.usage;
       if (event.timings) meta.timings = event.timings;
       const [choice] = event.choices;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -85,5 +85,8 @@ def test_who_watches_does_not_hold_up_the_end(start: Callable[..., Corral]) -> N
     with watching(server) as boards:
         next(boards)
         server.stop()
-        list(boards)  # they end
+        with suppress(
+            httpx.RemoteProtocolError
+        ):  # Serve's proxy may be gone before it has told the end
+            list(boards)
     assert "force-killing" not in server.log

@@ -13,7 +13,7 @@ from tests.ui.test_chat import done, say
 from tests.ui.test_live import endless_requests
 
 QUESTIONS = ("What is the capital of Portugal?", "Tell me a story about a brave fox.")
-WATCHED_MS = 40_000
+WATCHED_MS = 15_000
 
 
 def main() -> None:
@@ -30,12 +30,11 @@ def main() -> None:
                 viewport={"width": 1200, "height": 760},
                 color_scheme=scheme,
             )
-            take(server, page)
-            page.screenshot(path=folder / f"{name}.png")
+            take(server, page, folder / f"{name}.png")
         browser.close()
 
 
-def chat(_: Corral, page: Any) -> None:
+def chat(_: Corral, page: Any, file: Path) -> None:
     """Two questions, and why the second answer took as long as it did."""
     page.goto("/")
     for text in QUESTIONS:
@@ -44,18 +43,18 @@ def chat(_: Corral, page: Any) -> None:
     answer.get_by_text("Why did this wait?").click()
     answer.locator(".why-bar").wait_for()
     page.mouse.move(0, 0)
+    page.screenshot(path=file)
 
 
-def live(server: Corral, page: Any) -> None:
-    """Two replicas with requests that come and stay."""
+def live(server: Corral, page: Any, file: Path) -> None:
+    """Two replicas with requests that stay, after others that left."""
     page.goto("/#live")
     page.locator(".replica").nth(1).wait_for()
     with endless_requests(server, 5):
-        page.wait_for_timeout(WATCHED_MS / 3)
-        with endless_requests(server, 6):
-            page.wait_for_timeout(WATCHED_MS / 3)
-            page.locator(".replica summary").first.click()
-            page.wait_for_timeout(WATCHED_MS / 3)
+        page.wait_for_timeout(WATCHED_MS)
+    with endless_requests(server, 11):
+        page.wait_for_timeout(WATCHED_MS)
+        page.screenshot(path=file)
 
 
 if __name__ == "__main__":
