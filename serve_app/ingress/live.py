@@ -19,7 +19,7 @@ _HITS_S = 60.0
 _MISSES = 3
 _N_EVENTS = 200
 # Counters of EngineStats whose growth is an event, and how that is told.
-_NOTED = {"preemptions": "preempted"}
+_NOTED = {"preemptions": "preempted", "failovers": "resumed"}
 _COUNTERS = (
     "generated_tokens",
     "prompt_tokens",
@@ -99,7 +99,7 @@ class Board:
                 self._note("came", model, wall_s, stats.replica_id)
         before = known.stats.engine
         for counter, kind in _NOTED.items():
-            more = stats.engine[counter] - before[counter]
+            more = stats.engine.get(counter, 0) - before.get(counter, 0)
             if more > 0:
                 self._note(kind, model, wall_s, stats.replica_id, more)
         if stats.engine["draining"] and not before["draining"]:

@@ -18,6 +18,8 @@ from serve_app.ingress.served import ServedModel
 
 PERIOD_S = 1.0
 """Between two looks."""
+N_FRAMES = 60
+"""After which a watcher has to come again: Serve stops no ingress replica while it has a request."""
 # How long the board is kept without watchers: one who comes back finds its rates and events.
 _LINGER_S = 10.0
 
@@ -37,12 +39,12 @@ class Watch:
         self._stopped = -_LINGER_S
 
     async def frames(self) -> AsyncGenerator[Json]:
-        """The whole board, and then what changes (see `difference`), until the application is stopped.
-        Whoever is slow gets all that changed meanwhile in one."""
+        """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none after the
+        application's end. Whoever is slow gets all that changed meanwhile in one."""
         looking = self._enter()
         try:
             before = NOTHING
-            while True:
+            for _ in range(N_FRAMES):
                 async with self._looked:
                     await self._looked.wait_for(
                         lambda: self._looking is not looking or self._board.view is not before  # noqa: B023
@@ -109,7 +111,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/v1/live", response_model=None)
     async def live() -> Response:
         """Server-sent events, one a second: the first is all that replicas do, the others are what changes,
-        as JSON merge patches."""
+        as JSON merge patches. They end after a minute; whoever watches on asks again."""
         return sse.response(_written(watch.frames()))
 
 

@@ -59,13 +59,13 @@ function startKey() {
 function startViews(views) {
   let shown = "";
   const show = () => {
-    const wanted = location.hash.slice(1);
+    const wanted = location.hash.slice(2); // "#/chat": not the id of an element, which browsers would focus
     const name = wanted in views ? wanted : shown || "chat";
     if (name === shown) return;
     if (shown) views[shown].hide();
     for (const other of Object.keys(views)) byId(other).hidden = other !== name;
     for (const link of document.querySelectorAll("nav a")) {
-      if (link.getAttribute("href") === `#${name}`) link.setAttribute("aria-current", "page");
+      if (link.getAttribute("href") === `#/${name}`) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
     shown = name;

@@ -220,7 +220,7 @@ export function growing(field, form) {
 }
 
 /** Keep the end in sight, unless the reader has scrolled away from it. @param {HTMLElement} scrolled */
-export function following(scrolled) {
+function following(scrolled) {
   let wanted = true;
   scrolled.onscroll = () => {
     wanted = scrolled.scrollHeight - scrolled.scrollTop - scrolled.clientHeight < 60;

@@ -14,6 +14,7 @@ const TOLD = {
   came: "A replica came",
   draining: "A replica is draining",
   gone: "A replica is gone",
+  resumed: "What another replica began goes on",
   preempted: "A full cache took slots away",
 };
 
@@ -21,7 +22,7 @@ const TOLD = {
  * Carry out a JSON merge patch (RFC 7396).
  * @param {any} target @param {any} patch
  */
-export function merge(target, patch) {
+function merge(target, patch) {
   if (patch === null || typeof patch !== "object" || Array.isArray(patch)) return patch;
   const result = target && typeof target === "object" && !Array.isArray(target) ? target : {};
   for (const [key, value] of Object.entries(patch)) {
@@ -84,7 +85,6 @@ export class LivePage {
           this.#state("Live");
           this.#render();
         }
-        this.#state("The server ended the stream; trying again.");
       } catch (error) {
         if (signal.aborted) return;
         this.#state(error instanceof Error ? error.message : String(error));

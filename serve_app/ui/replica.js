@@ -18,7 +18,7 @@ export function keptTokens(replicas) {
 }
 
 /** Numbers as ranges, `0-3, 8`. @param {number[]} numbers */
-export function ranges(numbers) {
+function ranges(numbers) {
   const found = /** @type {[number, number][]} */ ([]);
   for (const n of [...numbers].sort((a, b) => a - b)) {
     const last = found.at(-1);

@@ -72,5 +72,6 @@ function sentence(spent) {
   const lost = spent.preemptions
     ? ` It lost its slot ${count(spent.preemptions, "time")}, for ${duration(spent.preempted_ms)}, as the cache was full.`
     : "";
-  return `${found} ${company}${lost}`;
+  const moved = spent.failovers ? ` Its replica was lost ${count(spent.failovers, "time")}, and another went on.` : "";
+  return `${found} ${company}${lost}${moved}`;
 }

@@ -120,7 +120,7 @@ def open_page(browser: Any, watched: Watched) -> Iterator[Open]:
         page = contexts[-1].new_page()
         page.set_default_timeout(30_000)
         watched.look_at(page)
-        page.goto(f"/#{view}")
+        page.goto(f"/#/{view}")
         page.locator("html[data-ready]").wait_for()
         return page
 

@@ -48,7 +48,7 @@ def chat(_: Corral, page: Any, file: Path) -> None:
 
 def live(server: Corral, page: Any, file: Path) -> None:
     """Two replicas with requests that stay, after others that left."""
-    page.goto("/#live")
+    page.goto("/#/live")
     page.locator(".replica").nth(1).wait_for()
     with endless_requests(server, 5):
         page.wait_for_timeout(WATCHED_MS)

@@ -190,7 +190,7 @@ def test_a_key_is_needed_and_refused(guarded_server: Corral, open_page: Open) ->
     done(answer)
     expect(answer.locator(".markdown")).to_contain_text("Lisbon")
     assert page.evaluate("JSON.stringify(localStorage).includes('ana-secret')") is False
-    page.goto("/#live")
+    page.goto("/#/live")
     expect(page.locator("#live-state")).to_have_text("Live")
 
 

@@ -160,6 +160,9 @@ async def test_a_keys_requests_at_once(
     await running.wait()
     second = await client.post(CHAT, json=chat(), headers=bearer(ANA))
     assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+    assert (
+        await client.get("/v1/stats", headers=bearer(ANA))
+    ).status_code == 200  # asks for no work
     go_on.set()
     assert (await first).status_code == 200
     third = await client.post(CHAT, json=chat(), headers=bearer(ANA))

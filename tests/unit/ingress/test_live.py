@@ -145,6 +145,15 @@ def test_drains_and_preemptions_are_events() -> None:
     assert seen.board.view["replicas"]["r1"]["state"] == "draining"
 
 
+def test_failovers_are_events_of_engines_that_count_them() -> None:
+    seen = Seen()
+    for n in (0, 2):
+        found = replica()
+        found.engine["failovers"] = n
+        seen.look(found)
+    assert seen.events == [("resumed", "r1", 2)]
+
+
 def test_events_are_bounded() -> None:
     seen = Seen()
     for i in range(300):

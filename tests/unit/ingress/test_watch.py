@@ -11,7 +11,7 @@ import pytest
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.served import ServedModel
-from serve_app.ingress.watch import Watch
+from serve_app.ingress.watch import N_FRAMES, Watch
 from serve_app.types import ReplicaStats
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 from tests.unit.ingress.test_live import merged, replica
@@ -104,6 +104,12 @@ async def test_what_breaks_ends_the_frames(
     looked_at.broken = False
     async with aclosing(watch.frames()) as frames:
         assert "replicas" in await anext(frames)
+
+
+async def test_frames_end_after_a_while(models: dict[str, ServedModel]) -> None:
+    """Or an ingress replica with a watcher could not be stopped."""
+    watch = Watch(models, period_s=0)
+    assert len([frame async for frame in watch.frames()]) == N_FRAMES
 
 
 async def test_the_end_of_the_application_ends_the_frames(
