@@ -39,8 +39,8 @@ class Watch:
         self._stopped = -_LINGER_S
 
     async def frames(self) -> AsyncGenerator[Json]:
-        """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none after the
-        application's end. Whoever is slow gets all that changed meanwhile in one."""
+        """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none
+        after the application's end. Whoever is slow gets all that changed meanwhile in one."""
         looking = self._enter()
         try:
             before = NOTHING

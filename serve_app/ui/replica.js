@@ -69,7 +69,7 @@ export class ReplicaCard {
   /** @param {any} replica */
   show(replica) {
     this.#last = replica;
-    const cores = replica.cores ? `cores ${ranges(replica.cores)}` : `${count(replica.threads, "thread")}, not pinned`;
+    const cores = replica.cores ? `core${replica.cores.length === 1 ? "" : "s"} ${ranges(replica.cores)}` : `${count(replica.threads, "thread")}, not pinned`;
     const numa = replica.numa_node == null ? "" : `, NUMA node ${replica.numa_node}`;
     setText(this.#where, `node ${replica.node.slice(0, 8)} · ${cores}${numa}`);
     setText(this.#badge, replica.state === "up" ? "" : replica.state === "silent" ? "no answer" : replica.state);
