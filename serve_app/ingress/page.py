@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -52,9 +51,7 @@ class Page:
         """One request."""
         name = self._name(scope)
         if name is not None:
-            with suppress(
-                HTTPException
-            ):  # there is no such file: the rest of the application answers
+            with suppress(HTTPException):  # no such file: the rest of the application answers
                 response = await self._files.get_response(name, scope)
                 response.headers.update(_HEADERS)
                 await response(scope, receive, send)
@@ -67,7 +64,7 @@ class Page:
             return None
         if not (came_to_loopback(scope) if self._switch == "auto" else self._switch):
             return None
-        path = get_route_path(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in ("", "/"):
             return "index.html"
         folder, _, name = path.removeprefix("/").partition("/")
