@@ -167,6 +167,7 @@ def _told(replica: _Replica) -> Json:
         "point": _point(grown),
         **_quantiles([stats.latencies]),
         "slots": {str(slot["id"]): _lane(slot) for slot in engine["slots"]},
+        "requests": {str(slot["id"]): slot["request_id"] for slot in engine["slots"]},
     }
 
 
@@ -185,15 +186,15 @@ def _point(grown: Mapping[str, float]) -> list[float] | None:
 
 def _lane(slot: Mapping[str, Any]) -> list[Any]:
     """A slot's state; its tokens in the cache that were found there, prefilled and generated; those of its
-    prompt that are missing; its request. What an idle one keeps counts as found."""
+    prompt that are missing. What an idle one keeps counts as found."""
     n_past, n_prompt = slot["n_past"], slot["n_prompt"]
     if slot["request_id"] is None:
-        return [slot["state"], n_past, 0, 0, 0, None]
+        return [slot["state"], n_past, 0, 0, 0]
     n_cached = min(slot["n_cached"], n_past)
     n_prefilled = min(n_past, n_prompt) - n_cached
     n_missing = max(0, n_prompt - n_past) if slot["state"] == "prefill" else 0
     n_generated = n_past - n_cached - n_prefilled
-    return [slot["state"], n_cached, n_prefilled, n_generated, n_missing, slot["request_id"]]
+    return [slot["state"], n_cached, n_prefilled, n_generated, n_missing]
 
 
 def _quantiles(latencies: Iterable[Mapping[str, Mapping[float, int]]]) -> Json:

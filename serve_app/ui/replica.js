@@ -122,7 +122,7 @@ export class ReplicaCard {
     }
     slots.forEach(([id, values], i) => {
       const cells = this.#rows.children[i].children;
-      [id, ...values].forEach((value, j) => setText(cells[j], value == null ? "" : String(value)));
+      [id, ...values, replica.requests[id]].forEach((value, j) => setText(cells[j], value == null ? "" : String(value)));
     });
   }
 }

@@ -84,15 +84,17 @@ def test_the_wait_is_the_forecast_of_a_slot() -> None:
 @pytest.mark.parametrize(
     ("slot", "lane"),
     [
-        (SlotStats(0, "idle", None, 30, 0, 0), ["idle", 30, 0, 0, 0, None]),
-        (SlotStats(0, "pinned", None, 9, 0, 0), ["pinned", 9, 0, 0, 0, None]),
-        (SlotStats(0, "prefill", "a", 20, 50, 0, 16), ["prefill", 16, 4, 0, 30, "a"]),
-        (SlotStats(0, "decode", "a", 57, 50, 8, 16), ["decode", 16, 34, 7, 0, "a"]),
-        (SlotStats(0, "decode", "a", 10, 50, 60, 16), ["decode", 10, 0, 0, 0, "a"]),  # shifted
+        (SlotStats(0, "idle", None, 30, 0, 0), ["idle", 30, 0, 0, 0]),
+        (SlotStats(0, "pinned", None, 9, 0, 0), ["pinned", 9, 0, 0, 0]),
+        (SlotStats(0, "prefill", "a", 20, 50, 0, 16), ["prefill", 16, 4, 0, 30]),
+        (SlotStats(0, "decode", "a", 57, 50, 8, 16), ["decode", 16, 34, 7, 0]),
+        (SlotStats(0, "decode", "a", 10, 50, 60, 16), ["decode", 10, 0, 0, 0]),  # shifted
     ],
 )
 def test_lanes(slot: SlotStats, lane: list[Any]) -> None:
-    assert Seen().look(replica(slots=(slot,)))["replicas"]["r1"]["slots"] == {"0": lane}
+    told = Seen().look(replica(slots=(slot,)))["replicas"]["r1"]
+    assert told["slots"] == {"0": lane}
+    assert told["requests"] == {"0": slot.request_id}
 
 
 def test_percentiles_are_of_all_replicas_together() -> None:
