@@ -51,10 +51,11 @@ def build(args: dict[str, Any]) -> Application:
         for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress.deployment))  # type: ignore[attr-defined]
+    hidden = app.ingress.ui == "auto" and _behind_haproxy()  # loopback means nothing then
     access = Access(
         app.ingress.api_key_file,
         app.ingress.allow_anonymous,
-        app.ingress.ui,
+        False if hidden else app.ingress.ui,
         tuple(app.ingress.cors_origins),
     )
     return ingress.bind(models, engines, access)  # type: ignore[no-any-return]
@@ -64,11 +65,15 @@ def _refuse_strangers(ingress: IngressConfig) -> None:
     """Serve's HAProxy listens on all addresses unless `http_options.host` names one, and asks the ingress
     over loopback: nobody could tell who comes from another machine. Raises ConfigError."""
     is_open = ingress.api_key_file is None and not ingress.allow_anonymous
-    if is_open and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+    if is_open and _behind_haproxy():
         raise ConfigError(
             "RAY_SERVE_ENABLE_HA_PROXY=1 hides who comes from another machine: set ingress.api_key_file, "
             "or ingress.allow_anonymous: true"
         )
+
+
+def _behind_haproxy() -> bool:
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
 
 
 def resolve(model: ModelConfig, share: float) -> ResolvedModel:
