@@ -21,7 +21,7 @@ from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
 RESTART_TIMEOUT_S = 90
 EXACT = {"flash_attn": False, "kv_unified": False, "n_batch": 1}
 """With these, what is computed of a token does not depend on how many are computed together."""
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,9 @@ def test_streams_go_on_without_a_missing_or_repeated_character(corral: Corral) -
         for one in reading:
             one.result(180)
     assert streams.texts == alone
-    paths = [f"/v1/requests/{answer_id}" for answer_id in streams.ids]
-    told = [corral.http.get(path).json()["sequences"][0] for path in paths]
+    answers = [corral.http.get(f"/v1/requests/{answer_id}") for answer_id in streams.ids]
+    # What had ended before its replica died is not known any more.
+    told = [answer.json()["sequences"][0] for answer in answers if answer.status_code == 200]
     assert all(one["finish_reason"] == "length" for one in told)
     resumed = [one["timings"] for one in told if one["timings"]["failovers"]]
     assert resumed
@@ -128,7 +129,6 @@ def second_node(corral: Corral) -> Iterator[subprocess.Popen[bytes]]:
         node.wait(60)
 
 
-@pytest.mark.long
 def test_200_streams_outlive_replicas_and_a_node(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
@@ -152,7 +152,6 @@ def test_200_streams_outlive_replicas_and_a_node(
     assert streams.texts == alone
 
 
-@pytest.mark.long
 def test_a_rolling_deploy_loses_nothing(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import DEMO_SLOTS, Corral, model, sse, wait_until
 from tests.unit.ingress.test_live import merged
@@ -78,6 +79,7 @@ def test_nobody_is_asked_while_nobody_watches(corral: Corral) -> None:
     wait_until(quiet, 60, "the looks have ended")
 
 
+@pytest.mark.long
 def test_who_watches_does_not_hold_up_the_end(start: Callable[..., Corral]) -> None:
     """Serve waits for requests that run; this one would run for ever."""
     server = start([model(None, "demo", n_slots=1, n_ctx_slot=512)])

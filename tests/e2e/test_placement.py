@@ -30,6 +30,7 @@ def pinned(server: Corral) -> dict[int, set[int]]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.long
 def test_two_replicas_have_cores_of_their_own_and_so_has_the_next(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
