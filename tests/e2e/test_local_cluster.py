@@ -76,5 +76,5 @@ def test_a_burst_brings_nodes_and_rest_takes_them_away(cluster: LocalCluster) ->
         wait_until(lambda: cluster.worker_nodes() == 1, SCALE_TIMEOUT_S, "one node is left")
     cluster.down()
     assert not processes(cluster.folder)
-    with pytest.raises(httpx.ConnectError):
+    with pytest.raises(httpx.TransportError):
         httpx.get(f"{cluster.url}/health")
