@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
 
 RESTART_TIMEOUT_S = 90
-EXACT = {"flash_attn": False, "kv_unified": False, "n_batch": 1}
+EXACT = {"flash_attn": False, "kv_unified": False, "n_batch": 1, "speculate": False}
 """With these, what is computed of a token does not depend on how many are computed together."""
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -44,11 +44,17 @@ def body(number: int, n_tokens: int) -> dict[str, Any]:
     }
 
 
+class Server(Protocol):
+    """What answers."""
+
+    url: str
+
+
 class Streams:
     """Clients that read, and what has come to them."""
 
-    def __init__(self, corral: Corral, n_streams: int, n_tokens: int) -> None:
-        self.corral = corral
+    def __init__(self, server: Server, n_streams: int, n_tokens: int) -> None:
+        self.url = f"{server.url}/v1/completions"
         self.n_tokens = n_tokens
         self.numbers = range(n_streams)
         self.ids = [""] * n_streams
@@ -57,8 +63,7 @@ class Streams:
     def alone(self, number: int) -> str:
         """The same text, undisturbed and whole."""
         asked = body(number, self.n_tokens)
-        url = f"{self.corral.url}/v1/completions"
-        answer = httpx.post(url, json=asked, timeout=120).json()
+        answer = httpx.post(self.url, json=asked, timeout=120).json()
         text: str = answer["choices"][0]["text"]
         return text
 
@@ -67,8 +72,7 @@ class Streams:
         usage: dict[str, int] = {}
         asked = body(number, self.n_tokens)
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
-        url = f"{self.corral.url}/v1/completions"
-        with httpx.stream("POST", url, json=asked, timeout=120) as response:
+        with httpx.stream("POST", self.url, json=asked, timeout=120) as response:
             for line in response.iter_lines():
                 if line and line != "data: [DONE]":
                     chunk = sse(line)
