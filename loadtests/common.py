@@ -7,6 +7,7 @@ import os
 import platform
 import random
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -77,6 +78,11 @@ def machine_line(facts: dict[str, Any]) -> str:
         "{cpu}, {cores} cores, {model} ({model_mb} MB), llama-cpp-python {llama_cpp_python}, "
         "{threads} threads".format(**facts)
     )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median (min-max)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def table_row(cells: Sequence[object]) -> str:

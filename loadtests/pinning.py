@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence, Set
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from loadtests import engine_process
 from loadtests.bare_loop import Prompt, text_tokens
-from loadtests.common import Prompts, bounded, machine, machine_line, table_row, usable_cores
+from loadtests.common import (
+    Prompts,
+    bounded,
+    machine,
+    machine_line,
+    spread,
+    table_row,
+    usable_cores,
+)
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 
 PINNED, FREE = "pinned", "not pinned"
@@ -30,22 +37,12 @@ _PROMPT_TOKENS = 32
 _N_CTX_SLOT = 2048
 _TIMEOUT_S = 300
 
-_engine: Engine | None = None
-
-
-def _open(model: Path, options: EngineOptions) -> None:
-    """The process's start: its engine."""
-    global _engine
-    _engine = Engine.load(model, options)
-
 
 def _run(prompts: Sequence[Prompt], cores: Set[int], begin: float, seconds: float) -> float:
     """This process's tokens/s on these cores, for so many seconds from `begin` on, by time.time()."""
-    if _engine is None:
-        raise RuntimeError("The process has no engine.")
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), cores)
-    return asyncio.run(_decode(_engine, prompts, begin, seconds))
+    return asyncio.run(_decode(engine_process.engine(), prompts, begin, seconds))
 
 
 async def _decode(engine: Engine, prompts: Sequence[Prompt], begin: float, seconds: float) -> float:
@@ -74,11 +71,7 @@ def measure(settings: argparse.Namespace) -> dict[str, list[float]]:
         speculate=False,
         sweep_limit_s=0,
     )
-    context = multiprocessing.get_context("spawn")
-    pools = [
-        ProcessPoolExecutor(1, context, _open, (settings.model, options))
-        for _ in range(settings.replicas)
-    ]
+    pools = [engine_process.started(settings.model, options) for _ in range(settings.replicas)]
     rates: dict[str, list[float]] = {PINNED: [], FREE: []}
     order = list(rates)
     for number in range(settings.rounds + 1):
@@ -122,8 +115,7 @@ def main() -> None:
     print("| way | tokens/s | to not pinned |\n| --- | --- | --- |")
     for way, of_way in rates.items():
         ratios = [rate / free for rate, free in zip(of_way, rates[FREE], strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        print(table_row([way, f"{statistics.median(of_way):.1f}", spread]))
+        print(table_row([way, f"{statistics.median(of_way):.1f}", spread(ratios)]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from loadtests.bare_loop import Prompt, text_tokens
-from loadtests.common import Prompts, percentile, usable_cores
+from loadtests.common import Prompts, percentile, spread, usable_cores
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 
 _TIMEOUT_S = 300
@@ -154,7 +154,7 @@ def _row(rounds: Sequence[Round]) -> str:
     return (
         f"{statistics.median(calm):.0f} | {statistics.median(gaps):.0f} | {percentile(gaps, 99):.0f} | "
         f"{max(gaps):.0f} | {statistics.median(beside):.2f} / {statistics.median(alone):.2f} | "
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        + spread(ratios)
     )
 
 

@@ -11,16 +11,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from loadtests import engine_process
 from loadtests.bare_loop import Prompt, text_tokens
-from loadtests.common import Prompts, bounded, machine, machine_line, table_row, usable_cores
-from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from loadtests.common import (
+    Prompts,
+    bounded,
+    machine,
+    machine_line,
+    spread,
+    table_row,
+    usable_cores,
+)
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, prefix_file
 from serve_app.engine.hot_prefixes import hottest
 from serve_app.engine.prefix_exchange import Parcel
 
@@ -29,24 +37,10 @@ _SAMPLING = SamplingParams(max_tokens=4)
 _WARM_UP = 3
 _TIMEOUT_S = 300
 
-_engine: Engine | None = None
-
-
-def _open(model: Path, options: EngineOptions) -> None:
-    """The process's start: its engine."""
-    global _engine
-    _engine = Engine.load(model, options)
-
-
-def _opened() -> Engine:
-    if _engine is None:
-        raise RuntimeError("The process has no engine.")
-    return _engine
-
 
 def _ttft(prompt: Prompt) -> float:
     """Seconds from a request to its first token."""
-    return asyncio.run(_ask(_opened(), prompt))
+    return asyncio.run(_ask(engine_process.engine(), prompt))
 
 
 async def _ask(engine: Engine, prompt: Prompt) -> float:
@@ -58,16 +52,16 @@ async def _ask(engine: Engine, prompt: Prompt) -> float:
 
 def _lend() -> list[tuple[Parcel, int]]:
     """What the engine would give to a new one, and how many of the tokens are wanted."""
-    prefixes = _opened().prefixes
+    prefixes = engine_process.engine().prefixes
     wanted = hottest(prefixes.offers(2), [], prefixes.budget_bytes)
-    lent = [(prefixes.lend(one.tokens), len(one.tokens) // 4) for one in wanted]
+    lent = [(prefixes.lend(one.tokens), prefix_file.n_tokens(one.tokens)) for one in wanted]
     return [(parcel, n_tokens) for parcel, n_tokens in lent if parcel is not None]
 
 
 def _adopt(lent: list[tuple[Parcel, int]]) -> tuple[int, float]:
     """Take that; returns the bytes that are kept, and how long it took."""
     began = time.perf_counter()
-    n_bytes = sum(_opened().prefixes.adopt(*one) for one in lent)
+    n_bytes = sum(engine_process.engine().prefixes.adopt(*one) for one in lent)
     return n_bytes, time.perf_counter() - began
 
 
@@ -91,8 +85,7 @@ class Bench:
         return self._shared + self._prompts.draw(self._n_own)
 
     def _process(self) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(1, context, _open, (self._model, self._options))
+        return engine_process.started(self._model, self._options)
 
     def run(self, n_rounds: int) -> dict[str, list[float]]:
         """Seconds to the first token in each round."""
@@ -131,8 +124,7 @@ def main() -> None:
     print("| asked of | time to first token, ms | to a warm one |\n| --- | --- | --- |")
     for way, times in seconds.items():
         ratios = [one / warm for one, warm in zip(times, seconds[ELDER], strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        print(table_row([way, f"{1000 * statistics.median(times):.0f}", spread]))
+        print(table_row([way, f"{1000 * statistics.median(times):.0f}", spread(ratios)]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.bursts import FIGURES, run
-from loadtests.common import bounded
+from loadtests.common import bounded, spread
 from loadtests.servers import exit_on_sigterm, serve_run
 
 # Watches until it is ended; streams end after a minute and are asked for again.
@@ -108,8 +108,7 @@ def _table(
     for name in FIGURES:
         ratios = [watched[name] / alone[name] for alone, watched in pairs]
         alone_median = statistics.median(alone[name] for alone, _ in pairs)
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        lines.append(f"| {name} | {alone_median:.3g} | {spread} |")
+        lines.append(f"| {name} | {alone_median:.3g} | {spread(ratios)} |")
     return "\n".join(lines)
 
 

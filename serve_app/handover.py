@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.engine import Engine
+from serve_app.engine import Engine, prefix_file
 from serve_app.engine.hot_prefixes import HotPrefix, hottest
 from serve_app.engine.prefix_exchange import Parcel, RefusedPrefixError
 
@@ -91,9 +91,7 @@ class Handover:
         for wanted, elder in wishes(self._usable(offers, Offer), held, room_bytes):
             sent: list[Any] | None = await self._ask_one("send_prefix", elder, wanted.tokens)
             if sent is not None:
-                tally.add(
-                    elder, len(wanted.tokens), await self._adopt(await sent[0], wanted.tokens)
-                )
+                tally.add(elder, wanted.tokens, await self._adopt(await sent[0], wanted.tokens))
 
     async def _bequeath(self, tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
@@ -107,7 +105,7 @@ class Handover:
             if parcel is not None:
                 reference = await asyncio.to_thread(ray.put, parcel)
                 n_bytes = await self._ask_one("take_prefix", heir, [reference])
-                tally.add(heir, len(parcel.tokens), n_bytes or 0)
+                tally.add(heir, parcel.tokens, n_bytes or 0)
                 sent.append(parcel.tokens)
 
     # -- what others ask --------------------------------------------------------------------------
@@ -140,7 +138,7 @@ class Handover:
             return None
         tally = Tally("Received", "from")
         parcel: Parcel = await sent[0]
-        tally.add("one that leaves", len(parcel.tokens), await self._adopt(parcel, parcel.tokens))
+        tally.add("one that leaves", parcel.tokens, await self._adopt(parcel, parcel.tokens))
         if tally.n_prefixes:
             logger.info("%s", tally)
         return tally.n_bytes
@@ -150,7 +148,9 @@ class Handover:
     async def _adopt(self, parcel: Parcel, wanted: bytes) -> int:
         """Store what is wanted of it; returns the bytes of what is kept."""
         try:
-            return await asyncio.to_thread(self._prefixes.adopt, parcel, len(wanted) // 4)
+            return await asyncio.to_thread(
+                self._prefixes.adopt, parcel, prefix_file.n_tokens(wanted)
+            )
         except RefusedPrefixError as error:
             logger.warning("Another replica's prefix is refused: %s.", error)
             return 0
@@ -188,12 +188,12 @@ class Tally:
         self._replicas: set[str] = set()
         self.n_prefixes = self._n_tokens = self.n_bytes = 0
 
-    def add(self, replica_id: str, n_token_bytes: int, n_bytes: int) -> None:
-        """Count a prefix, if some of it was kept."""
+    def add(self, replica_id: str, tokens: bytes, n_bytes: int) -> None:
+        """Count a prefix of these tokens, packed, if some of it was kept."""
         if n_bytes:
             self._replicas.add(replica_id)
             self.n_prefixes += 1
-            self._n_tokens += n_token_bytes // 4
+            self._n_tokens += prefix_file.n_tokens(tokens)
             self.n_bytes += n_bytes
 
     def __str__(self) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from serve_app.engine.prefix_file import TOKEN_BYTES
 from serve_app.engine.slots import common_prefix
 
 MAX_PREFIXES = 32
 """Most prefixes that one engine gets from others at once."""
-_TOKEN_BYTES = 4
 # Computing fewer tokens than this costs next to nothing.
-_LEAST_BYTES = 32 * _TOKEN_BYTES
+_LEAST_BYTES = 32 * TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class HotPrefix:
 def n_shared(a: bytes, b: bytes) -> int:
     """Bytes of the first tokens that both have."""
     n = common_prefix(a, b)
-    return n - n % _TOKEN_BYTES
+    return n - n % TOKEN_BYTES
 
 
 def begun_with(

@@ -25,7 +25,8 @@ _MAGIC = b"CorralPx"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sI32sIQ")  # magic, version, fingerprint, tokens, bytes of state
 _DIGEST_BYTES = 32
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
+"""Of a packed token."""
 
 
 class RefusedFileError(Exception):
@@ -52,12 +53,12 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
             raise RefusedFileError(f"it is of version {version}, this program reads {_VERSION}")
         if found_key != key:
             raise RefusedFileError("it is of another model, context or version of llama.cpp")
-        n_bytes = _FIELDS.size + _DIGEST_BYTES + n_tokens * _TOKEN_BYTES + n_state
+        n_bytes = _FIELDS.size + _DIGEST_BYTES + n_tokens * TOKEN_BYTES + n_state
         if status.st_size != n_bytes:
             raise RefusedFileError(f"it has {status.st_size} bytes, its header says {n_bytes}")
         if n_state > room_bytes:
             return None
-        tokens, state = file.read(n_tokens * _TOKEN_BYTES), file.read(n_state)
+        tokens, state = file.read(n_tokens * TOKEN_BYTES), file.read(n_state)
     if _checksum(fields, tokens, state) != checksum:
         raise RefusedFileError("its checksum is wrong")
     return StoredPrefix(unpacked(tokens), state)
@@ -88,9 +89,14 @@ def packed(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
+def n_tokens(tokens: bytes) -> int:
+    """How many `packed` made bytes of."""
+    return len(tokens) // TOKEN_BYTES
+
+
 def unpacked(tokens: bytes) -> list[int]:
     """What `packed` made bytes of."""
-    return list(struct.unpack(f"<{len(tokens) // _TOKEN_BYTES}i", tokens))
+    return list(struct.unpack(f"<{n_tokens(tokens)}i", tokens))
 
 
 def _checksum(*parts: State) -> bytes:

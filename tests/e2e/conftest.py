@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import httpx
 import pytest
 import yaml
 
+from loadtests.servers import free_port
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -40,14 +43,31 @@ def wait_until(
         time.sleep(0.05)
 
 
+@contextmanager
+def all_the_time(ask: Callable[[int], object], n_clients: int) -> Iterator[None]:
+    """Meanwhile, so many clients do it again and again; what one raises is raised at the end."""
+    enough = threading.Event()
+
+    def keep_asking(client: int) -> None:
+        while not enough.is_set():
+            ask(client)
+
+    with ThreadPoolExecutor(n_clients) as pool:
+        clients = [pool.submit(keep_asking, client) for client in range(n_clients)]
+        try:
+            yield
+        finally:
+            enough.set()
+    for client in clients:
+        client.result()
+
+
 class Corral:
     """A running `serve run` and a client for it."""
 
     def __init__(self, directory: Path, models: list[dict[str, Any]], **ingress: object) -> None:
         self.directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self._config = config = directory / "serve_config.yaml"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Corral, model, wait_until
+from tests.e2e.conftest import Corral, all_the_time, model, wait_until
 
 SCALE_TIMEOUT_S = 90
 pytestmark = pytest.mark.timeout(400)
@@ -61,20 +59,13 @@ def complete(corral: Corral, model_id: str, prompt: str, max_tokens: int) -> int
 @contextmanager
 def asking(corral: Corral, n_clients: int, max_tokens: int) -> Iterator[None]:
     """Meanwhile, clients ask "busy" all the time; every answer must be a good one."""
-    enough, statuses = threading.Event(), list[int]()
+    statuses = list[int]()
 
-    def keep_asking(client: int) -> None:
-        while not enough.is_set():
-            statuses.append(complete(corral, "busy", f"{client}: hello", max_tokens))
+    def ask(client: int) -> None:
+        statuses.append(complete(corral, "busy", f"{client}: hello", max_tokens))
 
-    with ThreadPoolExecutor(n_clients) as pool:
-        clients = [pool.submit(keep_asking, client) for client in range(n_clients)]
-        try:
-            yield
-        finally:
-            enough.set()
-    for client in clients:
-        client.result()
+    with all_the_time(ask, n_clients):
+        yield
     assert set(statuses) == {200}
 
 

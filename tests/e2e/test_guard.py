@@ -113,7 +113,7 @@ def test_what_a_request_waited_for(guarded: Corral) -> None:
     (sequence,) = explained["sequences"]
     assert sequence["timings"] == timings
     assert (sequence["state"], sequence["finish_reason"]) == ("ended", "length")
-    (replica,) = guarded.http.get("/v1/stats").json()["models"][0]["replicas"]
+    (replica,) = guarded.replicas()
     assert sequence["replica_id"] == replica["replica_id"]
     by_answer = guarded.http.get(f"/v1/requests/{answer.json()['id']}").json()
     assert by_answer["sequences"] == [sequence]

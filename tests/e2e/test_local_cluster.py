@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 from cluster.local.cluster import ClusterError, LocalCluster
 from loadtests.servers import free_port, processes
-from tests.e2e.conftest import wait_until
+from tests.e2e.conftest import all_the_time, wait_until
 
 SCALE_TIMEOUT_S = 120
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -43,22 +41,15 @@ def busy_nodes(cluster: LocalCluster) -> set[str]:
 @contextmanager
 def asking(cluster: LocalCluster, n_clients: int, max_tokens: int) -> Iterator[None]:
     """Meanwhile, clients ask all the time; every answer must be a whole one."""
-    enough, answers = threading.Event(), list[tuple[int, int]]()
+    answers = list[tuple[int, int]]()
 
-    def keep_asking(client: int) -> None:
+    def ask(client: int) -> None:
         body = {"prompt": f"{client}: hello", "max_tokens": max_tokens, "ignore_eos": True}
-        while not enough.is_set():
-            answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
-            answers.append((answer.status_code, answer.json()["usage"]["completion_tokens"]))
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
+        answers.append((answer.status_code, answer.json()["usage"]["completion_tokens"]))
 
-    with ThreadPoolExecutor(n_clients) as pool:
-        clients = [pool.submit(keep_asking, client) for client in range(n_clients)]
-        try:
-            yield
-        finally:
-            enough.set()
-    for client in clients:
-        client.result()
+    with all_the_time(ask, n_clients):
+        yield
     assert set(answers) == {(200, max_tokens)}
 
 

@@ -15,11 +15,6 @@ from tests.e2e.conftest import START_TIMEOUT_S, Corral, model, wait_until
 PROCESS = "ray::ServeReplica:corral:engine-m"
 
 
-def replicas(server: Corral) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = server.http.get("/v1/stats").json()["models"][0]["replicas"]
-    return found
-
-
 def pinned(server: Corral) -> dict[int, set[int]]:
     """The affinity of each replica's process: of all its threads, which must be the same."""
     masks = {}
@@ -40,10 +35,10 @@ def test_two_replicas_have_cores_of_their_own_and_so_has_the_next(
     server.wait_ready()
 
     def both_up() -> bool:
-        return len(replicas(server)) == 2
+        return len(server.replicas()) == 2
 
     wait_until(both_up, START_TIMEOUT_S, lambda: f"two replicas:\n{server.log}")
-    cores = [replica["cores"] for replica in replicas(server)]
+    cores = [replica["cores"] for replica in server.replicas()]
     assert [len(of_one) for of_one in cores] == [1, 1], server.log
     assert cores[0] != cores[1]
     by_pid = pinned(server)
@@ -51,19 +46,19 @@ def test_two_replicas_have_cores_of_their_own_and_so_has_the_next(
     assert "pinned to cores" in server.log
 
     victim, survivor = by_pid
-    old = {replica["replica_id"] for replica in replicas(server)}
+    old = {replica["replica_id"] for replica in server.replicas()}
     os.kill(victim, signal.SIGKILL)
 
     def replaced() -> bool:
-        now = {replica["replica_id"] for replica in replicas(server)}
+        now = {replica["replica_id"] for replica in server.replicas()}
         return len(now) == 2 and now != old
 
     wait_until(replaced, START_TIMEOUT_S, lambda: f"a new replica:\n{server.log}")
-    assert sorted(replica["cores"] for replica in replicas(server)) == sorted(cores)
+    assert sorted(replica["cores"] for replica in server.replicas()) == sorted(cores)
     assert pinned(server)[survivor] == by_pid[survivor]
 
 
 def test_replicas_with_parts_of_cores_are_not_pinned(corral: Corral) -> None:
-    (replica,) = replicas(corral)
+    (replica,) = corral.replicas()
     assert replica["cores"] is None
     assert replica["numa_node"] is None

@@ -29,8 +29,7 @@ def fleet(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]
 
 def replicas(corral: Corral) -> dict[str, dict[str, Any]]:
     """Every replica's engine statistics."""
-    found = corral.http.get("/v1/stats").json()["models"][0]["replicas"]
-    return {replica["replica_id"]: replica["engine"] for replica in found}
+    return {replica["replica_id"]: replica["engine"] for replica in corral.replicas()}
 
 
 def ask(corral: Corral, prompt: str, max_tokens: int = 4) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Corral, model, wait_until
+from tests.e2e.conftest import Corral, all_the_time, model, wait_until
 
 SCALE_TIMEOUT_S = 90
 SYSTEM = " ".join(f"Rule {i} of this application is to be kept." for i in range(20))
@@ -56,32 +54,13 @@ def ask(corral: Corral, prompt: str, max_tokens: int = 4) -> tuple[int, str]:
     return cached, answer.json()["choices"][0]["text"]
 
 
-@contextmanager
-def load(corral: Corral, n_clients: int) -> Iterator[None]:
-    """Meanwhile, clients ask all the time."""
-    enough = threading.Event()
-
-    def keep_asking(client: int) -> None:
-        while not enough.is_set():
-            ask(corral, f"{client}: hello", 200)
-
-    with ThreadPoolExecutor(n_clients) as pool:
-        clients = [pool.submit(keep_asking, client) for client in range(n_clients)]
-        try:
-            yield
-        finally:
-            enough.set()
-    for client in clients:
-        client.result()
-
-
 def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
     expected = [ask(corral, SYSTEM + f" Question {i}?") for i in range(3)]
     n_shared = expected[-1][0]
     assert n_shared > 100
     (elder,) = replicas(corral)
 
-    with load(corral, 8):
+    with all_the_time(lambda client: ask(corral, f"{client}: hello", 200), 8):
         wait_until(lambda: len(replicas(corral)) == 2, SCALE_TIMEOUT_S, "a second replica")
         grown = replicas(corral)
         (fresh,) = set(grown) - {elder}

@@ -16,6 +16,7 @@ from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRe
 from serve_app.errors import TextTooLongError
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.embedding_models import N_CTX_BERT, write_bert, write_reranker
+from tests.integration.reference import reference
 
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=256, threads=1, n_batch=32, flash_attn=False, sweep_limit_s=0
@@ -41,46 +42,22 @@ def both_ways(
     return engine.embed(texts).result(60), np.vstack(alone)
 
 
-def reference(path: Path, texts: Sequence[str]) -> NDArray[np.float64]:
+def reference_vectors(path: Path, texts: Sequence[str]) -> NDArray[np.float64]:
     """What llama-cpp-python's own class finds, with the model's own pooling."""
-    llama = llama_cpp.Llama(
-        str(path),
-        embedding=True,
-        n_ctx=256,
-        n_batch=256,
-        n_ubatch=256,
-        n_threads=1,
-        n_threads_batch=1,
-        verbose=False,
-    )
-    try:
+    with reference(path, 256, embedding=True) as llama:
         return np.array([llama.embed(text) for text in texts])
-    finally:
-        llama.close()
 
 
 def reference_scores(path: Path, pairs: Sequence[tuple[int, ...]]) -> list[float]:
     """The same of a reranking model, of which that class would read more numbers than there are."""
-    llama = llama_cpp.Llama(
-        str(path),
-        embedding=True,
-        n_ctx=256,
-        n_batch=256,
-        n_ubatch=256,
-        n_threads=1,
-        n_threads_batch=1,
-        verbose=False,
-    )
     scores = []
-    try:
+    with reference(path, 256, embedding=True) as llama:
         for pair in pairs:
             llama._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             llama._batch.reset()  # type: ignore[no-untyped-call]
             llama._batch.add_sequence(pair, 0, True)
             llama._ctx.decode(llama._batch)
             scores.append(float(llama_cpp.llama_get_embeddings_seq(llama._ctx.ctx, 0)[0]))
-    finally:
-        llama.close()
     return scores
 
 
@@ -94,7 +71,7 @@ def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) ->
         together, alone = both_ways(engine, [tokenizer.encode(text) for text in TEXTS])
         assert engine.stats().embedding_passes - before == 1 + len(TEXTS)
     assert together == pytest.approx(alone, abs=1e-5)
-    assert together == pytest.approx(reference(path, TEXTS), abs=1e-4)
+    assert together == pytest.approx(reference_vectors(path, TEXTS), abs=1e-4)
     assert together.shape == (len(TEXTS), tokenizer.n_embd)
 
 

@@ -15,6 +15,7 @@ from serve_app.config import ModelSource
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.sources import locate
+from tests.integration.reference import reference
 
 PATH = locate(ModelSource(builtin=True))
 OPTIONS = EngineOptions(
@@ -66,23 +67,12 @@ def test_batched_vectors_are_those_of_each_text_alone(engine: Engine) -> None:
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_vectors_are_llama_cpps(pooling: EmbeddingPooling) -> None:
     engine = Engine.load(PATH, replace(OPTIONS, embedding_pooling=pooling))
-    reference = llama_cpp.Llama(
-        str(PATH),
-        embedding=True,
-        pooling_type=POOLINGS[pooling],
-        n_ctx=512,
-        n_batch=512,
-        n_ubatch=512,
-        n_threads=1,
-        n_threads_batch=1,
-        verbose=False,
-    )
     try:
-        expected = np.array([reference.embed(text) for text in TEXTS], np.float32)
-        found = embed(engine, TEXTS)
+        with reference(PATH, 512, embedding=True, pooling_type=POOLINGS[pooling]) as llama:
+            expected = np.array([llama.embed(text) for text in TEXTS], np.float32)
+            found = embed(engine, TEXTS)
     finally:
         engine.close(0)
-        reference.close()
     assert cosines(found, expected).min() > 0.9999
     assert np.linalg.norm(found, axis=1) == pytest.approx(
         np.linalg.norm(expected, axis=1), rel=0.01

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
+from tests.integration.reference import reference
 
 TEXTS = [
     "One.",
@@ -46,27 +46,15 @@ def engine(path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     made.close(0)
 
 
-def reference(path: Path, prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
+def reference_logprobs(path: Path, prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
     """The log probabilities of all tokens, at each position of the prompts."""
-    llama = llama_cpp.Llama(
-        str(path),
-        logits_all=True,
-        n_ctx=512,
-        n_batch=512,
-        n_threads=1,
-        n_threads_batch=1,
-        flash_attn=False,
-        verbose=False,
-    )
     found = []
-    try:
+    with reference(path, 512, logits_all=True, flash_attn=False) as llama:
         for prompt in prompts:
             llama.n_tokens = 0
             llama.eval(list(prompt))
             logits = llama.scores[: len(prompt)].astype(np.float64)
             found.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
-    finally:
-        llama.close()
     return found
 
 
@@ -82,7 +70,7 @@ async def ask(
 async def test_they_are_llama_cpps(engine: Engine, path: Path) -> None:
     prompts = [engine.tokenize(text) for text in TEXTS]
     assert max(map(len, prompts)) > 64  # several passes
-    expected = reference(path, prompts)
+    expected = reference_logprobs(path, prompts)
     for i, (prompt, known) in enumerate(zip(prompts, expected, strict=True)):
         deltas = await ask(engine, f"a{i}", prompt, max_tokens=1)
         found = deltas[0].prompt_logprobs

@@ -65,7 +65,7 @@ def test_what_fits_nobody_is_lost() -> None:
 
 def test_the_log_counts_what_was_kept() -> None:
     tally = Tally("Received", "from")
-    tally.add("one", 4 * 1000, 2**20)
-    tally.add("two", 4 * 204, 2**19)
-    tally.add("three", 4 * 99, 0)  # refused
+    tally.add("one", bytes(4 * 1000), 2**20)
+    tally.add("two", bytes(4 * 204), 2**19)
+    tally.add("three", bytes(4 * 99), 0)  # refused
     assert str(tally).startswith("Received 2 prefixes, 1,204 tokens, 1.5 MiB from 2 replicas in 0.")
