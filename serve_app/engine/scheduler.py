@@ -71,11 +71,13 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._has_news = False
         """Whether somebody came since the last step."""
+        self._planned = 0.0
+        """When that was."""
 
     def add(self, sequence: Sequence) -> None:
         """A sequence got a slot; it is served in the next step if there is room."""
         self._running.append(sequence)
-        self._has_news = True
+        self._has_news |= sequence.trace.submitted > self._planned
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence ended, or lost its slot."""
@@ -104,7 +106,7 @@ class Scheduler:
         held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
         groups = [] if held else self._decode_turns(decoding)
         prompts = self._prompt_turns(groups, now)
-        self._has_news = False
+        self._has_news, self._planned = False, now
         if held:
             prompts = self._without_last_tokens(prompts, rest_s, now)
         if self._mixed and prompts:

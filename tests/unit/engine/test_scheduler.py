@@ -317,8 +317,15 @@ def test_steps_are_short_while_somebody_comes(
         plan = made.schedule(NOW)
         assert served(plan) == [(0, n_rows)]
         carry_out(plan)
-    made.add(running(1, 2000))
+    made.add(running(1, 2000, waited_s=-1.0))
     assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == both
+    assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == 256
+
+
+def test_who_was_there_and_waited_for_a_prefix_is_no_news() -> None:
+    made = stalling(0.1, running(0, 2000))
+    made.schedule(NOW)
+    made.add(running(1, 2000))
     assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == 256
 
 
