@@ -20,6 +20,8 @@ from serve_app.llama.model import Model
 
 TOKENS = [(7 * i + 3) % 200 for i in range(120)]
 N_PREFIX = 96
+LONG = 512
+"""Cells of a lane of which TOKENS are so few that they are copied as a state."""
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture
 def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
-    kv_unified, flash_attn = request.param
+    kv_unified, flash_attn, n_ctx_slot = request.param
     made = Context(
         model,
-        n_seq_max=3,
-        n_ctx_slot=256,
+        n_seq_max=4,
+        n_ctx_slot=n_ctx_slot,
         n_batch=256,
         threads=1,
         flash_attn=flash_attn,
@@ -69,8 +71,14 @@ def reuse(context: Context, way: str) -> int:
 
 @pytest.mark.parametrize(
     "context",
-    [(False, False), (False, True), (True, False), (True, True)],
-    ids=["split", "split, flash", "unified", "unified, flash"],
+    [
+        (False, False, 256),
+        (False, False, LONG),
+        (False, True, 256),
+        (True, False, 256),
+        (True, True, 256),
+    ],
+    ids=["split", "split, long lanes", "split, flash", "unified", "unified, flash"],
     indirect=True,
 )
 @pytest.mark.parametrize("way", ["in place", "copied", "restored"])
@@ -87,7 +95,35 @@ def test_reused_and_fresh_prefixes_agree(
         np.testing.assert_array_equal(reused, fresh)
 
 
-@pytest.mark.parametrize("context", [(False, False), (True, False)], indirect=True)
+@pytest.mark.parametrize("context", [(False, False, LONG)], indirect=True)
+def test_copies_are_of_what_a_lane_holds_at_that_time(context: Context) -> None:
+    """Whether llama.cpp makes them at once or with the next decode."""
+    others = [(1, i, 3, False) for i in range(8)]
+    context.decode(others)
+    other = context.save(3)
+    after_other = decode(context, 3, 8, len(TOKENS))
+    context.truncate(3, 0)
+    fresh = decode(context, 3, 0, len(TOKENS))
+    context.truncate(3, 0)
+    context.decode(others)
+
+    decode(context, 0, 0, N_PREFIX)
+    context.copy(0, 1)  # at once
+    context.restore(0, other)
+    context.copy(0, 2)  # and anew, as that has changed
+    np.testing.assert_array_equal(decode(context, 1, N_PREFIX, len(TOKENS)), fresh)
+    np.testing.assert_array_equal(decode(context, 2, 8, len(TOKENS)), after_other)
+
+    context.decode([(1, i, 1, False) for i in range(len(TOKENS), LONG // 2)])
+    context.copy(1, 3)  # with the next decode
+    context.truncate(3, N_PREFIX)
+    context.copy(3, 0)  # of what is still to be written
+    for lane in (3, 0):
+        context.truncate(lane, N_PREFIX)
+        np.testing.assert_array_equal(decode(context, lane, N_PREFIX, len(TOKENS)), fresh)
+
+
+@pytest.mark.parametrize("context", [(False, False, 256), (True, False, 256)], indirect=True)
 def test_a_shift_leaves_the_rest_in_place(context: Context) -> None:
     """Moved cells' values are those of the full context, so only nearly what would be computed anew; but
     their positions are right, and the next token can follow."""
