@@ -1,10 +1,11 @@
-"""llama-server and llama-batched-bench, built from the llama.cpp that llama-cpp-python brings along.
+"""llama-server, llama-batched-bench and the batched example server, of the installed llama-cpp-python.
 
     python -m loadtests.llama_server [--jobs N]
 
-Downloads the source package of the installed llama-cpp-python from PyPI, compiles the two programs
-with the flags that Corral's own llama.cpp has (Makefile), some minutes, keeps them under ~/.cache/corral,
-and prints their paths. Does nothing but that if they are there. Needs cmake and a C++ compiler.
+Downloads the source package of the installed llama-cpp-python from PyPI, compiles llama.cpp's two programs
+with the flags that Corral's own llama.cpp has (Makefile), some minutes, keeps them under ~/.cache/corral
+with the example, a Python file, and prints their paths. Does nothing but that if they are there. Needs
+cmake and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 PROGRAMS = ("llama-server", "llama-batched-bench")
+BATCHED_SERVER = "batched_server.py"
+"""The package's examples/server/server.py."""
+FILES = (*PROGRAMS, BATCHED_SERVER)
 CMAKE_FLAGS = (
     "-DCMAKE_C_FLAGS=-U__AMX_INT8__",  # as in Makefile, which says why
     "-DCMAKE_CXX_FLAGS=-U__AMX_INT8__",
@@ -40,25 +44,26 @@ def folder() -> Path:
 
 def is_built() -> bool:
     """Whether all of them are there."""
-    return all((folder() / program).is_file() for program in PROGRAMS)
+    return all((folder() / file).is_file() for file in FILES)
 
 
 def build(jobs: int) -> Path:
-    """The folder with the programs, made with so many compilers at once if it is not there. Their
+    """The folder with the files, made with so many compilers at once if it is not there. Their
     output goes to stderr. Raises CalledProcessError if the download or the compilation fails."""
     target = folder()
     if is_built():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as directory:
-        source = _download(Path(directory)) / "vendor/llama.cpp"
+        source = _download(Path(directory))
         made = source / "build"
-        _run("cmake", "-S", source, "-B", made, *CMAKE_FLAGS)
+        _run("cmake", "-S", source / "vendor/llama.cpp", "-B", made, *CMAKE_FLAGS)
         _run("cmake", "--build", made, "--target", *PROGRAMS, "--parallel", str(jobs))
         done = Path(directory) / "done"
         done.mkdir()
         for program in PROGRAMS:
             shutil.move(made / "bin" / program, done)
+        shutil.move(source / "examples/server/server.py", done / BATCHED_SERVER)
         shutil.rmtree(target, ignore_errors=True)
         done.rename(target)  # both at once: a build that was interrupted leaves nothing
     return target
@@ -85,8 +90,8 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     made = build(parser.parse_args().jobs)
-    for program in PROGRAMS:
-        print(made / program)
+    for file in FILES:
+        print(made / file)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import httpx
+
+from loadtests import llama_server
+from loadtests.engine_run import BenchmarkError
 from loadtests.servers import (
     corral_is_ready,
     haproxy_settings,
     is_healthy,
+    lists_models,
     running,
     serve_run,
     write_config,
 )
 
 CORRAL, HAPROXY, BARE, LLAMA_SERVER = "corral", "haproxy", "bare", "llama-server"
-SIDES = (CORRAL, HAPROXY, BARE, LLAMA_SERVER)
+PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
+SIDES = (CORRAL, HAPROXY, BARE, LLAMA_SERVER, PYTHON, PYTHON_BATCHED)
+NATIVE = SIDES[:4]
+"""Those that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +40,25 @@ class Sizes:
     n_batch: int = 512
 
 
-def start(side: str, model: Path, sizes: Sizes, llama_server: Path) -> AbstractContextManager[str]:
-    """That side's server, which runs inside the `with` block and gives its URL. `model` and
-    `llama_server` are absolute paths."""
+def is_url(side: str) -> bool:
+    """Whether this may be a server that runs already: http://HOST:PORT, and nothing after it."""
+    parts = urlsplit(side)
+    whole = f"{parts.scheme}://{parts.netloc}"
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and side == whole
+
+
+def first_model(url: str) -> str:
+    """What the server there calls its first model. Raises BenchmarkError if it does not say."""
+    try:
+        name: str = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise BenchmarkError(f"{url}/v1/models names no model: {error}") from None
+    return name
+
+
+def start(side: str, model: Path, sizes: Sizes, server: Path) -> AbstractContextManager[str]:
+    """That side's server, which runs inside the `with` block and gives its URL; one that runs already is
+    left as it is. `model` and `server`, which is llama-server, are absolute paths."""
     entry = {"id": "model", "source": {"path": str(model)}, "engine": asdict(sizes)}
 
     def bare(directory: Path, port: int) -> list[str | Path]:
@@ -41,16 +67,50 @@ def start(side: str, model: Path, sizes: Sizes, llama_server: Path) -> AbstractC
 
     def peer(_: Path, port: int) -> list[str | Path]:
         return [
-            *(llama_server, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
+            *(server, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
             *("--parallel", str(sizes.n_slots), "--threads", str(sizes.threads)),
             *("--ctx-size", str(sizes.n_slots * sizes.n_ctx_slot)),
             *("--batch-size", str(sizes.n_batch)),
         ]
 
+    def python(_: Path, port: int) -> list[str | Path]:
+        return [
+            *(sys.executable, "-m", "llama_cpp.server", "--model", model),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--n_threads", str(sizes.threads), "--n_threads_batch", str(sizes.threads)),
+            *("--n_ctx", str(sizes.n_ctx_slot), "--n_batch", str(sizes.n_batch)),
+            *("--interrupt_requests", "False"),  # or a request cuts off the stream before it
+        ]
+
+    def batched(directory: Path, port: int) -> list[str | Path]:
+        config = directory / "config.json"
+        config.write_text(json.dumps(_batched_config(model, sizes, port)))
+        return [sys.executable, llama_server.folder() / llama_server.BATCHED_SERVER, "-C", config]
+
+    if is_url(side):
+        return nullcontext(side)
     if side == CORRAL:
         return serve_run(entry)
     if side == HAPROXY:
         return serve_run(entry, haproxy_settings())
-    if side == BARE:
-        return running(bare, corral_is_ready)
-    return running(peer, is_healthy)
+    command, is_ready = {
+        BARE: (bare, corral_is_ready),
+        LLAMA_SERVER: (peer, is_healthy),
+        PYTHON: (python, lists_models),
+        PYTHON_BATCHED: (batched, lists_models),
+    }[side]
+    return running(command, is_ready)
+
+
+def _batched_config(model: Path, sizes: Sizes, port: int) -> dict[str, object]:
+    return {
+        "server": {"host": "127.0.0.1", "port": port},
+        "model": {
+            "path": str(model),
+            "n_seq_max": sizes.n_slots,
+            "n_ctx": sizes.n_slots * sizes.n_ctx_slot,
+            "n_batch": sizes.n_batch,
+            "threads": sizes.threads,
+            "threads_batch": sizes.threads,
+        },
+    }

@@ -1,19 +1,29 @@
-"""Corral and llama-server over HTTP, as their users run them, on the same machine with the same model.
+"""Corral and its peers over HTTP, as their users run them, on the same machine with the same model.
 
     python -m loadtests.peers --model PATH [--workloads shared,independent] [--users 1,4,8,16]
-        [--rounds 3] [--sides corral,bare,llama-server,haproxy] [--threads N] [--server PATH] [--json FILE]
+        [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH] [--json FILE]
 
 Sides: `corral` is `serve run`, `bare` the same routes and engine without Ray, `llama-server` the one of
---server, or of `python -m loadtests.llama_server`; `haproxy`, if it is named, is `serve run` with Serve's
-HAProxy and `cluster/haproxy.env`. All have 16 slots of 1024 tokens. Users all ask at once, with prompts of
-token ids, and read streams of 64 tokens. `independent` prompts have 128 random tokens, `shared` ones 512
-that are the same for all users and 32 of their own.
+--server, or of `python -m loadtests.llama_server`. Others that may be named:
+
+- `haproxy`: `serve run` with Serve's HAProxy and `cluster/haproxy.env`;
+- `llama-cpp-python`: `python -m llama_cpp.server`, which computes one request after the other (with
+  --interrupt_requests False: by default a request cuts off the stream before it);
+- `llama-cpp-python-batched`: the example server of its source package, kept by `loadtests.llama_server`;
+- http://HOST:PORT: any OpenAI server that runs already, with the first of its models. It is neither
+  started nor stopped, and what it keeps from before is its own.
+
+Each that is started has 16 slots of 1024 tokens; `llama-cpp-python` has one. Users all ask at once and read
+streams of 64 tokens. `independent` prompts have 128 random words, `shared` ones 512 that are the same for
+all users and 32 of their own; each word is one token. Corral and llama-server get prompts as token ids,
+with `ignore_eos`; the others as text, with a `logit_bias` against what ends an answer. Where a stream does
+not tell its tokens, its texts are counted. A side that answered less than it should is warned of.
 
 One server runs at a time. In every round each side's is started, warmed up with a request, measured and
 stopped, in turns: A B C, C B A, ... All sides of a round get the same prompts, and every round and every
 number of users fresh ones, so that no cache helps but within a burst; before each burst there is a rest of
-REST_S. Ratios are to llama-server in the same round. TTFT is the time to the first text, ITL the gaps
-between texts, as the client sees them.
+REST_S. Ratios are to llama-server in the same round, or, without it, to the side that is named first. TTFT
+is the time to the first text, ITL the gaps between texts, as the client sees them.
 
 Progress goes to stderr, Markdown tables to stdout, and every single answer to the JSON file.
 """
@@ -23,7 +33,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -34,19 +43,36 @@ from pathlib import Path
 from typing import Any
 
 from loadtests import bursts, llama_server, peer_report
-from loadtests.bare_loop import Prompt, text_tokens
 from loadtests.bursts import Burst
-from loadtests.common import SEED, bounded, cpu_name
-from loadtests.peer_sides import BARE, CORRAL, LLAMA_SERVER, SIDES, Sizes, start
+from loadtests.common import bounded, cpu_name
+from loadtests.peer_requests import (
+    MAX_TOKENS,
+    WORKLOADS,
+    Words,
+    draw_prompts,
+    openai_request,
+    read_words,
+    request,
+    seed,
+)
+from loadtests.peer_sides import (
+    BARE,
+    CORRAL,
+    LLAMA_SERVER,
+    NATIVE,
+    PYTHON_BATCHED,
+    SIDES,
+    Sizes,
+    first_model,
+    is_url,
+    start,
+)
 from loadtests.servers import exit_on_sigterm
 
-MAX_TOKENS = 64
 REST_S = 5.0
 """Seconds in which a server may do what it puts off until nobody waits."""
 MAX_USERS = 48
 """As many as Corral takes: slots, and twice as many that wait."""
-WORKLOADS = {"shared": (512, 32), "independent": (0, 128)}
-"""Tokens of a prompt: those that all users share, and each one's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,45 +104,29 @@ class Record:
     burst: Burst
 
 
-def seed(number: int, workload: str, users: int) -> str:
-    """What the prompts of a round's burst are drawn with."""
-    return f"{SEED} {number} {workload} {users}"
-
-
-def draw_prompts(vocabulary: Sequence[int], number: int, workload: str, users: int) -> list[Prompt]:
-    """The prompts of a round's burst, one for each user: the same whenever they are asked for."""
-    rng = random.Random(seed(number, workload, users))
-    n_shared, n_own = WORKLOADS[workload]
-    shared = rng.choices(vocabulary, k=n_shared)
-    return [(*shared, *rng.choices(vocabulary, k=n_own)) for _ in range(users)]
-
-
-def request(prompt: Prompt, number: int) -> dict[str, Any]:
-    """The body that a user sends, understood alike by both servers, with sampling as they default."""
-    return {
-        "prompt": prompt,
-        "max_tokens": MAX_TOKENS,
-        "ignore_eos": True,
-        "seed": number,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+def requests(
+    side: str, url: str, words: Words, number: int, point: tuple[str, int]
+) -> list[dict[str, Any]]:
+    """What the users of a round's burst send to that side's server."""
+    prompts = enumerate(draw_prompts(list(words.tokens), number, *point))
+    if side in NATIVE:
+        return [request(prompt, i) for i, prompt in prompts]
+    model = first_model(url)
+    return [openai_request(prompt, i, words, model) for i, prompt in prompts]
 
 
 def measure(settings: Settings) -> Iterator[Record]:
     """Every burst, as it ends."""
-    vocabulary = text_tokens(settings.model)
+    words = read_words(settings.model)
     order = list(settings.sides)
     for number in range(1, settings.rounds + 1):
         for side in order:
             with start(side, settings.model, Sizes(settings.threads), settings.server) as url:
-                (warm_up,) = draw_prompts(vocabulary, 0, "independent", 1)
-                bursts.run(url, [request(warm_up, 0)])
-                for workload, users in settings.points:
-                    prompts = draw_prompts(vocabulary, number, workload, users)
-                    requests = [request(prompt, i) for i, prompt in enumerate(prompts)]
+                bursts.run(url, requests(side, url, words, 0, ("independent", 1)))
+                for point in settings.points:
+                    bodies = requests(side, url, words, number, point)
                     time.sleep(REST_S)
-                    yield Record(number, side, workload, users, bursts.run(url, requests))
+                    yield Record(number, side, *point, bursts.run(url, bodies))
         order.reverse()
 
 
@@ -148,6 +158,7 @@ def facts(settings: Settings) -> dict[str, Any]:
         "sizes": asdict(Sizes(settings.threads)),
         "workloads": {name: WORKLOADS[name] for name in settings.workloads},
         "max_tokens": MAX_TOKENS,
+        "models": {side: first_model(side) for side in settings.sides if is_url(side)},
     }
     if LLAMA_SERVER in settings.sides:
         found["versions"][LLAMA_SERVER] = _version_of(settings.server)
@@ -166,16 +177,25 @@ def report(facts: dict[str, Any], records: Sequence[Record], settings: Settings)
         "{cpu}, {cores} cores, {model} ({model_mb} MB), {max_tokens} tokens for each user.".format(
             **facts
         ),
-        f"Rounds: {settings.rounds}. Medians, and ratios to llama-server in the same round: median "
-        "(min-max).",
+        f"Rounds: {settings.rounds}. Medians, and ratios to {peer_report.baseline(settings.sides)} in "
+        "the same round: median (min-max).",
         f"The client used {max(record.burst.client_share for record in records):.1%} of a core at most.",
     ]
+    lines += [f"{url} serves {model}." for url, model in facts["models"].items()]
     results = by_point(records, settings)
     for workload, of_workload in results.items():
         n_shared, n_own = WORKLOADS[workload]
         lines += [f"\n{workload}: {n_shared} shared tokens, {n_own} of their own\n"]
         lines += [peer_report.table(of_workload)]
-    return "\n".join([*lines, *(f"\nWARNING: {text}" for text in _warnings(results))])
+    beware = [*_uncounted(records), *_warnings(results)]
+    return "\n".join([*lines, *(f"\nWARNING: {text}" for text in beware)])
+
+
+def _uncounted(records: Sequence[Record]) -> Iterator[str]:
+    for side in dict.fromkeys(record.side for record in records):
+        answers = [a for record in records if record.side == side for a in record.burst.answers]
+        if not all(answer.counted for answer in answers):
+            yield f"{side} does not count all its tokens: events with text are counted instead"
 
 
 def _warnings(results: dict[str, dict[int, list[dict[str, Burst]]]]) -> Iterator[str]:
@@ -207,6 +227,14 @@ def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+def _sides(text: str) -> tuple[str, ...]:
+    sides = tuple(dict.fromkeys(side.rstrip("/") for side in text.split(",")))
+    if unknown := [side for side in sides if side not in SIDES and not is_url(side)]:
+        known = ", ".join((*SIDES, "http://HOST:PORT"))
+        raise argparse.ArgumentTypeError(f"{unknown} not among {known}.")
+    return sides
+
+
 def _absolute(text: str) -> Path:
     return Path(text).resolve()  # servers are started elsewhere
 
@@ -222,7 +250,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
         "--users", type=lambda text: tuple(map(user_count, text.split(","))), default=(1, 4, 8, 16)
     )
     parser.add_argument("--rounds", type=bounded(1, 50), default=3)
-    parser.add_argument("--sides", type=_names(SIDES), default=(CORRAL, BARE, LLAMA_SERVER))
+    parser.add_argument("--sides", type=_sides, default=(CORRAL, BARE, LLAMA_SERVER))
     parser.add_argument("--threads", type=bounded(1, 512), default=len(os.sched_getaffinity(0)))
     parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--json", type=Path, default=None)
@@ -231,6 +259,9 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     settings = Settings(**args)
     if LLAMA_SERVER in settings.sides and not settings.server.is_file():
         parser.error("no llama-server: give --server, or run python -m loadtests.llama_server")
+    batched = llama_server.folder() / llama_server.BATCHED_SERVER
+    if PYTHON_BATCHED in settings.sides and not batched.is_file():
+        parser.error(f"no {batched}: run python -m loadtests.llama_server")
     return settings, json_file
 
 

@@ -108,6 +108,11 @@ def is_healthy(url: str) -> bool:
     return httpx.get(f"{url}/health").is_success
 
 
+def lists_models(url: str) -> bool:
+    """Whether an OpenAI server answers there."""
+    return httpx.get(f"{url}/v1/models").is_success
+
+
 def exit_on_sigterm() -> None:
     """From here on SIGTERM ends this process as an exception does: servers are stopped."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))

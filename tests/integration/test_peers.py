@@ -1,17 +1,21 @@
-"""The HTTP comparison with the one side that needs neither Ray nor llama-server, on a tiny model."""
+"""The HTTP comparison with the sides that need neither Ray nor a compiler, on a tiny model."""
 
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import llama_cpp
 import pytest
 
-from loadtests import bursts, peer_sides, peers
+from loadtests import bursts, llama_server, peer_sides, peers
 from loadtests.common import percentile
 from loadtests.engine_run import BenchmarkError
+from loadtests.peer_requests import MAX_TOKENS, WORKLOADS, read_words, request
+from serve_app.demo_model import BUILTIN_MODEL
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +35,18 @@ def test_every_burst_was_answered_in_full(document: dict[str, Any]) -> None:
         ("bare", workload, users) for workload in ("shared", "independent") for users in (1, 3)
     ]
     for run in runs:
-        assert run["tokens"] == run["users"] * peers.MAX_TOKENS
-        n_prompt = sum(peers.WORKLOADS[run["workload"]])
+        assert run["tokens"] == run["users"] * MAX_TOKENS
+        n_prompt = sum(WORKLOADS[run["workload"]])
         for answer in run["answers"]:
-            assert (answer["tokens"], answer["counted"]) == (peers.MAX_TOKENS, True)
+            assert (answer["tokens"], answer["counted"]) == (MAX_TOKENS, True)
             assert answer["prompt_tokens"] == n_prompt
             assert answer["error"] is None
-            assert 1 <= len(answer["pieces_s"]) <= peers.MAX_TOKENS
+            assert 1 <= len(answer["pieces_s"]) <= MAX_TOKENS
 
 
 def test_only_the_shared_prefix_was_cached(document: dict[str, Any]) -> None:
     cached = [sorted(a["cached_tokens"] for a in run["answers"]) for run in document["runs"]]
-    n_shared, _ = peers.WORKLOADS["shared"]
+    n_shared, _ = WORKLOADS["shared"]
     assert cached == [[0], [0, n_shared, n_shared], [0], [0, 0, 0]]
 
 
@@ -63,10 +67,38 @@ def test_document_says_what_was_measured(document: dict[str, Any], tiny_gguf: Pa
     assert len({run["seed"] for run in document["runs"]}) == len(document["runs"])
 
 
+@pytest.mark.parametrize("side", [peer_sides.PYTHON, peer_sides.PYTHON_BATCHED])
+def test_servers_of_llama_cpp_python_answer_in_full(
+    side: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = llama_server.folder() / llama_server.BATCHED_SERVER
+    if side == peer_sides.PYTHON_BATCHED and not example.is_file():
+        pytest.skip("python -m loadtests.llama_server has not run here")
+    sizes = peer_sides.Sizes(threads=1, n_slots=2)
+    with peer_sides.start(side, BUILTIN_MODEL, sizes, Path()) as url:
+        rest = ["--sides", url, "--users", "2", "--rounds", "1", "--workloads", "independent"]
+        with mock.patch.object(peers, "REST_S", 0.0):
+            peers.main(["--model", str(BUILTIN_MODEL), *rest])
+    out = capsys.readouterr().out
+    assert f"| 2 | {url} | " in out
+    assert f"{url} serves " in out
+    (warning,) = (line for line in out.splitlines() if line.startswith("WARNING"))
+    assert "does not count all its tokens" in warning  # and it answered no fewer
+
+
+def test_words_are_one_token_each(tiny_gguf: Path) -> None:
+    words = read_words(tiny_gguf)
+    assert len(words.tokens) > 100
+    with closing(llama_cpp.Llama(str(tiny_gguf), vocab_only=True, verbose=False)) as model:
+        text = "".join(words.tokens.values()).encode()
+        assert model.tokenize(text, add_bos=False) == list(words.tokens)
+        assert model.token_eos() in words.eog
+
+
 def test_a_refused_request_ends_the_measurement(tiny_gguf: Path) -> None:
     sizes = peer_sides.Sizes(threads=1, n_slots=1, n_ctx_slot=64)
     with (
         peer_sides.start(peer_sides.BARE, tiny_gguf, sizes, Path()) as url,
         pytest.raises(BenchmarkError, match="context_length_exceeded"),
     ):
-        bursts.run(url, [peers.request((1,) * 64, 0)])
+        bursts.run(url, [request((1,) * 64, 0)])

@@ -32,9 +32,9 @@ def test_what_is_there_is_not_built_again(home: Path, monkeypatch: pytest.Monkey
     folder = llama_server.folder()
     assert folder.is_relative_to(home)
     folder.mkdir(parents=True)
-    assert not llama_server.is_built()
-    for program in llama_server.PROGRAMS:
-        (folder / program).touch()
+    for file in llama_server.FILES:
+        assert not llama_server.is_built()
+        (folder / file).touch()
     assert llama_server.build(1) == folder
 
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from loadtests import peer_report
+from loadtests import llama_server, peer_report, peers
 from loadtests.bursts import FIGURES, Burst
 from loadtests.engine_run import BenchmarkError
-from loadtests.peers import (
+from loadtests.peer_requests import (
     MAX_TOKENS,
     WORKLOADS,
-    Record,
-    Settings,
-    by_point,
+    Words,
     draw_prompts,
-    parse_args,
-    report,
+    openai_request,
     request,
 )
+from loadtests.peer_sides import SIDES, is_url
+from loadtests.peers import Record, Settings, by_point, parse_args, report, requests
 from loadtests.streams import Answer
 
 VOCABULARY = range(1000, 2000)
@@ -86,9 +86,14 @@ def test_ratios_compare_within_a_round() -> None:
     assert peer_report.cell(three, "llama-server", "tokens_per_s") == "2.0"
 
 
-def test_without_llama_server_there_is_no_ratio() -> None:
-    alone = [{"corral": burst(answer(1.0, 1.5))}]
+def test_without_llama_server_ratios_are_to_the_first_side() -> None:
+    slow, fast = burst(answer(1.0, 1.5)), burst(answer(1.0, 1.5), wall_s=1.0)
+    alone = [{"corral": slow}]
     assert peer_report.cell(alone, "corral", "tokens_per_s") == "2.0"
+    two = [{"corral": slow, "http://h:1": fast}]
+    assert peer_report.cell(two, "corral", "tokens_per_s") == "2.0"
+    assert peer_report.cell(two, "http://h:1", "tokens_per_s") == "4.0, 2.00x (2.00-2.00)"
+    assert peer_report.baseline(["corral", "llama-server"]) == "llama-server"
 
 
 def test_no_ratio_to_zero() -> None:
@@ -118,9 +123,8 @@ def test_table_has_a_row_for_each_side_and_number_of_users() -> None:
         (answer(1.0, 1.5, tokens=3), "corral answered 7 tokens of 8"),
         (answer(1.0, 1.5, error="cut"), "corral: cut"),
         (answer(1.0, 1.5, prompt=9), "corral counts other prompts: [8, 9]"),
-        (Answer((1.0, 1.5), 1.5, 4, False, 8, 0, None), "corral does not count its tokens: "),
     ],
-    ids=["fewer", "error", "prompt", "usage"],
+    ids=["fewer", "error", "prompt"],
 )
 def test_what_is_not_fair_is_said(wrong: Answer, message: str) -> None:
     right = burst(answer(1.0, 1.5), answer(1.0, 1.5))
@@ -129,6 +133,15 @@ def test_what_is_not_fair_is_said(wrong: Answer, message: str) -> None:
     one = {"llama-server": right, "corral": burst(answer(1.0, 1.5), wrong)}
     (found,) = peer_report.warnings(one, wanted)
     assert found.startswith(message)
+
+
+def test_a_side_that_tells_no_usage_is_warned_of_if_it_ended_early() -> None:
+    whole = Answer((1.0, 1.2, 1.4, 1.5), 1.5, 4, False, None, None, None)
+    short = Answer((1.0, 1.2, 1.5), 1.5, 3, False, None, None, None)
+    wanted = [(8, 4)] * 2
+    assert list(peer_report.warnings({"http://h:1": burst(whole, whole)}, wanted)) == []
+    (found,) = peer_report.warnings({"http://h:1": burst(whole, short)}, wanted)
+    assert found == "http://h:1 answered 7 tokens of 8"
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -158,6 +171,26 @@ def test_a_request_streams_and_asks_for_counts() -> None:
     assert json.loads(json.dumps(body))["prompt"] == [1, 2]
     assert body["stream_options"] == {"include_usage": True}
     assert (body["max_tokens"], body["ignore_eos"], body["seed"]) == (MAX_TOKENS, True, 5)
+
+
+def test_any_openai_server_gets_the_same_words_and_is_kept_from_ending() -> None:
+    words = Words({1: " a", 2: " word"}, eog=[7, 9])
+    body = json.loads(json.dumps(openai_request((2, 1, 2), 5, words, "m")))
+    assert (body["prompt"], body["model"]) == (" word a word", "m")
+    assert body["logit_bias"] == {"7": -100, "9": -100}
+    same = ("max_tokens", "seed", "stream", "stream_options")
+    assert {key: body[key] for key in same} == {key: request((), 5)[key] for key in same}
+    assert set(body) == {"prompt", "model", "logit_bias", *same}
+
+
+def test_all_sides_of_a_round_are_asked_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = Words({token: f" w{token}" for token in VOCABULARY}, eog=[7])
+    monkeypatch.setattr(peers, "first_model", {"http://h:1": "theirs"}.__getitem__)
+    ours = requests("corral", "http://h:2", words, 1, ("shared", 2))
+    theirs = requests("http://h:1", "http://h:1", words, 1, ("shared", 2))
+    assert [body["model"] for body in theirs] == ["theirs"] * 2
+    texts = ["".join(words.tokens[token] for token in body["prompt"]) for body in ours]
+    assert [body["prompt"] for body in theirs] == texts
 
 
 def settings() -> Settings:
@@ -190,12 +223,26 @@ def test_rounds_are_put_together_whatever_the_order() -> None:
 
 def test_report() -> None:
     facts = {"cpu": "A CPU", "cores": 2, "model": "m.gguf", "model_mb": 3, "max_tokens": 64}
+    facts["models"] = {"http://h:1": "theirs"}
     lines = report(facts, records(), settings()).splitlines()
     assert lines[0] == "A CPU, 2 cores, m.gguf (3 MB), 64 tokens for each user."
+    assert "http://h:1 serves theirs." in lines
+    assert any("ratios to llama-server in the same round" in line for line in lines)
     assert "The client used 12.5% of a core at most." in lines
     assert "independent: 0 shared tokens, 128 of their own" in lines
     assert peer_report.HEADER.splitlines()[0] in lines
     assert lines[-1] == ("WARNING: independent, 1 users, round 2: corral answered 63 tokens of 64")
+
+
+def test_a_side_that_does_not_count_is_told_of_once() -> None:
+    alone = replace(settings(), sides=("llama-cpp-python",))
+    texts = burst(Answer((1.0, 1.5), 1.5, MAX_TOKENS, False, None, None, None))
+    both = [Record(number, "llama-cpp-python", "independent", 1, texts) for number in (1, 2)]
+    facts = {"cpu": "C", "cores": 2, "model": "m", "model_mb": 3, "max_tokens": 64, "models": {}}
+    warned = [line for line in report(facts, both, alone).splitlines() if "WARNING" in line]
+    assert warned == [
+        "WARNING: llama-cpp-python does not count all its tokens: events with text are counted instead"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -206,6 +253,9 @@ def test_report() -> None:
         ["--users", "1,x"],
         ["--rounds", "0"],
         ["--sides", "corral,ollama"],
+        ["--sides", "corral,http://h:1/v1"],
+        ["--sides", "http://"],
+        ["--sides", "h:8080"],
         ["--workloads", ""],
         ["--server", "/nowhere/llama-server"],
     ],
@@ -224,3 +274,23 @@ def test_arguments() -> None:
     assert found.sides == ("bare", "corral")
     assert found.model.is_absolute()
     assert json_file == Path("out")
+
+
+def test_a_url_is_a_side() -> None:
+    line = "--model m.gguf --sides corral,http://127.0.0.1:8080/,https://host,corral"
+    found, _ = parse_args(line.split())
+    assert found.sides == ("corral", "http://127.0.0.1:8080", "https://host")
+    assert not any(map(is_url, SIDES))
+
+
+def test_the_batched_example_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    line = ["--model", "m.gguf", "--sides", "llama-cpp-python-batched"]
+    with pytest.raises(SystemExit):
+        parse_args(line)
+    assert "run python -m loadtests.llama_server" in capsys.readouterr().err
+    llama_server.folder().mkdir(parents=True)
+    (llama_server.folder() / llama_server.BATCHED_SERVER).touch()
+    assert parse_args(line)[0].sides == ("llama-cpp-python-batched",)
