@@ -7,7 +7,10 @@ their times count from when they should have been sent. Either follows --shape o
 Rows are by type: TTFT, ITL and E2E in milliseconds; TOKENS/S of each user's stream (in the same columns);
 GOOD are the answers within --slo-ttft and --slo-itl, REFUSED those with 429, ABORTED those whose user left.
 Only E2E rows have failures. "Aggregated" adds up different things: do not read it. What a file of --journal
-holds, each request with its end, is what the reports are made of. One process: no --master, no --processes.
+holds, each request with its end, is what the reports are made of.
+
+With --processes N, N workers share the users, or the arrivals, of one process: the same ones with the same
+--seed. Each worker writes a journal of its own, the file's name with its number behind it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from gevent.pool import Pool
 from geventhttpclient import HTTPClient
 from locust import LoadTestShape, User, events, task
 from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests import mixes, shapes, workloads
 from loadtests.load_client import LoadClient
@@ -57,19 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Run:
-    """What all users share while a test runs."""
+    """What all users of a process share while a test runs."""
 
     def __init__(self, environment: Environment) -> None:
         assert environment.parsed_options is not None
         self.options: Any = environment.parsed_options
-        self.numbers = itertools.count()
+        runner = environment.runner
+        self.worker = runner.worker_index if isinstance(runner, WorkerRunner) else 0
+        self.numbers = itertools.count(self.worker, self.options.workers)
         self.mix = mixes.parse_mix(self.options.mix)
         host = environment.host or self.options.host
         key = self.options.api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.setting = Setting(_context(host, self.options.model, headers), self.options.think)
         self._start = time.perf_counter(), time.process_time()
-        self._journal = Path(self.options.journal).open("w", buffering=1)  # noqa: SIM115
+        self._journal = journal_file(environment).open("w", buffering=1)
 
         def listen(name: str, kind: str, value: float, error: str) -> None:
             environment.events.request.fire(
@@ -83,11 +89,6 @@ class Run:
 
         slo = Slo(self.options.slo_ttft, self.options.slo_itl)
         self.client = LoadClient(host, headers, self._journal, listen, slo)
-
-    @property
-    def run_s(self) -> float:
-        """How long the run is."""
-        return float(self.options.run_time or DEFAULT_RUN_S)
 
     def new_user(self) -> tuple[int, str, workloads.User]:
         """The next user: number, kind, and what they do."""
@@ -108,6 +109,15 @@ class Run:
         self._journal.close()
 
 
+def journal_file(environment: Environment) -> Path:
+    """Where this process writes what it sends."""
+    assert environment.parsed_options is not None
+    journal = Path(environment.parsed_options.journal)
+    if not isinstance(environment.runner, WorkerRunner) or journal == Path(os.devnull):
+        return journal
+    return journal.with_name(f"{journal.name}-{environment.runner.worker_index}")
+
+
 _runs: list[Run] = []
 
 
@@ -117,12 +127,26 @@ def _run() -> Run:
 
 @events.test_start.add_listener
 def _start(environment: Environment, **_: object) -> None:
-    _runs.append(Run(environment))
+    options: Any = environment.parsed_options
+    if not isinstance(
+        environment.runner, WorkerRunner
+    ):  # workers are told what Locust does not tell
+        options.run_s = float(options.run_time or DEFAULT_RUN_S)
+        options.workers = _n_workers(environment)
+    if not isinstance(environment.runner, MasterRunner):
+        _runs.append(Run(environment))
 
 
 @events.test_stop.add_listener
 def _stop(environment: Environment, **_: object) -> None:
-    _run().close()
+    if not isinstance(environment.runner, MasterRunner):
+        _run().close()
+
+
+def _n_workers(environment: Environment) -> int:
+    """Processes that have users."""
+    runner = environment.runner
+    return int(runner.worker_count) if isinstance(runner, MasterRunner) else 1
 
 
 class Closed(User):
@@ -144,22 +168,21 @@ class Closed(User):
 
 
 class Arrivals(User):
-    """Everybody of an open loop: each request is somebody's first."""
-
-    fixed_count = 1
+    """Everybody of an open loop, or every so many of them: each request is somebody's first."""
 
     @task
     def send_all(self) -> None:
-        """All arrivals of the run."""
+        """All arrivals of the run, in turns with the other workers."""
         run, pool, start = _run(), Pool(MOST_OPEN), time.perf_counter()
-        rng = random.Random(f"{run.options.seed} arrivals")
+        options = run.options
+        rng = random.Random(f"{options.seed} arrivals")
         try:
-            due = shapes.arrivals(rng, run.options.shape, run.options.arrivals, run.run_s)
-            for at_s in due:
+            due = shapes.arrivals(rng, options.shape, options.arrivals, options.run_s)
+            for at_s in itertools.islice(due, run.worker, None, options.workers):
                 gevent.sleep(max(0.0, at_s - (time.perf_counter() - start)))
                 pool.spawn(self._one, run, start + at_s)
             pool.join()
-            gevent.sleep(run.run_s)  # until Locust ends it
+            gevent.sleep(options.run_s)  # until Locust ends it
         finally:
             pool.kill()
 
@@ -170,7 +193,7 @@ class Arrivals(User):
 
 
 class Shape(LoadTestShape):
-    """The number of users as --shape has it, or the one user of an open loop."""
+    """The number of users as --shape has it, or one for each process of an open loop."""
 
     use_common_options = True
 
@@ -182,7 +205,8 @@ class Shape(LoadTestShape):
         if self.get_run_time() >= run_s:
             return None
         if options.arrivals:
-            return 1, 1.0, [Arrivals]
+            n = _n_workers(self.runner.environment)
+            return n, float(n), [Arrivals]
         users = shapes.users_at(options.shape, self.get_run_time(), options.num_users or 1, run_s)
         return users, float(options.spawn_rate or users), [Closed]
 

@@ -3,18 +3,20 @@
     python sse_rig.py PORT EVENTS PAUSE_MS [CUT]
 
 Every POST gets a stream of that many one-token events, with a pause after each, and its usage; with CUT
-the connection breaks off after so many.
+the connection breaks off after so many. GET /asked gives the bodies of all POSTs so far.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 
 CHUNKED = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
+_asked: list[str] = []
 
 
 def chunk(event: dict[str, object] | str) -> bytes:
@@ -34,9 +36,13 @@ async def answer(
     """One request, one connection."""
     head = await reader.readuntil(b"\r\n\r\n")
     if head.startswith(b"GET"):
-        body = json.dumps({"data": [{"id": "rig", "n_ctx_slot": 2048}]}).encode()
+        models = {"data": [{"id": "rig", "n_ctx_slot": 2048}]}
+        body = json.dumps(_asked if head.startswith(b"GET /asked") else models).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
     else:
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        assert length is not None
+        _asked.append((await reader.readexactly(int(length[1]))).decode())
         writer.write(CHUNKED)
         token = chunk({"choices": [{"index": 0, "delta": {"content": " word"}}]})
         for i in range(n_events):
