@@ -1,4 +1,4 @@
-"""Line charts as an SVG file, without a plotting library: six small charts need none."""
+"""Line charts as SVG, without a plotting library: six small charts need none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class Chart:
 
 def svg(title: str, x_title: str, charts: Sequence[Chart]) -> str:
     """The charts, three in a row, with one legend for all: a line has its colour by its name."""
-    names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colours = colours_of(charts)
     width = _WIDTH * min(_COLUMNS, len(charts))
     height = _HEAD + _HEIGHT * -(-len(charts) // _COLUMNS)
     parts = [
@@ -48,6 +47,22 @@ def svg(title: str, x_title: str, charts: Sequence[Chart]) -> str:
         parts += _chart(chart, x_title, colours)
         parts.append("</g>")
     return "\n".join([*parts, "</svg>", ""])
+
+
+def colours_of(charts: Sequence[Chart]) -> dict[str, str]:
+    """The colour of each line, by its name."""
+    names = dict.fromkeys(name for chart in charts for name in chart.lines)
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+
+def chart_svg(chart: Chart, x_title: str, colours: Mapping[str, str]) -> str:
+    """One chart for a page that has the legend and the background."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" font-family="sans-serif" font-size="11" role="img" '
+        f'aria-label="{escape(chart.title)}, by {escape(x_title)}">'
+    ]
+    return "\n".join([*parts, *_chart(chart, x_title, colours), "</svg>"])
 
 
 def ticks(top: float) -> list[float]:

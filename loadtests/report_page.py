@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from loadtests.common import table_row
-from loadtests.plot import Chart, svg
+from loadtests.plot import Chart, chart_svg, colours_of
 
 Document = Mapping[str, Any]
 Run = Mapping[str, Any]
@@ -16,12 +16,12 @@ Run = Mapping[str, Any]
 COLUMNS = {
     "tokens_per_s": "tokens/s",
     "goodput_per_s": "good answers/s",
-    "good_share": "of all",
+    "good_share": "good share",
     "ttft_p50_s": "TTFT p50, s",
-    "ttft_p95_s": "p95",
+    "ttft_p95_s": "TTFT p95, s",
     "itl_p50_ms": "ITL p50, ms",
-    "itl_p95_ms": "p95",
-    "itl_p99_ms": "p99",
+    "itl_p95_ms": "ITL p95, ms",
+    "itl_p99_ms": "ITL p99, ms",
     "e2e_p95_s": "E2E p95, s",
     "user_tokens_per_s_p50": "tokens/s of a user",
 }
@@ -35,8 +35,8 @@ CHARTS = {
 }
 TIMELINE = {
     "replicas": "replicas",
-    "running": "running",
-    "waiting": "waiting",
+    "running": "running requests",
+    "waiting": "waiting requests",
     "backlog_s": "backlog, s",
     "store_mib": "kept prefixes, MiB",
     "rss_mib": "memory, MiB",
@@ -45,9 +45,20 @@ TIMELINE = {
 MOST_PLACES = 60
 MOST_OTHER_CORES = 0.2
 """What processes that do not belong to the measurement may use before the reader is warned."""
-_STYLE = (
-    "body{font:14px sans-serif;margin:2em}td,th{padding:2px 9px;text-align:right}pre{color:#444}"
-)
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 14px sans-serif; margin: 1em; overflow-wrap: anywhere }
+pre { white-space: pre-wrap }
+td, th { padding: 2px 9px; text-align: right; white-space: nowrap }
+.wide { overflow-x: auto }
+figure { margin: 1em 0 }
+figcaption ul { display: flex; flex-wrap: wrap; gap: 4px 16px; list-style: none; padding: 0 }
+.key { display: inline-block; width: 14px; height: 4px; margin-right: 5px; vertical-align: middle }
+.charts { display: flex; flex-wrap: wrap }
+svg { max-width: 100% }
+svg text { fill: currentcolor }
+svg path { stroke: #8886 }
+"""
 
 
 def number(value: float | None) -> str:
@@ -67,23 +78,24 @@ def markdown(document: Document) -> str:
 
 def html(document: Document) -> str:
     """The same with charts, in one file."""
-    parts = [
-        f"<!doctype html><meta charset=utf-8><title>Load report</title><style>{_STYLE}</style>"
-    ]
+    parts = ['<!doctype html><html lang="en"><head><meta charset="utf-8">']
+    parts.append('<meta name="viewport" content="width=device-width">')
+    parts.append(f"<title>Load report</title><style>{_STYLE}</style></head><body><main>")
     parts += ["<h1>Load report</h1>", f"<p>{escape(_facts_line(document))}</p>"]
     parts.append(against_users(document))
     for mix, runs in by_mix(document).items():
-        parts += [f"<h2>{escape(mix)}</h2>", *_html_table(_header(), [_row(run) for run in runs])]
+        rows = [_row(run) for run in runs]
+        parts += [f"<h2>{escape(mix)}</h2>", *_html_table(mix, _header(), rows)]
     parts.append("<h2>The server meanwhile, with the most users</h2>")
     parts += [timeline(mix, runs[-1]) for mix, runs in by_mix(document).items()]
     parts += [f"<p>{escape(note)}</p>" for note in _notes(document)]
     known = json.dumps(document["facts"], indent=1)
     parts += ["<h2>What was measured</h2>", f"<pre>{escape(known)}</pre>"]
-    return "\n".join([*parts, ""])
+    return "\n".join([*parts, "</main></body></html>", ""])
 
 
 def against_users(document: Document) -> str:
-    """Throughput and latency against users, a line for each mix, as SVG."""
+    """Throughput and latency against users, a line for each mix."""
     mixes = by_mix(document)
     users = sorted({run["load"]["users"] for run in document["runs"]})
     charts = []
@@ -93,22 +105,43 @@ def against_users(document: Document) -> str:
             found = {run["load"]["users"]: run["figures"][name] for run in runs}
             lines[mix] = [found.get(count) for count in users]
         charts.append(Chart(title, [str(count) for count in users], lines))
-    return svg("Against users", "users", charts)
+    return _figure("Against users", "users", charts)
 
 
 def timeline(mix: str, run: Run) -> str:
-    """The server's replicas, queue and memory over a run, as SVG."""
+    """The server's replicas, queue and memory over a run."""
     samples = run["samples"]
     every = max(1, -(-len(samples) // MOST_PLACES))
     shown = samples[::every]
-    labelled = max(1, -(-len(shown) // 6))
-    places = [f"{one['at_s']:.0f}" if i % labelled == 0 else "" for i, one in enumerate(shown)]
+    places = _spread([f"{one['at_s']:.0f}" for one in shown])
     charts = [
         Chart(title, places, {"server": [one[name] for one in shown]})
         for name, title in TIMELINE.items()
         if any(one[name] is not None for one in shown)
     ]
-    return svg(f"{mix}, {run['load']['users']} users", "seconds", charts) if charts else ""
+    title = f"{mix}, {run['load']['users']} users"
+    return _figure(title, "seconds", charts) if charts else ""
+
+
+def _spread(names: Sequence[str]) -> list[str]:
+    """Six of the names at most, none twice; the others are empty."""
+    every = max(1, -(-len(names) // 6))
+    shown = dict.fromkeys(names[::every])
+    return [
+        name if i == names.index(name) and name in shown else "" for i, name in enumerate(names)
+    ]
+
+
+def _figure(title: str, x_title: str, charts: Sequence[Chart]) -> str:
+    """Charts under one legend, as many in a row as there is room for."""
+    colours = colours_of(charts)
+    keys = [
+        f'<li><span class="key" style="background:{colour}"></span>{escape(name)}</li>'
+        for name, colour in colours.items()
+    ]
+    head = f"<figure><figcaption>{escape(title)}<ul>{''.join(keys)}</ul></figcaption>"
+    drawn = "\n".join(chart_svg(chart, x_title, colours) for chart in charts)
+    return f'{head}<div class="charts">{drawn}</div></figure>'
 
 
 def comparison(one: Document, other: Document) -> str:
@@ -187,8 +220,12 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     return [table_row(header), table_row(["---"] * len(header)), *map(table_row, rows)]
 
 
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    yield "<table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"
+def _html_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[object]]
+) -> Iterator[str]:
+    """It scrolls by itself where it is too wide, with the keyboard, too."""
+    yield f'<div class="wide" role="region" tabindex="0" aria-label="{escape(title)}"><table><tr>'
+    yield "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header) + "</tr>"
     for row in rows:
         yield "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>"
-    yield "</table>"
+    yield "</table></div>"

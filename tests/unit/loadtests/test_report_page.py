@@ -74,7 +74,7 @@ def test_the_page_stands_alone_and_is_escaped() -> None:
     page = html(ONE)
     assert "A &lt;CPU&gt;" in page
     assert "<CPU>" not in page
-    assert page.count("<svg") == 3  # all mixes, and the server under each
+    assert page.count("<figure>") == 3  # all mixes, and the server under each
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -89,6 +89,15 @@ def test_a_timeline_has_few_places_and_no_chart_of_what_is_not_known() -> None:
     assert "memory, MiB" in drawn
     assert "open files" not in drawn
     assert drawn.count("<circle") <= 6 * 60
+
+
+def test_a_short_timeline_has_no_second_twice() -> None:
+    one = run("chat=1", 4)
+    one["samples"] = [sample | {"at_s": 0.7 * i} for i, sample in enumerate(one["samples"][:12])]
+    root = ElementTree.fromstring(timeline("chat=1", one))
+    chart = next(e for e in root.iter() if e.tag.endswith("svg"))
+    below = [e.text for e in chart if e.get("text-anchor") == "middle" and e.text]
+    assert below == ["0", "1", "3", "4", "6", "7", "seconds"]
 
 
 def test_failures_and_books_are_warned_of() -> None:
