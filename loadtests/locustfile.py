@@ -128,9 +128,7 @@ def _run() -> Run:
 @events.test_start.add_listener
 def _start(environment: Environment, **_: object) -> None:
     options: Any = environment.parsed_options
-    if not isinstance(
-        environment.runner, WorkerRunner
-    ):  # workers are told what Locust does not tell
+    if not isinstance(environment.runner, WorkerRunner):  # a worker gets them from its master
         options.run_s = float(options.run_time or DEFAULT_RUN_S)
         options.workers = _n_workers(environment)
     if not isinstance(environment.runner, MasterRunner):
