@@ -14,6 +14,7 @@
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
     |-- EngineUnavailableError    503 engine_unavailable
+    |   |-- ModelReplacedError    503 engine_unavailable
     |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
     |   `-- CacheFullError        500 decode_failed, if it cannot be helped
@@ -199,6 +200,10 @@ class EngineUnavailableError(CorralError):
     @property
     def retry_after_s(self) -> int:
         return 1
+
+
+class ModelReplacedError(EngineUnavailableError):
+    """The engine has another vocabulary than the one that the request's tokens are of."""
 
 
 class EngineClosedError(EngineUnavailableError):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ray import serve
 
 from serve_app.engine import Engine, TokenStream
-from serve_app.errors import ConfigError, CorralError, EngineFailedError
+from serve_app.errors import ConfigError, CorralError, EngineFailedError, ModelReplacedError
 from serve_app.handover import Handover, Heir, Offer
 from serve_app.logs import forward_to_serve
 from serve_app.metrics import ReplicaMetrics
@@ -58,6 +58,7 @@ class EngineReplica:
             sweep_folder=cache_folder() / "sweeps",
         )
         self._engine = Engine.load(path, options)
+        self._vocabulary_key = self._engine.vocabulary_key
         self._metrics = ReplicaMetrics(model.id)
         self._reporter = Reporter()
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
@@ -76,8 +77,12 @@ class EngineReplica:
         self._handover = Handover(self._engine)
         await self._handover.receive()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
-        """Run a request to its end; raises CorralError. Cancelling frees its slot."""
+    async def generate(
+        self, request: GenerationRequest, vocabulary_key: bytes
+    ) -> AsyncGenerator[TokenDelta]:
+        """Run a request to its end, whose tokens are of that vocabulary; raises CorralError. Cancelling
+        frees its slot."""
+        self._refuse_strange_tokens(vocabulary_key)
         try:
             if request.sampling.grammar is not None:
                 await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
@@ -102,8 +107,12 @@ class EngineReplica:
         """Submit what arrived together in one go."""
         return self._engine.submit_many(requests)
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
-        """See Engine.embed. Cancelling it spares what was not yet computed."""
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], vocabulary_key: bytes
+    ) -> NDArray[np.float32]:
+        """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
+        computed."""
+        self._refuse_strange_tokens(vocabulary_key)
         entering = asyncio.ensure_future(self._enter_texts(texts))
         try:
             outcome = await asyncio.shield(entering)
@@ -120,6 +129,11 @@ class EngineReplica:
     ) -> list[Future[NDArray[np.float32]] | CorralError]:
         """Submit what arrived together in one go: one pass computes what fits of all of it."""
         return self._engine.embed_many(requests)
+
+    def _refuse_strange_tokens(self, vocabulary_key: bytes) -> None:
+        """A `serve deploy` with another model replaces replicas one by one. Raises ModelReplacedError."""
+        if vocabulary_key != self._vocabulary_key:
+            raise ModelReplacedError("The model is being replaced by one with another vocabulary.")
 
     async def stats(self) -> ReplicaStats:
         """What this replica is doing."""

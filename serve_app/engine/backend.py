@@ -33,6 +33,10 @@ class Vocabulary(Protocol):
     def n_vocab(self) -> int:
         """Token ids are 0 to n_vocab - 1."""
 
+    @property
+    def vocabulary_key(self) -> bytes:
+        """What tells it from others; see `serve_app.llama.model.Model.vocabulary_key`."""
+
     def piece(self, token: int) -> bytes:
         """The bytes that the token stands for: not always whole characters, empty for control
         tokens."""

@@ -57,6 +57,11 @@ class Engine:
         """A prompt's token ids, with BOS if the model wants it; control tokens are recognised."""
         return tuple(self._vocabulary.tokenize(text, add_special=True, parse_special=True))
 
+    @property
+    def vocabulary_key(self) -> bytes:
+        """See `serve_app.llama.model.Model.vocabulary_key`."""
+        return self._vocabulary.vocabulary_key
+
     def prepare(self, grammar: str) -> None:
         """Compile a request's grammar, which `submit` does else, and may take a second. Raises
         InvalidRequestError if it is none."""

@@ -25,6 +25,7 @@ class FakeVocabulary:
     """256 tokens that are the bytes, and token 256, which ends a generation."""
 
     n_vocab = 257
+    vocabulary_key = b"fake"
     eos = 256
 
     def piece(self, token: int) -> bytes:

@@ -39,8 +39,10 @@ _SLOT_TIMEOUT_S = 60.0
 class HandleClient:
     """One model's engines behind a Serve handle. Used in the ingress's event loop."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], vocabulary_key: bytes) -> None:
+        """`vocabulary_key` is of the vocabulary that its requests' tokens are of."""
         self._handle = handle
+        self._vocabulary_key = vocabulary_key
         self._stream: Any = handle.options(stream=True)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
@@ -48,7 +50,7 @@ class HandleClient:
         return unbroken(request, self._attempt)
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
-        response = self._stream.generate.remote(request)
+        response = self._stream.generate.remote(request, self._vocabulary_key)
         try:
             async for delta in response:
                 yield delta
@@ -62,7 +64,7 @@ class HandleClient:
         return await retried(lambda: self._embed_once(texts))
 
     async def _embed_once(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
-        response: Any = self._handle.embed.remote(texts)
+        response: Any = self._handle.embed.remote(texts, self._vocabulary_key)
         try:
             vectors: NDArray[np.float32] = await response
         except (RayError, RayServeException, CorralError) as error:
@@ -132,6 +134,16 @@ def _translate(error: Exception) -> CorralError:
     return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")
 
 
+def _served(model: ResolvedModel, handle: DeploymentHandle[Any]) -> ServedModel:
+    tokenizer = Tokenizer(locate(model.source))
+    return ServedModel(
+        id=model.id,
+        n_ctx_slot=model.options.n_ctx_slot,
+        tokenizer=tokenizer,
+        engine=HandleClient(handle, tokenizer.vocabulary_key),
+    )
+
+
 @serve.deployment
 @serve.ingress()
 class Ingress:
@@ -142,15 +154,8 @@ class Ingress:
     ) -> None:
         forward_to_serve()
         self._access = access
-        self._models = {
-            model.id: ServedModel(
-                id=model.id,
-                n_ctx_slot=model.options.n_ctx_slot,
-                tokenizer=Tokenizer(locate(model.source)),
-                engine=HandleClient(handle),
-            )
-            for model, handle in zip(models, handles, strict=True)
-        }
+        pairs = zip(models, handles, strict=True)
+        self._models = {model.id: _served(model, handle) for model, handle in pairs}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""

@@ -10,7 +10,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
-from serve_app.errors import CorralError, EngineClosedError, EngineFailedError, QueueFullError
+from serve_app.errors import (
+    CorralError,
+    EngineClosedError,
+    EngineFailedError,
+    ModelReplacedError,
+    QueueFullError,
+)
 from serve_app.types import GenerationRequest, TokenDelta
 
 logger = logging.getLogger("corral.ingress")
@@ -19,7 +25,7 @@ T = TypeVar("T")
 Attempt = Callable[[GenerationRequest], AsyncGenerator[TokenDelta]]
 """Runs a request on some replica, to its end. Raises CorralError."""
 
-LOST = (EngineFailedError, EngineClosedError)
+LOST = (EngineFailedError, EngineClosedError, ModelReplacedError)
 """What is raised when a replica cannot go on, and another may."""
 
 PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)

@@ -61,6 +61,11 @@ class Tokenizer:
         return self._model.n_vocab
 
     @property
+    def vocabulary_key(self) -> bytes:
+        """See `serve_app.llama.model.Model.vocabulary_key`."""
+        return self._model.vocabulary_key
+
+    @property
     def n_embd(self) -> int:
         """Numbers in one of the model's embeddings."""
         return self._model.n_embd

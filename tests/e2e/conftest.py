@@ -109,10 +109,14 @@ class Corral:
         """What it has printed."""
         return self._log.read_text(errors="replace")
 
-    def deploy(self, **engine: int) -> None:
-        """`serve deploy` of the same configuration with these changes to its first model's engine."""
+    def deploy(self, path: Path | None = None, **engine: int) -> None:
+        """`serve deploy` of the same configuration with another file for its first model, or with these
+        changes to its engine."""
         config = yaml.safe_load(self._config.read_text())
-        config["applications"][0]["args"]["models"][0]["engine"].update(engine)
+        changed = config["applications"][0]["args"]["models"][0]
+        changed["engine"].update(engine)
+        if path is not None:
+            changed["source"] = {"path": str(path)}
         self._config.write_text(yaml.safe_dump(config))
         found = re.search(r"dashboard at .*?(127\.0\.0\.1:\d+)", self.log)
         assert found, self.log

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import llama_cpp
 import pytest
+from gguf import GGUFReader
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.llama import library
@@ -55,6 +56,41 @@ def test_a_longer_file_has_another_fingerprint(path: Path) -> None:
     with path.open("ab") as file:
         file.write(bytes(1))
     assert fingerprint(path) != before
+
+
+def vocabulary_key(path: Path, vocab_only: bool = False) -> bytes:
+    return Model(path, vocab_only=vocab_only).vocabulary_key
+
+
+def test_a_vocabulary_is_known_whatever_the_weights(path: Path) -> None:
+    other = path.with_name("other.gguf")
+    write_random_gguf(other, SHAPES["tiny"], "f16", seed=1)
+    assert (
+        len({vocabulary_key(path), vocabulary_key(other), vocabulary_key(path, vocab_only=True)})
+        == 1
+    )
+
+
+def test_vocabularies_of_one_size_are_told_apart(path: Path) -> None:
+    keys = {vocabulary_key(path)}
+    for control in ("<|one|>", "<|other|>"):
+        other = path.with_name("other.gguf")
+        write_random_gguf(other, SHAPES["tiny"], "q8_0", more_control=[control])
+        assert Model(other).n_vocab == Model(path).n_vocab
+        keys.add(vocabulary_key(other))
+    assert len(keys) == 3
+
+
+def test_the_kind_of_a_token_counts(path: Path) -> None:
+    """And which one ends a text."""
+    keys = {vocabulary_key(path)}
+    for change in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.token_type"):
+        other = path.with_name("other.gguf")
+        shutil.copyfile(path, other)
+        field = GGUFReader(other, "r+").fields[change]
+        field.parts[field.data[0]][0] ^= 2
+        keys.add(vocabulary_key(other))
+    assert len(keys) == 3
 
 
 def test_kernels_are_loaded_once() -> None:

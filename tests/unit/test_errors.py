@@ -29,6 +29,7 @@ EXAMPLES: list[CorralError] = [
     errors.RateLimitError("too fast", 3),
     errors.QueueFullError("full", 7),
     errors.EngineUnavailableError("loading"),
+    errors.ModelReplacedError("another vocabulary"),
     errors.EngineClosedError("closed"),
     errors.DecodeError("status 1"),
     errors.ConstraintError("nothing fits"),

@@ -12,6 +12,7 @@ from serve_app.errors import (
     EngineClosedError,
     EngineFailedError,
     EngineUnavailableError,
+    ModelReplacedError,
     QueueFullError,
 )
 from serve_app.ingress.failover import retried, unbroken
@@ -103,6 +104,16 @@ async def test_other_errors_are_the_end(failure: CorralError) -> None:
     with pytest.raises(type(failure)):
         await read(replicas, asking())
     assert len(replicas.asked) == 1
+
+
+@pytest.mark.parametrize("n_tokens", [0, 4])
+async def test_an_engine_with_another_vocabulary_is_passed_over(n_tokens: int) -> None:
+    replaced = ModelReplacedError("Another vocabulary.")
+    replicas = Replicas((n_tokens, DIED), (0, replaced), (0, replaced))
+    assert await read(replicas, asking()) == TEXT
+    with pytest.raises(EngineUnavailableError, match="Another vocabulary") as failed:
+        await read(Replicas((n_tokens, DIED), *[(0, replaced)] * 9), asking())
+    assert (failed.value.status, failed.value.code) == (503, "engine_unavailable")
 
 
 async def test_a_request_that_was_accepted_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
