@@ -49,8 +49,8 @@ class Clients:
         self.answers.append((number, self.post(number)))
 
     def endless(self, number: int) -> list[Any]:
-        """A stream that only an error ends; how it does."""
-        body = {"prompt": f"For ever {number}", "max_tokens": 10**6, "context_shift": True}
+        """A stream that goes on for longer than the deploy takes; the errors in it."""
+        body = {"prompt": f"For ever {number}", "max_tokens": 40_000, "context_shift": True}
         body |= {"ignore_eos": True, "stream": True}
         errors = []
         with httpx.stream(
