@@ -126,7 +126,7 @@ class Corral:
             cwd=ROOT,
             env=os.environ | {"RAY_AUTH_MODE": "token"},
             check=True,
-            timeout=60,
+            timeout=120,
         )
 
     def wait_ready(self) -> None:

@@ -15,7 +15,7 @@ from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from tests.e2e.conftest import Corral, all_the_time, model, sse, wait_until
 from tests.e2e.test_failover import EXACT, RESTART_TIMEOUT_S
 
-N_TEXTS, N_ENDLESS = 6, 4
+N_TEXTS, N_ENDLESS = 3, 2
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
