@@ -5,7 +5,7 @@ Except for `Vocabulary`, which is immutable, everything is used by the decoder t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -145,14 +145,17 @@ class Backend(Protocol):
         """Drop the lane's cached tokens from position n_past on. Raises DecodeError, and changes
         nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
 
+    @property
+    def unsettled(self) -> Set[int]:
+        """Lanes that the next `decode` will read or write besides, for a copy or a shift: until then, they
+        may be neither saved nor restored."""
+
     def copy(self, source: int, target: int) -> None:
-        """Make the target's lane a copy of the source's, whatever it held. The copy may be made as late
-        as with the next `decode`: until then, neither lane may be saved or restored."""
+        """Make the target's lane a copy of the source's, whatever it held."""
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens after the first `n_keep`, and give those behind the positions before
-        theirs. As with `copy`, the lane may be neither saved nor restored until the next `decode`. Raises
-        DecodeError if it cannot; the lane is then in no known state."""
+        theirs. Raises DecodeError if it cannot; the lane is then in no known state."""
 
     def save(self, seq_id: int) -> State:
         """The lane's cached tokens as a state that `restore` takes."""

@@ -89,7 +89,7 @@ class FakeBackend:
         self._n_cells = n_cells
         self._may_run = threading.Event()
         self._may_run.set()
-        self._unsettled: set[int] = set()
+        self.unsettled: set[int] = set()
         self._texts: dict[int, list[int]] = {}
         self._at_row: dict[int, list[int]] = {}
 
@@ -111,7 +111,7 @@ class FakeBackend:
         if self._n_cells is not None and sum(map(len, self.lanes)) + len(rows) > self._n_cells:
             raise CacheFullError("scripted cache is full")
         self._at_row = {}
-        self._unsettled.clear()
+        self.unsettled.clear()
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):
             lane = self.lanes[seq_id]
             if position != len(lane):
@@ -144,7 +144,7 @@ class FakeBackend:
     def copy(self, source: int, target: int) -> None:
         """Copy a lane; without a unified cache, the next decode does it, as in llama.cpp."""
         if not self.mode.kv_unified:
-            self._unsettled |= {source, target}
+            self.unsettled |= {source, target}
         self.lanes[target] = list(self.lanes[source])
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
@@ -152,7 +152,7 @@ class FakeBackend:
         self._expect_settled(seq_id)
         if not self.can_shift:
             raise DecodeError("scripted lanes that cannot be shifted")
-        self._unsettled.add(seq_id)
+        self.unsettled.add(seq_id)
         del self.lanes[seq_id][n_keep : n_keep + n_discard]
 
     def save(self, seq_id: int) -> bytes:
@@ -184,7 +184,7 @@ class FakeBackend:
         return np.array(vectors, np.float32)
 
     def _expect_settled(self, seq_id: int) -> None:
-        if seq_id in self._unsettled:
+        if seq_id in self.unsettled:
             raise AssertionError(f"lane {seq_id} is still to be written by the next decode")
 
     def close(self) -> None:

@@ -48,8 +48,6 @@ class Lanes:
         self.table = table
         self.stored = stored
         self._backend = backend
-        self._unsettled: set[int] = set()
-        """Lanes of copies and shifts that the backend makes with the next decode."""
         self._save_byte_s = _SAVE_BYTE_S
         self.begun: deque[bytes] = deque(maxlen=_BEGUN_KEPT)
         """The last prompts that got a slot, packed."""
@@ -67,11 +65,7 @@ class Lanes:
     @property
     def settled(self) -> bool:
         """Whether the next decode has nothing to do besides."""
-        return not self._unsettled
-
-    def decoded(self) -> None:
-        """The backend has decoded, and made all copies and shifts."""
-        self._unsettled.clear()
+        return not self._backend.unsettled
 
     @property
     def prompts(self) -> list[SequenceOf[int]]:
@@ -127,7 +121,7 @@ class Lanes:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
         there yet."""
         n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
-        settled = slot.id not in self._unsettled
+        settled = slot.id not in self._backend.unsettled
         if tokens and settled and self.stored.wants(tokens, n_bytes):
             self.stored.put(tokens, self._backend.save(slot.id))
 
@@ -137,7 +131,7 @@ class Lanes:
         per_token = self._backend.memory.cache_bytes_per_token
         for slot in sorted(self.table.slots, key=lambda slot: -slot.last_used):
             n_bytes = len(slot.idle_tokens) * per_token
-            free = slot.idle and slot.idle_tokens and slot.id not in self._unsettled
+            free = slot.idle and slot.idle_tokens and slot.id not in self._backend.unsettled
             if (
                 free
                 and self.stored.has_room(n_bytes)
@@ -203,7 +197,9 @@ class Lanes:
         slots = [
             one
             for one in self.table.slots
-            if one.id not in self._unsettled and one.n_past >= n and one.tokens[:n] == tokens
+            if one.id not in self._backend.unsettled
+            and one.n_past >= n
+            and one.tokens[:n] == tokens
         ]
         found = min(stored, key=lambda one: len(one.tokens), default=None)
         slot = min(slots, key=lambda one: one.n_past, default=None)
@@ -232,7 +228,7 @@ class Lanes:
         empty = [
             slot
             for slot in self.table.slots
-            if slot.idle and not slot.idle_tokens and slot.id not in self._unsettled
+            if slot.idle and not slot.idle_tokens and slot.id not in self._backend.unsettled
         ]
         if n_wanted < len(prefix.tokens) and empty and not self.table.busy:
             prefix = self._cut(empty[0], prefix, n_wanted)
@@ -256,7 +252,7 @@ class Lanes:
         slots = self.table.slots
         if slot_id not in range(len(slots)) or slots[slot_id].pinned:
             raise InvalidRequestError(f"There is no slot {slot_id}.", "id_slot")
-        if not slots[slot_id].idle or slot_id in self._unsettled:
+        if not slots[slot_id].idle or slot_id in self._backend.unsettled:
             raise EngineUnavailableError(f"Slot {slot_id} is busy.")
         return slots[slot_id]
 
@@ -267,14 +263,13 @@ class Lanes:
         up, all is to be computed again."""
         lane = sequence.slot_id
         try:
-            if lane in self._unsettled:
+            if lane in self._backend.unsettled:
                 raise DecodeError("The lane is still to be written.")
             self._backend.shift(lane, n_keep, n_discard)
         except DecodeError:
             self._backend.truncate(lane, 0)
             sequence.shift(n_keep, n_discard, cached=False)
             return
-        self._unsettled.add(lane)
         self.table.slots[lane].n_shared = 0
         sequence.shift(n_keep, n_discard, cached=True)
 
@@ -283,7 +278,7 @@ class Lanes:
         slot = choice.slot
         slot.n_shared = min(slot.n_shared, choice.n_cached) if choice.in_place else 0
         if choice.stored and stored is not None:
-            if slot.id in self._unsettled:  # written to now, a copy would be of the new content
+            if slot.id in self._backend.unsettled:  # a copy would be of what is written now
                 return self._keep(slot, 0)
             try:
                 self._backend.restore(slot.id, stored.state)
@@ -294,8 +289,6 @@ class Lanes:
             self._backend.copy(choice.copy_from.id, slot.id)
             if self._backend.mode.kv_unified:
                 slot.n_shared = choice.n_cached
-            else:
-                self._unsettled |= {choice.copy_from.id, slot.id}
         return self._keep(slot, choice.n_cached)
 
     def _keep(self, slot: Slot, n_cached: int) -> int:

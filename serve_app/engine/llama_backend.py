@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -161,6 +161,11 @@ class LlamaBackend:
     def truncate(self, seq_id: int, n_past: int) -> None:
         """See Backend.truncate."""
         self._context.truncate(seq_id, n_past)
+
+    @property
+    def unsettled(self) -> Set[int]:
+        """See Backend.unsettled."""
+        return self._context.unsettled
 
     def copy(self, source: int, target: int) -> None:
         """See Backend.copy."""

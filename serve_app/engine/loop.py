@@ -239,7 +239,6 @@ class DecoderLoop:
         finally:
             for lane, end in plan.fillers:
                 self._backend.truncate(lane, end)
-        self._lanes.decoded()
         decoded = time.monotonic()
         if settled and not any(chunk.scored for chunk in plan.chunks):
             self._learn(plan, decoded - began)

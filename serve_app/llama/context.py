@@ -68,6 +68,7 @@ class Context:
         every row must want them."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
+        self._kv_unified = kv_unified
         self._n_batch = n_batch
         lane_cells = _padded(n_ctx_slot)
         cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * lane_cells
@@ -116,8 +117,9 @@ class Context:
         """Whether a lane's state is all that a copy of it needs, and less than its cells."""
         self._copied: tuple[int, State] | None = None
         """The lane whose state was copied last, if it has not changed since then."""
-        self._late: set[int] = set()
-        """Lanes that llama.cpp reads or writes with the next decode."""
+        self.unsettled: set[int] = set()
+        """Lanes that llama.cpp reads or writes with the next decode: until then, they may be neither saved
+        nor restored."""
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
         for i in range(n_batch):
             self._batch.n_seq_id[i] = 1
@@ -151,7 +153,7 @@ class Context:
             raise CacheFullError(f"The KV cache has no room for {len(rows)} tokens more.")
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
-        self._late.clear()
+        self.unsettled.clear()
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
@@ -181,30 +183,30 @@ class Context:
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens after the first `n_keep`, and move those behind up. llama.cpp turns
-        their keys during the next decode: until then the lane may be neither saved nor restored. Only if
-        `can_shift`."""
+        their keys during the next decode. Only if `can_shift`."""
         self._changes(seq_id)
-        self._late.add(seq_id)
+        self.unsettled.add(seq_id)
         behind = n_keep + n_discard
         llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_keep, behind)
         llama_cpp.llama_memory_seq_add(self._memory, seq_id, behind, -1, -n_discard)
 
     def copy(self, source: int, target: int) -> None:
         """Make lane `target` a copy of lane `source`, whatever it held. In a unified cache they share
-        the cells. Otherwise llama.cpp copies all of the lane's cells during the next decode: until then
-        neither may be saved or restored, and it costs about as much as computing `n_ctx_slot` / 200 tokens.
+        the cells. Otherwise llama.cpp copies all of the lane's cells during the next decode, which costs
+        about as much as computing `n_ctx_slot` / 200 tokens.
         Where few of them are in use, the source's state takes less, and is taken once for all copies that
         are made before the next decode.
         """
         n_past = llama_cpp.llama_memory_seq_pos_max(self._memory, source) + 1
-        in_time = self._late.isdisjoint((source, target))
-        if self._states and in_time and n_past <= _FEW_CELLS * self.n_ctx_slot:
+        settled = self.unsettled.isdisjoint((source, target))
+        if self._states and settled and n_past <= _FEW_CELLS * self.n_ctx_slot:
             if self._copied is None or self._copied[0] != source:
                 self._copied = source, self.save(source)
             self.restore(target, self._copied[1])
             return
         self._changes(target)
-        self._late |= {source, target}
+        if not self._kv_unified:
+            self.unsettled |= {source, target}
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
