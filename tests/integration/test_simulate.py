@@ -10,7 +10,7 @@ import pytest
 
 from loadtests.simulate import main
 
-CLIENTS, REQUESTS, SHARED, OWN = 4, 2, 64, 8
+CLIENTS, REQUESTS, SHARED, OWN = 4, 2, 256, 8
 
 
 @pytest.fixture(scope="module")
