@@ -97,6 +97,7 @@ class Corral:
                     # Keeps this cluster's files, and Ray's note of "the running cluster", apart.
                     "RAY_TMPDIR": str(directory),
                     "RAY_USAGE_STATS_ENABLED": "0",
+                    "RAY_metrics_report_interval_ms": "1000",
                     "XDG_RUNTIME_DIR": str(directory),  # core leases of its own
                 },
                 stdout=log,

@@ -67,9 +67,9 @@ def test_a_bad_field_stops_the_start_with_one_message(
 def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_every_process(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
-    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=4096)])
+    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=2048)])
     server.wait_ready()
-    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = (line for line in response.iter_lines() if line)
         next(lines)

@@ -213,7 +213,7 @@ def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[s
 SCHEMAS = st.recursive(SCALARS, nested, max_leaves=6)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schemas=st.lists(SCHEMAS, min_size=16, max_size=16), seed=st.integers(0, 2**31))
 def test_texts_of_random_schemas_validate(
     engine: Engine, schemas: list[dict[str, Any]], seed: int
