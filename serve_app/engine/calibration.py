@@ -14,7 +14,7 @@ from serve_app.engine.cost_model import Measurements
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def key(**measured_with: object) -> str:

@@ -2,8 +2,8 @@
 
 Measured at the start and corrected while running. A pass is either some tokens of each of some decoding
 sequences, or a chunk of one prompt, and a step's time is their sum; in a unified cache the two share one.
-It takes longer the more tokens stand in the cache before it, in a unified one in all of it; that part grows
-straight.
+It takes longer the more tokens stand in the cache before it; that part grows straight. In a unified cache
+those of other sequences count, too, as far as the kernel does not skip what is masked.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class Measurements:
     verify_s: Mapping[int, float] = field(default_factory=dict)
     """By number of one sequence's rows that are all sampled from: a token and drafted ones."""
     depth: int = 0
-    """Tokens in every lane for the next two; of a unified cache, in all of it."""
+    """Tokens in every lane for the next two; in a unified cache, the same cells."""
     deep_decode_s: Mapping[int, float] = field(default_factory=dict)
     deep_prefill_s: Mapping[int, float] = field(default_factory=dict)
     copy_s: float = 0.0
     """What copying one lane adds to the next pass."""
+    masked: float = 1.0
+    """What a token of other sequences costs in a unified cache, as a part of what one of its own does."""
 
 
 class CostModel:
@@ -51,6 +53,7 @@ class CostModel:
         self._verify = _Curve(measured.verify_s, {}, 0)
         self.copy_s = measured.copy_s
         """Seconds that copying a lane takes."""
+        self._masked = measured.masked
         self._splits: dict[tuple[tuple[int, ...], int, frozenset[int]], tuple[int, ...]] = {}
         self._retried: set[int] = set()
         self._n_seen = 0
@@ -58,6 +61,11 @@ class CostModel:
     def __bool__(self) -> bool:
         """Whether anything was measured."""
         return bool(self._decode.measured)
+
+    def attended(self, n_past: float, n_cells: float) -> float:
+        """How many tokens of its own would cost a row as much as its `n_past` and the rest of the `n_cells`
+        in use in a unified cache. To be given as `n_past` to the other methods."""
+        return n_past + self._masked * max(0.0, n_cells - n_past)
 
     def decode_s(self, n_rows: int, n_past: float = 0) -> float:
         """Seconds to compute `n_rows` tokens of decoding sequences that have `n_past` tokens each."""
@@ -72,7 +80,8 @@ class CostModel:
         return self._verify.at(n_rows, 0) + n_rows * deeper_s
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache."""
+        """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache; in a unified one,
+        where kernels see all rows alike, of whatever sequences."""
         return self._prefill.at(n_rows, n_past)
 
     @property
@@ -81,12 +90,6 @@ class CostModel:
         if not self._prefill.measured:
             return 0.0
         return min(self.prefill_s(n, 0) / n for n in self._prefill.measured)
-
-    def mixed_s(self, n_decoding: int, n_prompt: int, n_cells: float) -> float:
-        """Seconds of a pass over `n_decoding` sequences' next tokens and `n_prompt` rows of prompts, with
-        `n_cells` of a unified cache in use: matrices see all rows alike, attention does not."""
-        attention = self._decode.slope(n_decoding) + self._prefill.slope(n_prompt)
-        return self._prefill.at(n_decoding + n_prompt, 0) + n_cells * attention
 
     def chunk(
         self, n_pending: int, n_past: float, *, within_s: float, beside_s: float = 0.0
@@ -101,14 +104,11 @@ class CostModel:
         times = {size: self.prefill_s(size, n_past) for size in sizes}
         return _fastest(times, within_s, beside_s)
 
-    def mixed_chunk(
-        self, n_pending: int, n_decoding: int, n_others: int, n_cells: float, *, within_s: float
-    ) -> int:
-        """The same for a pass that has `n_decoding` rows of decoding sequences, and `n_others` of other
-        prompts: the numbers that come into question are of all rows."""
-        beside = n_decoding + n_others
-        sizes = [n - beside for n in self._sizes if beside < n < beside + n_pending] + [n_pending]
-        times = {n: self.mixed_s(n_decoding, n_others + n, n_cells) for n in sizes}
+    def mixed_chunk(self, n_pending: int, n_beside: int, n_past: float, *, within_s: float) -> int:
+        """The same for a pass that has `n_beside` rows of other sequences: the numbers that come into
+        question are of all rows."""
+        sizes = [n - n_beside for n in self._sizes if n_beside < n < n_beside + n_pending]
+        times = {n: self.prefill_s(n_beside + n, n_past) for n in [*sizes, n_pending]}
         return _fastest(times, within_s, 0.0)
 
     @property
@@ -183,16 +183,8 @@ class CostModel:
             self._splits.clear()
             self._retried.clear()
 
-    def saw_mixed(self, n_decoding: int, n_prompt: int, n_cells: float, seconds: float) -> None:
-        """Learn from a pass of both."""
-        expected = self.mixed_s(n_decoding, n_prompt, n_cells)
-        n_rows = n_decoding + n_prompt
-        as_prompt = self.prefill_s(n_rows, n_cells)
-        if expected:
-            self._prefill.learn(n_rows, n_cells, as_prompt * seconds / expected)
-
     def saw_prefill(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """Learn from a pass over a chunk of one prompt."""
+        """Learn from a pass that `prefill_s` foretells."""
         self._prefill.learn(n_rows, n_past, seconds)
 
     def curve(self) -> dict[str, dict[int, float]]:

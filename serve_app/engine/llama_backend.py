@@ -140,7 +140,6 @@ class LlamaBackend:
                 n_ctx_slot=n_ctx_slot,
                 n_batch=options.n_batch,
                 limit_s=limit_s,
-                shared=bool(options.pinned),
                 unified=mode.kv_unified,
             ).run()
         finally:

@@ -305,14 +305,12 @@ class DecoderLoop:
             self._counts["context_shifts"] += 1
 
     def _learn(self, plan: Pass, seconds: float) -> None:
+        depth = self._costs.attended(plan.depth, plan.n_cells)
         if not plan.prefills:
             n_lanes = len(plan.chunks) + len(plan.fillers)
-            self._costs.saw_decode(n_lanes, len(plan.rows), plan.depth, seconds)
-        elif plan.decodes:
-            n_prompt = sum(chunk.n_rows for chunk in plan.chunks if chunk.sequence.n_pending > 1)
-            self._costs.saw_mixed(len(plan.rows) - n_prompt, n_prompt, plan.depth, seconds)
-        elif len(plan.chunks) == 1:
-            self._costs.saw_prefill(len(plan.rows), plan.depth, seconds)
+            self._costs.saw_decode(n_lanes, len(plan.rows), depth, seconds)
+        elif len(plan.chunks) == 1 or self._backend.mode.kv_unified:
+            self._costs.saw_prefill(len(plan.rows), depth, seconds)
 
     def _retry_one_by_one(self, plan: Pass) -> bool:
         """The batch failed: decode each sequence alone, so that only the one at fault ends.
@@ -388,11 +386,13 @@ class DecoderLoop:
             sequence.n_awaited = 0
         if self._cramped:
             return
+        n_awaiting = 0
         for sequence in self._waiting:
             if not self._lanes.table.has_idle:
                 return
             place = self._lanes.place(sequence)
             if isinstance(place, Wait):
+                n_awaiting += 1
                 if (owner := place.slot.sequence) is not None:
                     owner.n_awaited = max(owner.n_awaited, place.n_tokens)
                 continue
@@ -408,6 +408,7 @@ class DecoderLoop:
             self._scheduler.add(sequence)
             self._counts["cached_tokens"] += place.n_cached
             self._counts["restored_tokens"] += place.n_restored
+        self._lanes.make_way(n_awaiting)
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""

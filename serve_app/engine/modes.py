@@ -62,11 +62,11 @@ def _open(options: EngineOptions) -> tuple[list[bool], list[bool]]:
 def request_s(measured: Measurements, options: EngineOptions, *, kv_unified: bool) -> float:
     """Seconds of the machine that a request is expected to take in this mode, on average: of two, one has
     a prompt of an eighth of a slot, the other of three quarters. With something pinned, prompts are that
-    and an eighth. Answers take an eighth. 0 if nothing was measured."""
+    and an eighth of the rest. Answers take an eighth. 0 if nothing was measured."""
     costs = CostModel(measured)
     pinned = max((len(tokens) for tokens in options.pinned), default=0)
     shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
-    ends = [pinned + int(share * options.n_ctx_slot) for share in shares]
+    ends = [pinned + int(share * (options.n_ctx_slot - pinned)) for share in shares]
     return sum(_seconds(costs, options, pinned, end, kv_unified) for end in ends) / len(ends)
 
 
@@ -75,28 +75,31 @@ def _seconds(
 ) -> float:
     """A prompt's tokens from `begin` to `end`, half of them computed while half of the slots decode, the
     rest while nobody does; and an answer, decoded with all slots busy."""
-    in_use = begin + options.n_slots * (end - begin) if kv_unified else end
+    n_cells = begin + options.n_slots * (end - begin) if kv_unified else 0
     n_beside = max(1, options.n_slots // 2)
-    beside_s = costs.steps_s(n_beside, in_use)
+    full = costs.attended(end, n_cells)
+    beside_s = costs.steps_s(n_beside, full)
     within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)
     bounded_s = free_s = 0.0
     n_past = begin
     while n_past < end:
         n_most = min(end - n_past, options.n_batch)
+        depth = costs.attended(n_past, n_cells)
         if kv_unified:
-            fits = costs.mixed_chunk(n_most, n_beside, 0, in_use, within_s=within_s + beside_s)
+            fits = costs.mixed_chunk(n_most, n_beside, depth, within_s=within_s + beside_s)
             n_rows = fits or costs.smallest_chunk(n_most)
-            more_s = costs.mixed_s(n_beside, n_rows, in_use) - beside_s
+            more_s = costs.prefill_s(n_beside + n_rows, depth) - beside_s
             bounded_s += max(more_s, n_rows * costs.prompt_token_s)
         else:
-            fits = costs.chunk(n_most, n_past, within_s=within_s, beside_s=beside_s)
+            fits = costs.chunk(n_most, depth, within_s=within_s, beside_s=beside_s)
             n_rows = fits or costs.smallest_chunk(n_most)
-            bounded_s += costs.prefill_s(n_rows, n_past)
+            bounded_s += costs.prefill_s(n_rows, depth)
         n_past += n_rows
     for n_past in range(begin, end, options.n_batch):
-        free_s += costs.prefill_s(min(options.n_batch, end - n_past), n_past)
+        depth = costs.attended(n_past, n_cells)
+        free_s += costs.prefill_s(min(options.n_batch, end - n_past), depth)
     n_generated = options.n_ctx_slot // 8
-    answer_s = n_generated * costs.steps_s(options.n_slots, in_use) / options.n_slots
+    answer_s = n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
     return (bounded_s + free_s) / 2 + answer_s
 
 

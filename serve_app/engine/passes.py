@@ -40,8 +40,9 @@ class Pass:
     rows: list[Row]
     chunks: list[Chunk]
     depth: float
-    """Tokens in the cache that each row attends past: those of its sequence, on average, or of all with a
-    unified cache."""
+    """Tokens that a row's own sequence has in the cache before the pass, on average."""
+    n_cells: int
+    """Those of all sequences, in a unified cache; else 0."""
     decodes: bool
     """Whether decoding sequences are in it."""
     prefills: bool
@@ -53,11 +54,11 @@ class Pass:
 
 def plan_pass(
     turns: Iterable[Turn],
-    n_cells: int | None = None,
+    n_cells: int = 0,
     lane_ends: Mapping[int, int] | None = None,
 ) -> Pass:
     """Lay out each sequence's next tokens, and the drafted ones, ordered by slot. There is at least one
-    turn; `n_cells` are in use in a unified cache.
+    turn; `n_cells` are in use, if the cache is unified.
 
     llama.cpp computes rows of consecutive lanes together and splits the batch at every gap or
     descent, hence the order. If `lane_ends` are given, the tokens that each lane has, gaps are filled with
@@ -83,11 +84,12 @@ def plan_pass(
         scored = range(first + unscored.start, first + min(end, unscored.stop))
         chunks.append(Chunk(sequence, n_rows, draft, len(rows) - 1 if complete else None, scored))
         rows += [(token, position, lane, True) for position, token in enumerate(draft, end)]
-    n_past = sum(turn.sequence.n_past for turn in ordered) / len(ordered)
+    n_past = sum(turn.n_rows * turn.sequence.n_past for turn in ordered)
     return Pass(
         rows,
         chunks,
-        depth=n_past if n_cells is None else n_cells,
+        depth=n_past / sum(turn.n_rows for turn in ordered),
+        n_cells=n_cells,
         decodes=any(turn.sequence.n_pending == 1 for turn in ordered),
         prefills=any(turn.sequence.n_pending > 1 for turn in ordered),
         fillers=tuple(fillers),

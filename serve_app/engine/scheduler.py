@@ -99,7 +99,8 @@ class Scheduler:
         `n_cells` are in use, if the cache is unified. `lane_ends` are the tokens in the cache of each lane
         that has room for one more and could drop it again; None if that does not matter. `beside_s` were
         spent on embeddings: prompts get less of the step."""
-        self._n_cells, self._lane_ends, self._beside_s = n_cells, lane_ends, beside_s
+        self._n_cells = n_cells if self._mixed else 0
+        self._lane_ends, self._beside_s = lane_ends, beside_s
         decoding = [sequence for sequence in self._running if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = 0.0 if any(one.n_generated for one in decoding) else self._catch_up_s()
@@ -110,7 +111,7 @@ class Scheduler:
         if held:
             prompts = self._without_last_tokens(prompts, rest_s, now)
         if self._mixed and prompts:
-            return [plan_pass([*chain(*groups), *prompts], n_cells)]
+            return [plan_pass([*chain(*groups), *prompts], self._n_cells)]
         passes = [self._plan(turns) for turns in groups]
         return [*passes, plan_pass(prompts)] if prompts else passes
 
@@ -123,10 +124,8 @@ class Scheduler:
 
     def _depth(self, turns: Iterable[Sequence]) -> float:
         """Tokens that a row of these attends past."""
-        if self._mixed:
-            return self._n_cells
         depths = [sequence.n_past for sequence in turns]
-        return sum(depths) / len(depths)
+        return self._costs.attended(sum(depths) / len(depths), self._n_cells)
 
     # -- before the first stream ------------------------------------------------------------------
 
@@ -180,9 +179,7 @@ class Scheduler:
     def _plan(self, turns: list[Turn]) -> Pass:
         """A pass over decoding sequences."""
         fills = bool(self._costs) and not turns[0].draft
-        return plan_pass(
-            turns, self._n_cells if self._mixed else None, self._lane_ends if fills else None
-        )
+        return plan_pass(turns, self._n_cells, self._lane_ends if fills else None)
 
     def _split(self, decoding: list[Sequence], n_past: float) -> tuple[int, ...]:
         """How many of these, ordered by lane, each pass computes."""
@@ -230,21 +227,20 @@ class Scheduler:
         turns: list[Turn] = []
         prompts = [sequence for sequence in self._running if sequence.n_pending > 1]
         for sequence in sorted(prompts, key=lambda one: self._urgency(one, now), reverse=True):
-            n_past, n_rows = sequence.n_past, min(left, sequence.n_pending)
-            if n_past < sequence.n_awaited:
-                n_rows = min(n_rows, sequence.n_awaited - n_past)
+            depth, n_rows = self._depth([sequence]), min(left, sequence.n_pending)
+            if sequence.n_past < sequence.n_awaited:
+                n_rows = min(n_rows, sequence.n_awaited - sequence.n_past)
             if sequence.unscored:
                 if not left_scored:
                     continue
                 n_rows = min(n_rows, left_scored)
                 left_scored -= n_rows
             if bounded and self._mixed:
-                n_rows = self._costs.mixed_chunk(
-                    n_rows, n_decoding, self._n_batch - left, self._n_cells, within_s=within_s
-                )
+                n_beside = n_decoding + self._n_batch - left
+                n_rows = self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
             elif bounded:
                 rest_s = within_s - spent_s
-                n_rows = self._costs.chunk(n_rows, n_past, within_s=rest_s, beside_s=spent_s)
+                n_rows = self._costs.chunk(n_rows, depth, within_s=rest_s, beside_s=spent_s)
             if bounded and sequence.unscored:  # their logits take as long again at most
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
@@ -254,7 +250,7 @@ class Scheduler:
             left -= n_rows
             if left <= 0:
                 break
-            spent_s += self._costs.prefill_s(n_rows, n_past)
+            spent_s += self._costs.prefill_s(n_rows, depth)
         return turns
 
     def _pass_s(self, turns: list[Turn]) -> float:

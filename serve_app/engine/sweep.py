@@ -19,6 +19,8 @@ _MOST_DEPTH = 512
 _SHORT_S = 0.35
 # What a copy costs is a difference of two passes; each is tried so often, if it is short.
 _TRIALS = 3
+# More than this is noise.
+_MOST_MASKED = 4.0
 # So do those that take so many times longer than smaller ones, by row: something else may have run.
 _ODD = 1.2
 
@@ -46,8 +48,8 @@ class Sweep:
     """One sweep over an empty cache, which it leaves empty. Decoder thread only.
 
     The most important passes come first; when the next would take it past `limit_s` it is left out, and
-    predicted from those that were measured. At depth, all lanes hold tokens: their own, or with `shared`
-    one beginning that all have in common.
+    predicted from those that were measured. At depth, all lanes hold the same tokens: in a unified cache
+    the same cells, and once each their own, to see what those of others cost.
     """
 
     def __init__(
@@ -58,7 +60,6 @@ class Sweep:
         n_ctx_slot: int,
         n_batch: int,
         limit_s: float,
-        shared: bool = False,
         unified: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -66,7 +67,6 @@ class Sweep:
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
-        self._shared = shared
         self._unified = unified
         self._clock = clock
         self._limit_s = limit_s
@@ -82,13 +82,17 @@ class Sweep:
         self._measure(self._decode, self._lane_counts(_DECODES), self._decode_pass, 0)
         chunks = self._fitting(_CHUNKS, 0) or [min(self._n_batch, self._n_ctx_slot - 1)]
         self._measure(self._prefill, chunks, self._prefill_pass, 0)
-        depth, copy_s = self._fill(), 0.0
+        depth, copy_s, masked = self._fill(), 0.0, 1.0
         if depth:
             copy_s = self._spread(depth)
             ends_first = sorted({self._n_slots, 1}, reverse=True)
-            ends_first += [n for n in self._lane_counts(_DECODES) if n not in ends_first]
             self._measure(self._deep_decode, ends_first, self._decode_pass, depth)
-            chunks = self._fitting(_DEEP_CHUNKS, depth) + self._fitting(_MORE_DEEP_CHUNKS, depth)
+            chunks = self._fitting(_DEEP_CHUNKS, depth)
+            self._measure(self._deep_prefill, chunks, self._prefill_pass, depth)
+            masked = self._masked(depth)
+            between = [n for n in self._lane_counts(_DECODES) if n not in ends_first]
+            self._measure(self._deep_decode, between, self._decode_pass, depth)
+            chunks = self._fitting(_MORE_DEEP_CHUNKS, depth)
             self._measure(self._deep_prefill, chunks, self._prefill_pass, depth)
         for lane in range(self._n_slots):
             self._lanes.truncate(lane, 0)
@@ -99,10 +103,11 @@ class Sweep:
             decode_s=self._decode,
             prefill_s=self._prefill,
             verify_s=self._verify,
-            depth=depth * (self._n_slots if self._unified and not self._shared else 1),
+            depth=depth,
             deep_decode_s=self._deep_decode,
             deep_prefill_s=self._deep_prefill,
             copy_s=copy_s,
+            masked=masked,
         )
 
     def _lane_counts(self, counts: Sequence[int]) -> list[int]:
@@ -130,17 +135,48 @@ class Sweep:
             return 0.0
         alone_s = self._shortest(self._decode_pass, depth)
         with_copy_s = self._shortest(self._copy_pass, depth)
-        state = b"" if self._shared else self._lanes.save(0)
-        for lane in range(1, self._n_slots):
-            if self._shared:
-                self._lanes.copy(0, lane)
-            else:
-                self._lanes.truncate(lane, 0)
-                self._lanes.restore(lane, state)
-        if self._shared:
-            self._decode_pass(1, depth)  # the copies are made with it
-            self._lanes.truncate(0, depth)
+        if self._unified:
+            self._share()
+        else:
+            self._fill_others()
         return max(0.0, with_copy_s - alone_s)
+
+    def _share(self) -> None:
+        """Give every lane the first one's cells."""
+        for lane in range(1, self._n_slots):
+            self._lanes.copy(0, lane)
+
+    def _fill_others(self) -> None:
+        """Give every lane cells of its own with what the first one has."""
+        state = self._lanes.save(0)
+        for lane in range(1, self._n_slots):
+            self._lanes.truncate(lane, 0)
+            self._lanes.restore(lane, state)
+
+    def _masked(self, depth: int) -> float:
+        """See `Measurements.masked`: what passes take longer with cells of others, for each of these,
+        beside what they take longer with cells of their own."""
+        if self._n_slots == 1 or not self._unified:
+            return 1.0
+        kinds = (
+            (self._deep_decode, self._decode, self._decode_pass),
+            (self._deep_prefill, self._prefill, self._prefill_pass),
+        )
+        known = [
+            (max(n for n in deep if n in shallow), deep, shallow, run)
+            for deep, shallow, run in kinds
+            if deep.keys() & shallow.keys()
+        ]
+        if not known or not self._time_for(2 * sum(deep[n] for n, deep, _, _ in known)):
+            return 1.0
+        self._fill_others()
+        own_s = others_s = 0.0
+        for n, deep, shallow, run in known:
+            own_s += max(0.0, deep[n] - shallow[n])
+            others_s += max(0.0, self._trial(n, run, depth) - deep[n])
+        self._share()
+        n_others = self._n_slots - 1
+        return min(_MOST_MASKED, others_s / n_others / own_s) if own_s else 1.0
 
     def _measure(
         self,

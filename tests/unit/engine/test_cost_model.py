@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +48,13 @@ def test_decode_grows_with_depth() -> None:
     assert model.decode_s(16, 500) == pytest.approx(0.19)
 
 
+def test_cells_of_others_count_as_far_as_they_cost() -> None:
+    model = CostModel(replace(MEASURED, masked=0.25))
+    assert model.attended(500, 0) == model.attended(500, 500) == 500  # split, or all its own
+    assert model.attended(500, 2500) == 1000
+    assert CostModel(MEASURED).attended(500, 2500) == 2500
+
+
 @pytest.mark.parametrize(
     ("n_sequences", "n_drafted", "expected"),
     [(1, 0, 0.02), (1, 1, 0.03), (1, 3, 0.04), (2, 1, 0.05)],
@@ -55,15 +64,12 @@ def test_verifying_drafts(n_sequences: int, n_drafted: int, expected: float) -> 
     assert CostModel(MEASURED).verify_s(n_sequences, n_drafted, 0) == pytest.approx(expected)
 
 
-def test_mixed_passes() -> None:
-    """Matrices see all rows alike; each kind has its own attention."""
+def test_a_chunk_beside_other_rows() -> None:
     model = CostModel(MEASURED)
-    assert model.mixed_s(16, 16, 0) == pytest.approx(0.11)
-    assert model.mixed_s(16, 16, 1000) == pytest.approx(0.11 + 0.16 + 0.16)
-    assert model.mixed_chunk(500, 16, 0, 0, within_s=0.2) == 48
-    assert model.mixed_chunk(20, 16, 0, 0, within_s=0.2) == 20  # all that is left
-    assert model.mixed_chunk(500, 16, 40, 0, within_s=0.2) == 8
-    assert model.mixed_chunk(500, 16, 0, 0, within_s=0.05) == 0
+    assert model.mixed_chunk(500, 16, 0, within_s=0.2) == 48
+    assert model.mixed_chunk(20, 16, 0, within_s=0.2) == 20  # all that is left
+    assert model.mixed_chunk(500, 56, 0, within_s=0.2) == 8
+    assert model.mixed_chunk(500, 16, 0, within_s=0.05) == 0
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,6 @@ def test_nothing_measured_costs_nothing() -> None:
     assert model.smallest_chunk(100) == 100
     model.saw_decode(4, 4, 0, 1.0)
     model.saw_prefill(4, 0, 1.0)
-    model.saw_mixed(1, 4, 0, 1.0)
     assert model.curve() == {"decode_ms": {}, "prefill_ms": {}, "verify_ms": {}}
 
 
@@ -118,13 +123,6 @@ def test_it_learns_what_passes_really_take() -> None:
     assert model.verify_s(1, 1, 0) == pytest.approx(0.06, rel=0.01)
     assert model.prefill_s(32, 1000) == pytest.approx(0.86, rel=0.01)
     assert model.prefill_s(128, 0) == pytest.approx(0.38)
-
-
-def test_it_learns_from_mixed_passes() -> None:
-    model = CostModel(MEASURED)
-    for _ in range(200):
-        model.saw_mixed(16, 16, 0, 0.22)
-    assert model.mixed_s(16, 16, 0) == pytest.approx(0.22, rel=0.01)
 
 
 def test_a_hiccup_counts_little_and_a_wrong_measurement_is_forgotten() -> None:

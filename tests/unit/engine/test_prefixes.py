@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import pytest
 
 from serve_app.engine import (
     ConfigError,
     DecodeError,
 )
+from serve_app.engine.backend import Row
 from serve_app.engine.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
 from tests.unit.engine.harness import (
@@ -95,6 +99,31 @@ def test_prefix_that_many_bring_at_once_is_computed_once() -> None:
     assert fed_prompt_tokens(backend) == len(COMMON) + 4
     assert sorted(inbox.end.usage.cached_tokens for inbox in inboxes) == [0, *[len(COMMON)] * 3]
     assert_only_own_tokens_were_fed(backend)
+
+
+@pytest.mark.parametrize("cache_ram_bytes", [0, 100_000])
+def test_slots_for_those_who_wait_are_emptied_at_once(cache_ram_bytes: int) -> None:
+    """In a unified cache, the prefix would be computed with all that is there."""
+
+    class Counting(FakeBackend):
+        in_use: ClassVar[list[int]] = []
+
+        def decode(self, rows: Sequence[Row]) -> None:
+            self.in_use.append(sum(map(len, self.lanes)))
+            super().decode(rows)
+
+    backend = Counting(endless, n_slots=4, n_cells=999)
+    sizes = options(4, n_batch=20, n_ctx_slot=99, cache_ram_bytes=cache_ram_bytes)
+    loop = DecoderLoop(lambda: backend, sizes)
+    for inbox in start_together(loop, *(request(name, name * 40) for name in "wxyz")):
+        inbox.wait()
+    assert min(map(len, backend.lanes)) >= 40
+    backend.in_use.clear()
+    inboxes = start_together(loop, *(request(name, COMMON + name) for name in "abc"))
+    loop.drain(PATIENCE_S)
+    assert backend.in_use[0] == 43  # what nobody needs a slot for
+    assert [inbox.end.usage.cached_tokens for inbox in inboxes].count(len(COMMON)) == 2
+    assert loop.stats.stored_prefixes == (3 if cache_ram_bytes else 0)
 
 
 def test_who_waits_for_a_prefix_lets_others_pass_and_survives_its_abort() -> None:

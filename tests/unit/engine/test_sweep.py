@@ -48,14 +48,13 @@ class Machine:
         self.lanes[seq_id] = len(state)
         self.restored.append(seq_id)
 
-    def sweep(self, limit_s: float, *, shared: bool = False, unified: bool = False) -> Sweep:
+    def sweep(self, limit_s: float, *, unified: bool = False) -> Sweep:
         return Sweep(
             self,
             n_slots=len(self.lanes),
             n_ctx_slot=self.n_ctx_slot,
             n_batch=self.n_batch,
             limit_s=limit_s,
-            shared=shared,
             unified=unified,
             clock=lambda: self.now,
         )
@@ -96,15 +95,43 @@ def test_a_copy_costs_no_more_because_something_else_ran() -> None:
     assert measured.copy_s == pytest.approx(0.007)
 
 
-@pytest.mark.parametrize(
-    ("shared", "unified", "depth"),
-    [(False, False, 512), (True, False, 512), (True, True, 512), (False, True, 4 * 512)],
-)
-def test_depth_counts_what_rows_attend_past(shared: bool, unified: bool, depth: int) -> None:
-    machine = Machine(4, 2048, 512)
-    assert machine.sweep(60, shared=shared, unified=unified).run().depth == depth
-    assert machine.restored == ([] if shared else [1, 2, 3])
+class UnifiedMachine(Machine):
+    """Copies share their cells, at once. A row takes `masked` microseconds for each cell in use that is not
+    before it in its own lane."""
+
+    def __init__(self, n_slots: int, masked: float) -> None:
+        super().__init__(n_slots, 2048, 512)
+        self.masked = masked
+        self.shared = [0] * n_slots
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        n_cells = sum(self.lanes) - sum(self.shared)
+        self.now += sum(self.masked * 1e-6 * (n_cells - row[1]) for row in rows)
+        super().decode(rows)
+
+    def copy(self, source: int, target: int) -> None:
+        self.lanes[target] = self.shared[target] = self.lanes[source]
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        super().truncate(seq_id, n_past)
+        self.shared[seq_id] = min(self.shared[seq_id], n_past)
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.2, 1.5])
+def test_cells_of_others_are_measured_apart(masked: float) -> None:
+    machine = UnifiedMachine(4, masked)
+    measured = machine.sweep(60, unified=True).run()
+    assert measured.depth == 512
+    assert measured.deep_decode_s[4] == pytest.approx(0.01 + 4 * 0.001512, rel=0.02)
+    assert measured.masked == pytest.approx(masked, abs=0.02)
+    assert measured.copy_s == pytest.approx(0, abs=1e-9)
+    assert machine.restored == [1, 2, 3]
     assert machine.lanes == [0] * 4
+
+
+@pytest.mark.parametrize(("n_slots", "limit_s"), [(1, 60), (4, 0.0), (4, 0.5)])
+def test_without_others_or_time_they_cost_as_much(n_slots: int, limit_s: float) -> None:
+    assert UnifiedMachine(n_slots, 0.2).sweep(limit_s, unified=True).run().masked == 1.0
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1, 0.5, 2.0])
