@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,6 +16,7 @@ import httpx
 from loadtests import llama_server
 from loadtests.engine_run import BenchmarkError
 from loadtests.servers import (
+    NO_SETTINGS,
     corral_is_ready,
     haproxy_settings,
     is_healthy,
@@ -56,10 +59,17 @@ def first_model(url: str) -> str:
     return name
 
 
-def start(side: str, model: Path, sizes: Sizes, server: Path) -> AbstractContextManager[str]:
+def start(
+    side: str,
+    model: Path,
+    sizes: Sizes,
+    server: Path,
+    engine: Mapping[str, Any] = NO_SETTINGS,
+) -> AbstractContextManager[str]:
     """That side's server, which runs inside the `with` block and gives its URL; one that runs already is
-    left as it is. `model` and `server`, which is llama-server, are absolute paths."""
-    entry = {"id": "model", "source": {"path": str(model)}, "engine": asdict(sizes)}
+    left as it is. `model` and `server`, which is llama-server, are absolute paths; `engine` are further
+    settings of Corral's."""
+    entry = {"id": "model", "source": {"path": str(model)}, "engine": asdict(sizes) | dict(engine)}
 
     def bare(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, entry, port)

@@ -1,7 +1,8 @@
 """Corral and its peers over HTTP, as their users run them, on the same machine with the same model.
 
     python -m loadtests.peers --model PATH [--workloads shared,independent] [--users 1,4,8,16]
-        [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH] [--json FILE]
+        [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH]
+        [--engine '{"kv_unified": true}'] [--json FILE]
 
 Sides: `corral` is `serve run`, `bare` the same routes and engine without Ray, `llama-server` the one of
 --server, or of `python -m loadtests.llama_server`. Others that may be named:
@@ -13,7 +14,8 @@ Sides: `corral` is `serve run`, `bare` the same routes and engine without Ray, `
 - http://HOST:PORT: any OpenAI server that runs already, with the first of its models. It is neither
   started nor stopped, and what it keeps from before is its own.
 
-Each that is started has 16 slots of 1024 tokens; `llama-cpp-python` has one. Users all ask at once and read
+Each that is started has 16 slots of 1024 tokens; `llama-cpp-python` has one. With --engine, Corral's
+have these settings of `engine` besides. Users all ask at once and read
 streams of 64 tokens. `independent` prompts have 128 random words, `shared` ones 512 that are the same for
 all users and 32 of their own; each word is one token. Corral and llama-server get prompts as token ids,
 with `ignore_eos`; the others as text, with a `logit_bias` against what ends an answer. Where a stream does
@@ -36,8 +38,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,7 @@ class Settings:
     sides: tuple[str, ...]
     threads: int
     server: Path
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def points(self) -> list[tuple[str, int]]:
@@ -121,7 +124,8 @@ def measure(settings: Settings) -> Iterator[Record]:
     order = list(settings.sides)
     for number in range(1, settings.rounds + 1):
         for side in order:
-            with start(side, settings.model, Sizes(settings.threads), settings.server) as url:
+            sizes = Sizes(settings.threads)
+            with start(side, settings.model, sizes, settings.server, settings.engine) as url:
                 bursts.run(url, requests(side, url, words, 0, ("independent", 1)))
                 for point in settings.points:
                     bodies = requests(side, url, words, number, point)
@@ -156,6 +160,7 @@ def facts(settings: Settings) -> dict[str, Any]:
         "model_mb": round(settings.model.stat().st_size / 1e6),
         "versions": {name: version(name) for name in ("corral", "llama-cpp-python", "ray")},
         "sizes": asdict(Sizes(settings.threads)),
+        "engine": settings.engine,
         "workloads": {name: WORKLOADS[name] for name in settings.workloads},
         "max_tokens": MAX_TOKENS,
         "models": {side: first_model(side) for side in settings.sides if is_url(side)},
@@ -182,6 +187,8 @@ def report(facts: dict[str, Any], records: Sequence[Record], settings: Settings)
         f"The client used {max(record.burst.client_share for record in records):.1%} of a core at most.",
     ]
     lines += [f"{url} serves {model}." for url, model in facts["models"].items()]
+    if facts["engine"]:
+        lines += [f"Corral's engine has {json.dumps(facts['engine'])}."]
     results = by_point(records, settings)
     for workload, of_workload in results.items():
         n_shared, n_own = WORKLOADS[workload]
@@ -235,6 +242,13 @@ def _sides(text: str) -> tuple[str, ...]:
     return sides
 
 
+def _engine(text: str) -> dict[str, Any]:
+    found = json.loads(text)  # ValueError: argparse says so
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object.")
+    return found
+
+
 def _absolute(text: str) -> Path:
     return Path(text).resolve()  # servers are started elsewhere
 
@@ -253,6 +267,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser.add_argument("--sides", type=_sides, default=(CORRAL, BARE, LLAMA_SERVER))
     parser.add_argument("--threads", type=bounded(1, 512), default=len(os.sched_getaffinity(0)))
     parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
+    parser.add_argument("--engine", type=_engine, default={})
     parser.add_argument("--json", type=Path, default=None)
     args = vars(parser.parse_args(argv))
     json_file: Path | None = args.pop("json")

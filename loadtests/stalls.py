@@ -1,7 +1,7 @@
 """What running streams and a long prompt cost each other. No Ray, no HTTP.
 
     python -m loadtests.stalls --model PATH [--bounds 250,none] [--streams 2] [--prompt-tokens 2048]
-        [--rounds 3] [--threads N] [--flash-attn auto|on|off]
+        [--rounds 3] [--threads N] [--flash-attn auto|on|off] [--kv-unified auto|on|off]
 
 Streams decode; then a long prompt arrives. Measured are the streams' gaps between two tokens until the
 prompt has its first token, and the time that takes, beside what it takes alone. Every value of
@@ -28,6 +28,7 @@ from loadtests.common import Prompts, percentile, spread, usable_cores
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 
 _TIMEOUT_S = 300
+_SWITCH = {"auto": None, "on": True, "off": False}
 _CALM_TOKENS = 8
 """Tokens that every stream has before the long prompt comes."""
 
@@ -141,7 +142,8 @@ def _options(settings: argparse.Namespace, bound: str) -> EngineOptions:
         n_slots=settings.streams + 1,
         n_ctx_slot=settings.prompt_tokens + 512,
         threads=settings.threads,
-        flash_attn={"on": True, "off": False, "auto": None}[settings.flash_attn],
+        flash_attn=_SWITCH[settings.flash_attn],
+        kv_unified=_SWITCH[settings.kv_unified],
         max_stall_s=None if bound == "none" else float(bound) / 1000,
     )
 
@@ -168,7 +170,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--flash-attn", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--flash-attn", choices=_SWITCH, default="auto")
+    parser.add_argument("--kv-unified", choices=_SWITCH, default="auto")
     settings = parser.parse_args()
     rounds = measure(settings)
     print(

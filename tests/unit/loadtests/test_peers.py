@@ -223,10 +223,11 @@ def test_rounds_are_put_together_whatever_the_order() -> None:
 
 def test_report() -> None:
     facts = {"cpu": "A CPU", "cores": 2, "model": "m.gguf", "model_mb": 3, "max_tokens": 64}
-    facts["models"] = {"http://h:1": "theirs"}
+    facts |= {"models": {"http://h:1": "theirs"}, "engine": {"kv_unified": True}}
     lines = report(facts, records(), settings()).splitlines()
     assert lines[0] == "A CPU, 2 cores, m.gguf (3 MB), 64 tokens for each user."
     assert "http://h:1 serves theirs." in lines
+    assert 'Corral\'s engine has {"kv_unified": true}.' in lines
     assert any("ratios to llama-server in the same round" in line for line in lines)
     assert "The client used 12.5% of a core at most." in lines
     assert "independent: 0 shared tokens, 128 of their own" in lines
@@ -239,6 +240,7 @@ def test_a_side_that_does_not_count_is_told_of_once() -> None:
     texts = burst(Answer((1.0, 1.5), 1.5, MAX_TOKENS, False, None, None, None))
     both = [Record(number, "llama-cpp-python", "independent", 1, texts) for number in (1, 2)]
     facts = {"cpu": "C", "cores": 2, "model": "m", "model_mb": 3, "max_tokens": 64, "models": {}}
+    facts["engine"] = {}
     warned = [line for line in report(facts, both, alone).splitlines() if "WARNING" in line]
     assert warned == [
         "WARNING: llama-cpp-python does not count all its tokens: events with text are counted instead"
@@ -258,6 +260,8 @@ def test_a_side_that_does_not_count_is_told_of_once() -> None:
         ["--sides", "h:8080"],
         ["--workloads", ""],
         ["--server", "/nowhere/llama-server"],
+        ["--engine", "[1]"],
+        ["--engine", "x"],
     ],
     ids=repr,
 )
@@ -269,7 +273,8 @@ def test_arguments_are_checked(bad: list[str], capsys: pytest.CaptureFixture[str
 
 def test_arguments() -> None:
     line = "--model m.gguf --users 2,3 --sides bare,corral --workloads shared --json out"
-    found, json_file = parse_args(line.split())
+    found, json_file = parse_args([*line.split(), "--engine", '{"kv_unified": true}'])
+    assert found.engine == {"kv_unified": True}
     assert found.points == [("shared", 2), ("shared", 3)]
     assert found.sides == ("bare", "corral")
     assert found.model.is_absolute()
