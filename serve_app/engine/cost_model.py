@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Weight of the newest step in what is known of its kind.
-_NEWEST = 0.1
+# Weight of the newest step in what is known of its kind, and the most that it grows to: what was not seen
+# for so many steps of other sizes is old.
+_NEWEST, _MOST_NEWEST, _OLD = 0.1, 0.5, 8
 # A pass that took more or less than expected by a larger part counts as if by that: it may be a hiccup.
 _MOST_CHANGE = 0.5
 # Between measured sizes, kernels like multiples of this many rows.
@@ -207,6 +208,8 @@ class _Curve:
         known = sorted(n for n in deep if n in shallow)
         slopes = [max(0.0, deep[n] - shallow[n]) / max(1, depth) for n in known]
         self._slopes = [_between(known, slopes, n) for n in self.measured]
+        self._n_learned = 0
+        self._learned_at = [0] * len(self.measured)
 
     def at(self, n_rows: int, n_past: float) -> float:
         return _between(self.measured, self._seconds, n_rows) + n_past * self.slope(n_rows)
@@ -224,8 +227,14 @@ class _Curve:
         around = range(max(0, right - 1), min(right + 1, len(self.measured)))
         nearest = min(around, key=lambda i: abs(self.measured[i] - n_rows))
         news = max(-_MOST_CHANGE, min(_MOST_CHANGE, seconds / expected - 1))
-        self._seconds[nearest] *= 1 + _NEWEST * news
-        self._slopes[nearest] *= 1 + _NEWEST * news
+        age, self._learned_at[nearest] = (
+            self._n_learned - self._learned_at[nearest],
+            self._n_learned,
+        )
+        self._n_learned += 1
+        change = 1 + news * min(_MOST_NEWEST, _NEWEST * max(1.0, age / _OLD))
+        self._seconds[nearest] *= change
+        self._slopes[nearest] *= change
 
 
 def _fastest(times: Mapping[int, float], within_s: float, beside_s: float) -> int:
