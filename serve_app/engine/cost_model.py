@@ -212,11 +212,8 @@ class _Curve:
         self._learned_at = [0] * len(self.measured)
 
     def at(self, n_rows: int, n_past: float) -> float:
-        return _between(self.measured, self._seconds, n_rows) + n_past * self.slope(n_rows)
-
-    def slope(self, n_rows: int) -> float:
-        """Seconds more for each token in the cache."""
-        return _between(self.measured, self._slopes, n_rows)
+        token_s = _between(self.measured, self._slopes, n_rows)
+        return _between(self.measured, self._seconds, n_rows) + n_past * token_s
 
     def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
         """Move the nearest measured point by what this pass took more or less than expected."""
@@ -227,10 +224,8 @@ class _Curve:
         around = range(max(0, right - 1), min(right + 1, len(self.measured)))
         nearest = min(around, key=lambda i: abs(self.measured[i] - n_rows))
         news = max(-_MOST_CHANGE, min(_MOST_CHANGE, seconds / expected - 1))
-        age, self._learned_at[nearest] = (
-            self._n_learned - self._learned_at[nearest],
-            self._n_learned,
-        )
+        age = self._n_learned - self._learned_at[nearest]
+        self._learned_at[nearest] = self._n_learned
         self._n_learned += 1
         change = 1 + news * min(_MOST_NEWEST, _NEWEST * max(1.0, age / _OLD))
         self._seconds[nearest] *= change

@@ -104,9 +104,7 @@ class Lanes:
         slot = self.table.least_used()
         if slot is None:
             return False
-        self.store(slot, slot.idle_tokens)
-        self._backend.truncate(slot.id, 0)
-        slot.idle_tokens = []
+        self._empty(slot)
         return True
 
     def make_way(self, n_sequences: int) -> None:
@@ -181,9 +179,7 @@ class Lanes:
         """Empty an idle slot; returns the tokens that it had. The prefix store may have them still."""
         slot = self._at_rest(slot_id)
         n_tokens = len(slot.idle_tokens)
-        self.store(slot, slot.idle_tokens)
-        self._backend.truncate(slot.id, 0)
-        slot.idle_tokens, slot.n_shared = [], 0
+        self._empty(slot)
         return n_tokens
 
     # -- for other engines ------------------------------------------------------------------------
@@ -265,6 +261,12 @@ class Lanes:
         return slots[slot_id]
 
     # -- in a lane --------------------------------------------------------------------------------
+
+    def _empty(self, slot: Slot) -> None:
+        """Store what an idle slot has, and drop it."""
+        self.store(slot, slot.idle_tokens)
+        self._backend.truncate(slot.id, 0)
+        slot.idle_tokens, slot.n_shared = [], 0
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest

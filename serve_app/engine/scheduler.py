@@ -122,9 +122,9 @@ class Scheduler:
             change = _IN_TIME if seconds <= self._max_stall_s else _TOO_LONG
             self._margin = min(1.0, max(0.5, self._margin * change))
 
-    def _depth(self, turns: Iterable[Sequence]) -> float:
+    def _depth(self, sequences: Iterable[Sequence]) -> float:
         """Tokens that a row of these attends past."""
-        depths = [sequence.n_past for sequence in turns]
+        depths = [sequence.n_past for sequence in sequences]
         return self._costs.attended(sum(depths) / len(depths), self._n_cells)
 
     # -- before the first stream ------------------------------------------------------------------
