@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from fastapi import FastAPI
 from numpy.typing import NDArray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
@@ -51,13 +52,9 @@ class HandleClient:
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         response = self._stream.generate.remote(request, self._vocabulary_key)
-        try:
+        with _translated(response):
             async for delta in response:
                 yield delta
-        except (RayError, RayServeException, CorralError) as error:
-            raise _translate(error) from error
-        finally:
-            response.cancel()  # leaving a Serve stream does not stop it
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """See EngineClient."""
@@ -65,12 +62,8 @@ class HandleClient:
 
     async def _embed_once(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         response: Any = self._handle.embed.remote(texts, self._vocabulary_key)
-        try:
+        with _translated(response):
             vectors: NDArray[np.float32] = await response
-        except (RayError, RayServeException, CorralError) as error:
-            raise _translate(error) from error
-        finally:
-            response.cancel()  # nothing happens if it has ended
         return vectors
 
     async def stats(self) -> list[ReplicaStats]:
@@ -120,6 +113,25 @@ class HandleClient:
         except TimeoutError:  # Serve tells nothing of those that did answer
             message = f"A replica did not answer within {timeout_s:.0f} seconds."
             raise EngineUnavailableError(message) from None
+
+
+@contextmanager
+def _translated(response: Any) -> Iterator[None]:
+    """Whatever goes wrong behind this call is raised as a CorralError; at the end, the call is left."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EngineFailedError("The engine replica cancelled the request.") from None
+    except Exception as error:  # of any kind, if a replica is lost while Serve chooses it
+        raise _translate(error) from error
+    finally:
+        # Leaving a Serve stream does not stop it. Where no replica took the call, this raises once more
+        # what that failed with, and would hide it.
+        with suppress(Exception):
+            response.cancel()
 
 
 def _translate(error: Exception) -> CorralError:

@@ -109,4 +109,9 @@ def _path(request: Request) -> str:
 
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, _path(request), exc_info=error)
-    return response(request, CorralError("The server failed to handle this request."))
+    return response(request, unexpected())
+
+
+def unexpected() -> CorralError:
+    """What clients are told of an error that nobody thought of; the log says more."""
+    return CorralError("The server failed to handle this request.")

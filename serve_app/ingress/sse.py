@@ -6,14 +6,18 @@ Source: the HTML standard, "Server-sent events".
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from fastapi.responses import StreamingResponse
 
 from serve_app.errors import CorralError
+from serve_app.ingress.errors import unexpected
 from serve_app.ingress.generation import Deltas
 from serve_app.types import TokenDelta
+
+logger = logging.getLogger("corral.ingress")
 
 Json = dict[str, Any]
 
@@ -50,6 +54,9 @@ async def events(
             yield event
     except CorralError as error:
         yield write(failed(error))
+    except Exception:
+        logger.exception("A stream failed")
+        yield write(failed(unexpected()))
     finally:
         await deltas.aclose()
 

@@ -177,6 +177,7 @@ class Corral:
             self.process.send_signal(signal.SIGINT)
         self.process.wait(STOP_TIMEOUT_S)
         wait_until(lambda: not self.pids(""), STOP_TIMEOUT_S, "every process gone")
+        print(self.log)  # pytest shows it where a test has failed
 
 
 def model(path: Path | None, model_id: str, **engine: int) -> dict[str, Any]:

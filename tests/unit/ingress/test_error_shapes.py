@@ -31,14 +31,19 @@ def check(answer: httpx.Response, path: str, status: int, param: str | None = No
     return check_body(answer.json(), path, status, param)
 
 
-def check_body(body: dict[str, Any], path: str, status: int, param: str | None = None) -> str:
+def check_body(
+    body: dict[str, Any],
+    path: str,
+    status: int,
+    param: str | None = None,
+    code: str | None = None,
+) -> str:
     message: str = body["error"].pop("message")
     assert message
     if path.startswith("/v1/messages"):
         kind = {404: "not_found_error", 500: "api_error"}.get(status, "invalid_request_error")
         assert body == {"type": "error", "error": {"type": kind}}
     else:
-        code = {500: "decode_failed"}.get(status)
         if param == "model":
             code = "model_not_found"
         kind = "server_error" if status == 500 else "invalid_request_error"
@@ -124,10 +129,22 @@ async def test_unknown_route(client: httpx.AsyncClient, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", STREAMING)
+@pytest.mark.parametrize(
+    ("failure", "code", "told"),
+    [
+        (DecodeError("llama.cpp said no."), "decode_failed", "llama.cpp said no."),
+        (ValueError("a mistake in Corral"), None, "The server failed to handle this request."),
+    ],
+)
 async def test_a_failure_in_mid_stream_is_the_last_event(
-    client: httpx.AsyncClient, engine: ScriptedEngine, path: str
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    path: str,
+    failure: Exception,
+    code: str | None,
+    told: str,
 ) -> None:
-    engine.script = [HELLO[0], DecodeError("llama.cpp said no.")]
+    engine.script = [HELLO[0], failure]
     answer = await client.post(path, json=EXAMPLES[path] | {"stream": True})
     assert answer.status_code == 200
     event = answer.text.removesuffix("\n\n").split("\n\n")[-1]
@@ -135,11 +152,11 @@ async def test_a_failure_in_mid_stream_is_the_last_event(
     body = json.loads(data)
     if path == "/v1/responses":
         assert name == "event: response.failed\n"
-        fault = {"code": "server_error", "message": "llama.cpp said no."}
+        fault = {"code": "server_error", "message": told}
         assert (body["response"]["status"], body["response"]["error"]) == ("failed", fault)
     else:
         assert name == ("event: error\n" if path == "/v1/messages" else "")
-        assert check_body(body, path, 500) == "llama.cpp said no."
+        assert check_body(body, path, 500, code=code) == told
 
 
 def test_every_route_that_streams_is_tried() -> None:

@@ -1,0 +1,105 @@
+"""What goes wrong behind a Serve handle, in Corral's terms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from serve_app.errors import (
+    CorralError,
+    EngineFailedError,
+    EngineUnavailableError,
+    QueueFullError,
+)
+from serve_app.ingress.deployment import HandleClient
+from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
+
+REQUEST = GenerationRequest("r", (1, 2), SamplingParams())
+
+
+class Call:
+    """A response as Serve 2.60 gives it: where no replica took the call, `cancel` raises once more what
+    that failed with (`_DeploymentResponseBase.cancel`)."""
+
+    def __init__(self, failure: BaseException | None) -> None:
+        self.failure = failure
+        self.n_left = 0
+
+    async def __aiter__(self) -> AsyncGenerator[TokenDelta]:
+        yield TokenDelta("a", (1,))
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.sleep(60)
+
+    def cancel(self) -> None:
+        self.n_left += 1
+        if isinstance(self.failure, Exception):
+            raise self.failure
+
+
+class Handle:
+    """Each call fails in its own way."""
+
+    def __init__(self, *failures: BaseException | None) -> None:
+        self.calls = [Call(failure) for failure in failures]
+        self._left = list(self.calls)
+        self.generate = self
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    def remote(self, *_: Any) -> Call:
+        return self._left.pop(0)
+
+
+async def tokens(handle: Handle) -> list[int]:
+    """What came until all calls had failed."""
+    found: list[int] = []
+    async for delta in HandleClient(handle, b"")._attempt(REQUEST):  # type: ignore[arg-type]
+        found += delta.token_ids
+    return found
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (ActorUnavailableError("gone", None), EngineFailedError),
+        (RayError("owner died"), EngineFailedError),
+        (RuntimeError("inside Serve"), EngineFailedError),
+        (asyncio.CancelledError(), EngineFailedError),
+        (BackPressureError(num_queued_requests=3, max_queued_requests=3), QueueFullError),
+        (DeploymentUnavailableError(None), EngineUnavailableError),  # type: ignore[arg-type]
+        (QueueFullError("full", 3), QueueFullError),
+    ],
+)
+async def test_every_failure_is_told_and_the_call_is_left(
+    failure: BaseException, told: type[CorralError]
+) -> None:
+    handle = Handle(failure)
+    with pytest.raises(told):
+        await tokens(handle)
+    assert [call.n_left for call in handle.calls] == [1]
+
+
+async def test_a_reader_that_is_cancelled_is_cancelled() -> None:
+    handle = Handle(None)
+    reader = asyncio.create_task(tokens(handle))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert [call.n_left for call in handle.calls] == [1]
+
+
+async def test_a_stream_goes_on_after_a_failure_of_any_kind() -> None:
+    handle = Handle(RuntimeError("inside Serve"), ActorUnavailableError("gone", None), None)
+    stream = HandleClient(handle, b"").generate(REQUEST)  # type: ignore[arg-type]
+    found = [await anext(stream) for _ in handle.calls]
+    await stream.aclose()
+    assert [delta.token_ids for delta in found] == [(1,), (1,), (1,)]
+    assert [call.n_left for call in handle.calls] == [1, 1, 1]
