@@ -37,6 +37,9 @@ _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
 # Lanes of contexts that are only measured are no longer than this: a beginning, and a chunk behind it.
 _SWEEP_CTX = 640
+# Measurements in which this process had less of its threads' time than this are not kept: they tell of what
+# else computed. Ray and its start take a fifth of two cores.
+_ALONE = 0.75
 
 
 class LlamaBackend:
@@ -123,27 +126,40 @@ class LlamaBackend:
         if known is not None:
             return known
         began = time.perf_counter()
-        measured = self._sweep(mode, limit_s)
+        measured, used = self._sweep(mode, limit_s)
         logger.info("Measured passes with %s in %.1f s.", mode, time.perf_counter() - began)
-        if folder:
+        if used < _ALONE:
+            logger.warning(
+                "Something else computed meanwhile: %.0f%% of the time of these threads were left. It is "
+                "measured again at the next start.",
+                100 * used,
+            )
+        elif folder:
             calibration.save(folder, name, measured)
         return measured
 
-    def _sweep(self, mode: Mode, limit_s: float) -> Measurements:
+    def _sweep(self, mode: Mode, limit_s: float) -> tuple[Measurements, float]:
+        """What a sweep measures, and which part of its threads' time this process computed in."""
         options = self._options
         n_ctx_slot = min(options.n_ctx_slot, _SWEEP_CTX)
         context = self._open(mode, n_ctx_slot, None)
         try:
-            return Sweep(
+            sweep = Sweep(
                 context,
                 n_slots=options.n_slots,
                 n_ctx_slot=n_ctx_slot,
                 n_batch=options.n_batch,
                 limit_s=limit_s,
                 unified=mode.kv_unified,
-            ).run()
+            )
+            began, computed = time.perf_counter(), time.process_time()
+            measured = sweep.run()
+            took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         finally:
             context.close()
+        return measured, computed_s / took_s / min(
+            options.threads, options.threads_batch or options.threads
+        )
 
     # -- running ----------------------------------------------------------------------------------
 
