@@ -40,8 +40,8 @@ def main() -> None:
     for i in range(args.rounds):
         for window in windows:
             print(f"round {i + 1} of {args.rounds}, window {window} ms", file=sys.stderr)
-            with serve_run(_model(args.model, args.burst, window / 1000)) as url:
-                some_lone, some_burst = asyncio.run(_measure(url, args))
+            with serve_run(_model(args.model, args.burst, window / 1000)) as server:
+                some_lone, some_burst = asyncio.run(_measure(server.url, args))
             lone[window] += some_lone
             burst[window] += some_burst
     print(f"TTFT in ms; bursts of {args.burst}, prompts of {args.prompt_tokens} tokens\n")

@@ -17,6 +17,7 @@ from loadtests import llama_server
 from loadtests.engine_run import BenchmarkError
 from loadtests.servers import (
     NO_SETTINGS,
+    Server,
     corral_is_ready,
     haproxy_settings,
     is_healthy,
@@ -65,10 +66,10 @@ def start(
     sizes: Sizes,
     server: Path,
     engine: Mapping[str, Any] = NO_SETTINGS,
-) -> AbstractContextManager[str]:
-    """That side's server, which runs inside the `with` block and gives its URL; one that runs already is
-    left as it is. `model` and `server`, which is llama-server, are absolute paths; `engine` are further
-    settings of Corral's."""
+) -> AbstractContextManager[Server]:
+    """That side's server, which runs inside the `with` block; one that runs already is left as it is.
+    `model` and `server`, which is llama-server, are absolute paths; `engine` are further settings of
+    Corral's."""
     entry = {"id": "model", "source": {"path": str(model)}, "engine": asdict(sizes) | dict(engine)}
 
     def bare(directory: Path, port: int) -> list[str | Path]:
@@ -98,7 +99,7 @@ def start(
         return [sys.executable, llama_server.folder() / llama_server.BATCHED_SERVER, "-C", config]
 
     if is_url(side):
-        return nullcontext(side)
+        return nullcontext(Server(side))
     if side == CORRAL:
         return serve_run(entry)
     if side == HAPROXY:

@@ -21,11 +21,13 @@ all users and 32 of their own; each word is one token. Corral and llama-server g
 with `ignore_eos`; the others as text, with a `logit_bias` against what ends an answer. Where a stream does
 not tell its tokens, its texts are counted. A side that answered less than it should is warned of.
 
-One server runs at a time. In every round each side's is started, warmed up with a request, measured and
-stopped, in turns: A B C, C B A, ... All sides of a round get the same prompts, and every round and every
-number of users fresh ones, so that no cache helps but within a burst; before each burst there is a rest of
-REST_S. Ratios are to llama-server in the same round, or, without it, to the side that is named first. TTFT
-is the time to the first text, ITL the gaps between texts, as the client sees them.
+In every round each side's server is started and warmed up with a request. Then they take turns, burst by
+burst: A B C, C B A, ... One runs at a time; the processes of all others are stopped meanwhile (SIGSTOP). A
+machine that others use as well changes its speed from minute to minute: what is compared must be close
+together. All sides of a round get the same prompts, and every round and every number of users fresh ones,
+so that no cache helps but within a burst; before each burst there is a rest of REST_S. Ratios are to
+llama-server in the same round, or, without it, to the side that is named first. TTFT is the time to the
+first text, ITL the gaps between texts, as the client sees them.
 
 Progress goes to stderr, Markdown tables to stdout, and every single answer to the JSON file.
 """
@@ -39,6 +41,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -69,7 +72,7 @@ from loadtests.peer_sides import (
     is_url,
     start,
 )
-from loadtests.servers import exit_on_sigterm
+from loadtests.servers import Server, exit_on_sigterm
 
 REST_S = 5.0
 """Seconds in which a server may do what it puts off until nobody waits."""
@@ -121,17 +124,37 @@ def requests(
 def measure(settings: Settings) -> Iterator[Record]:
     """Every burst, as it ends."""
     words = read_words(settings.model)
-    order = list(settings.sides)
     for number in range(1, settings.rounds + 1):
-        for side in order:
-            sizes = Sizes(settings.threads)
-            with start(side, settings.model, sizes, settings.server, settings.engine) as url:
-                bursts.run(url, requests(side, url, words, 0, ("independent", 1)))
-                for point in settings.points:
+        with ExitStack() as servers:
+            paused = {s: servers.enter_context(_warm(s, settings, words)) for s in settings.sides}
+            for i, point in enumerate(settings.points, number):
+                for side in settings.sides if i % 2 else settings.sides[::-1]:
+                    url = paused[side].url
                     bodies = requests(side, url, words, number, point)
-                    time.sleep(REST_S)
-                    yield Record(number, side, *point, bursts.run(url, bodies))
-        order.reverse()
+                    with _awake(paused[side]):
+                        burst = bursts.run(url, bodies)
+                    yield Record(number, side, *point, burst)
+
+
+@contextmanager
+def _warm(side: str, settings: Settings, words: Words) -> Iterator[Server]:
+    """That side's server, which has answered a request and is paused."""
+    sizes = Sizes(settings.threads)
+    with start(side, settings.model, sizes, settings.server, settings.engine) as server:
+        bursts.run(server.url, requests(side, server.url, words, 0, ("independent", 1)))
+        server.pause()
+        yield server
+
+
+@contextmanager
+def _awake(server: Server) -> Iterator[None]:
+    """Inside the block the server goes on; before, it has had a rest."""
+    server.go_on()
+    time.sleep(REST_S)
+    try:
+        yield
+    finally:
+        server.pause()
 
 
 def by_point(

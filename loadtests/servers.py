@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,35 @@ def free_port() -> int:
     return port
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers."""
+
+    url: str
+    directory: Path | None = None
+    """Its own, and the mark of its processes; None if it is somebody else's."""
+
+    def pause(self) -> None:
+        """Stop all its processes where they are, so that they take no time from others."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in processes(self.directory) if self.directory else ():
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+
 @contextmanager
 def running(
     command: Callable[[Path, int], Sequence[str | Path]],
     is_ready: Callable[[str], bool],
     settings: Mapping[str, str] = NO_SETTINGS,
-) -> Iterator[str]:
-    """A server that runs inside the `with` block; gives its URL once `is_ready(url)` holds.
+) -> Iterator[Server]:
+    """A server that runs inside the `with` block, given once `is_ready(url)` holds.
 
     `command(directory, port)` says what to start: on this port of loopback, with a directory that is
     removed afterwards, and with these environment variables. At the end every process that the server
@@ -47,30 +70,33 @@ def running(
     """
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # short: Ray's sockets go in
     log, port = directory / "log", free_port()
-    url = f"http://127.0.0.1:{port}"
+    server = Server(f"http://127.0.0.1:{port}", directory)
     try:
-        server = _start(command(directory, port), directory, log, settings)
+        started = _start(command(directory, port), directory, log, settings)
         try:
-            _wait_ready(server, lambda: is_ready(url), log)
-            yield url
+            _wait_ready(started, lambda: is_ready(server.url), log)
+            yield server
         finally:
-            _stop(server, directory)
+            server.go_on()
+            _stop(started, directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
-def serve_run(model: Mapping[str, Any], settings: Mapping[str, str] = NO_SETTINGS) -> Iterator[str]:
+def serve_run(
+    model: Mapping[str, Any], settings: Mapping[str, str] = NO_SETTINGS
+) -> Iterator[Server]:
     """`serve run` with this entry of Corral's `models` and these environment variables, in a Ray cluster
-    of its own; gives its URL. With variables it needs no keys even where Corral cannot see that all clients
+    of its own. With variables it needs no keys even where Corral cannot see that all clients
     are local."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, model, port, allow_anonymous=bool(settings))
         return [Path(sys.executable).with_name("serve"), "run", config]
 
-    with running(command, corral_is_ready, settings) as url:
-        yield url
+    with running(command, corral_is_ready, settings) as server:
+        yield server
 
 
 def haproxy_settings() -> dict[str, str]:

@@ -73,14 +73,12 @@ def opened(url: str | None, config: Path | None) -> Iterator[Target]:
         return
     assert config is not None
     content = yaml.safe_load(config.read_text())
-    directories: list[Path] = []
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        directories.append(directory)
         http_options = {"http_options": {"host": "127.0.0.1", "port": port}}
         file = directory / "serve_config.yaml"
         file.write_text(json.dumps(content | http_options))  # is YAML
         return [Path(sys.executable).with_name("serve"), "run", file]
 
-    with running(command, corral_is_ready) as started:
-        yield Target(started, content, directories[0])
+    with running(command, corral_is_ready) as server:
+        yield Target(server.url, content, server.directory)

@@ -55,11 +55,11 @@ def main() -> None:
         "engine": {"n_slots": args.users, "n_ctx_slot": 1024},
     }
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
-    with serve_run(model) as url:
-        run(url, _requests(args.users))
+    with serve_run(model) as server:
+        run(server.url, _requests(args.users))
         for i in range(args.pairs):
             print(f"pair {i + 1} of {args.pairs}", file=sys.stderr)
-            found = {n: _burst(url, args.users, n) for n in _turns(i, args.watchers)}
+            found = {n: _burst(server.url, args.users, n) for n in _turns(i, args.watchers)}
             pairs.append((found[0], found[args.watchers]))
     print(_table(pairs, args.users, args.watchers))
 

@@ -75,13 +75,22 @@ def test_servers_of_llama_cpp_python_answer_in_full(
     if side == peer_sides.PYTHON_BATCHED and not example.is_file():
         pytest.skip("python -m loadtests.llama_server has not run here")
     sizes = peer_sides.Sizes(threads=1, n_slots=2)
-    with peer_sides.start(side, BUILTIN_MODEL, sizes, Path()) as url:
-        rest = ["--sides", url, "--users", "2", "--rounds", "1", "--workloads", "independent"]
+    with peer_sides.start(side, BUILTIN_MODEL, sizes, Path()) as server:
+        rest = [
+            "--sides",
+            server.url,
+            "--users",
+            "2",
+            "--rounds",
+            "1",
+            "--workloads",
+            "independent",
+        ]
         with mock.patch.object(peers, "REST_S", 0.0):
             peers.main(["--model", str(BUILTIN_MODEL), *rest])
     out = capsys.readouterr().out
-    assert f"| 2 | {url} | " in out
-    assert f"{url} serves " in out
+    assert f"| 2 | {server.url} | " in out
+    assert f"{server.url} serves " in out
     (warning,) = (line for line in out.splitlines() if line.startswith("WARNING"))
     assert "does not count all its tokens" in warning  # and it answered no fewer
 
@@ -98,7 +107,7 @@ def test_words_are_one_token_each(tiny_gguf: Path) -> None:
 def test_a_refused_request_ends_the_measurement(tiny_gguf: Path) -> None:
     sizes = peer_sides.Sizes(threads=1, n_slots=1, n_ctx_slot=64)
     with (
-        peer_sides.start(peer_sides.BARE, tiny_gguf, sizes, Path()) as url,
+        peer_sides.start(peer_sides.BARE, tiny_gguf, sizes, Path()) as server,
         pytest.raises(BenchmarkError, match="context_length_exceeded"),
     ):
-        bursts.run(url, [request((1,) * 64, 0)])
+        bursts.run(server.url, [request((1,) * 64, 0)])

@@ -23,20 +23,33 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), SimpleHTTPRequestHandler).serve_fore
 
 def test_nothing_is_left_of_a_server_that_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 1)
-    directories: list[Path] = []
 
-    def command(directory: Path, port: int) -> list[str]:
-        directories.append(directory)
+    def command(_directory: Path, port: int) -> list[str]:
         return [sys.executable, "-c", STUBBORN, str(port)]
 
-    with servers.running(command, lambda url: httpx.get(url).is_success) as url:
-        assert httpx.get(url).is_success
-        (directory,) = directories
-        assert len(servers.processes(directory)) == 2
+    with servers.running(command, lambda url: httpx.get(url).is_success) as server:
+        assert httpx.get(server.url).is_success
+        assert server.directory is not None
+        assert len(servers.processes(server.directory)) == 2
     with pytest.raises(httpx.TransportError):
-        httpx.get(url)
-    assert servers.processes(directory) == []
-    assert not directory.exists()
+        httpx.get(server.url)
+    assert servers.processes(server.directory) == []
+    assert not server.directory.exists()
+
+
+def test_a_paused_server_answers_when_it_goes_on_and_ends_as_any_other() -> None:
+    def command(_directory: Path, port: int) -> list[str]:
+        return [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+
+    with servers.running(command, lambda url: httpx.get(url).is_success) as server:
+        server.pause()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(server.url, timeout=0.2)
+        server.go_on()
+        assert httpx.get(server.url).is_success
+        server.pause()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(server.url)
 
 
 def test_a_server_that_does_not_start_shows_its_log() -> None:
