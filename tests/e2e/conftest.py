@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90
 DEMO_SLOTS = 4
 STOP_TIMEOUT_S = 60
+DEPLOY_TIMEOUT_S = 240  # on two busy cores, the command alone may take half of that to start
 
 
 def wait_until(
@@ -127,7 +128,7 @@ class Corral:
             cwd=ROOT,
             env=os.environ | {"RAY_AUTH_MODE": "token"},
             check=True,
-            timeout=120,
+            timeout=DEPLOY_TIMEOUT_S,
         )
 
     def wait_ready(self) -> None:

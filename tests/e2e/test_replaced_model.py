@@ -16,7 +16,7 @@ from tests.e2e.conftest import Corral, all_the_time, model, sse, wait_until
 from tests.e2e.test_failover import EXACT, RESTART_TIMEOUT_S
 
 N_TEXTS, N_ENDLESS = 3, 2
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
 
 
 @pytest.fixture
