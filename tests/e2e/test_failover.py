@@ -145,7 +145,11 @@ def test_200_streams_outlive_replicas_and_a_node(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
     served = model(gguf, "m", n_slots=16, n_ctx_slot=512, max_waiting=200, **EXACT)
-    served["deployment"] = {"num_replicas": 4, "ray_actor_options": {"num_cpus": 1}}
+    served["deployment"] = {
+        "num_replicas": 4,
+        "max_queued_requests": 200,  # at worst, none of the replicas is left for a moment
+        "ray_actor_options": {"num_cpus": 1},
+    }
     corral = start([served])
     corral.wait_ready()
     streams = Streams(corral, 200, 150)
