@@ -14,10 +14,10 @@ Sides: `corral` is `serve run`, `bare` the same routes and engine without Ray, `
 - http://HOST:PORT: any OpenAI server that runs already, with the first of its models. It is neither
   started nor stopped, and what it keeps from before is its own.
 
-Each that is started has 16 slots of 1024 tokens; `llama-cpp-python` has one. With --engine, Corral's
-have these settings of `engine` besides. Users all ask at once and read
-streams of 64 tokens. `independent` prompts have 128 random words, `shared` ones 512 that are the same for
-all users and 32 of their own; each word is one token. Corral and llama-server get prompts as token ids,
+Each that is started has 16 slots of 1024 tokens; `llama-cpp-python` has one. With --engine, Corral's have
+these settings of `engine` besides. Users all ask at once and read streams of 64 tokens. `independent`
+prompts have 128 random words, `shared` ones 512 that are the same for all users and 32 of their own; each
+word is one token. Corral and llama-server get prompts as token ids,
 with `ignore_eos`; the others as text, with a `logit_bias` against what ends an answer. Where a stream does
 not tell its tokens, its texts are counted. A side that answered less than it should is warned of.
 

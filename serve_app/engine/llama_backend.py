@@ -157,9 +157,8 @@ class LlamaBackend:
             took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         finally:
             context.close()
-        return measured, computed_s / took_s / min(
-            options.threads, options.threads_batch or options.threads
-        )
+        n_threads = min(options.threads, options.threads_batch or options.threads)
+        return measured, computed_s / (took_s * n_threads)
 
     # -- running ----------------------------------------------------------------------------------
 
