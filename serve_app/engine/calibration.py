@@ -1,4 +1,4 @@
-"""Measurements kept on disk, so that a start need not measure again what has not changed."""
+"""What was measured and chosen, kept on disk: a start need not measure again what has not changed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import json
 import logging
 import platform
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from serve_app.engine.cost_model import Measurements
+from serve_app.engine.modes import Choice, Mode
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 def key(**measured_with: object) -> str:
@@ -24,7 +27,7 @@ def key(**measured_with: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load(folder: Path, name: str) -> Measurements | None:
+def load(folder: Path, name: str) -> Choice | None:
     """What was kept under that name; None if nothing was, or if the file is damaged."""
     path = folder / f"{name}.json"
     try:
@@ -36,22 +39,27 @@ def load(folder: Path, name: str) -> Measurements | None:
         return None
 
 
-def save(folder: Path, name: str, measured: Measurements) -> None:
-    """Keep them; a folder that cannot be written to is only worth a warning."""
+def save(folder: Path, name: str, choice: Choice) -> None:
+    """Keep it; a folder that cannot be written to is only worth a warning."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(json.dumps(dataclasses.asdict(measured)).encode())
+            file.write(json.dumps(dataclasses.asdict(choice)).encode())
         Path(file.name).replace(folder / f"{name}.json")
     except OSError as error:
         logger.warning("Measurements cannot be kept in %s: %s", folder, error)
 
 
-def _parse(document: object) -> Measurements:
+def _parse(document: object) -> Choice:
     """Raises ValueError or TypeError for anything but what `save` writes."""
-    if not isinstance(document, dict):
-        raise TypeError("it holds no measurements")
-    fields = {}
+    match document:
+        case {"mode": dict(mode), "reason": str(reason), "measured": dict(measured)}:
+            return Choice(Mode(**mode), reason, _measurements(measured))
+    raise TypeError("it holds no measurements")
+
+
+def _measurements(document: Mapping[str, object]) -> Measurements:
+    fields: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, dict):
             value = {int(n): float(seconds) for n, seconds in value.items()}

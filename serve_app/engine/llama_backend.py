@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from serve_app.engine import calibration, modes
 from serve_app.engine.backend import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.cost_model import Measurements
-from serve_app.engine.modes import Mode
+from serve_app.engine.modes import Choice, Mode
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
 from serve_app.engine.sweep import Sweep
@@ -35,8 +36,10 @@ _TEXTS_AT_ONCE = 64
 # llama.cpp keeps the logits of all rows of such a pass: bytes for them, and rows that are enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
-# Lanes of contexts that are only measured are no longer than this: a beginning, and a chunk behind it.
-_SWEEP_CTX = 640
+# Lanes of contexts that are only measured: a beginning, and a chunk behind it.
+_LEAST_SWEEP_CTX, _MOST_SWEEP_CTX = 320, 640
+# The part of its time in which a sweep compares modes.
+_COMPARING = 0.8
 # Measurements in which this process had less of its threads' time than this are not kept: they tell of what
 # else computed. Ray and its start take a fifth of two cores.
 _ALONE = 0.75
@@ -56,9 +59,12 @@ class LlamaBackend:
         self._options = options
         self._embedder: Embedder | None = None
         try:
-            measured = self._measure()
-            self.mode, self.mode_reason = modes.choose(measured, options)
-            self.measurements = self._for_whole_lanes(measured[self.mode])
+            choice = self._choose()
+            self.mode, self.mode_reason, self.measurements = (
+                choice.mode,
+                choice.reason,
+                choice.measured,
+            )
             self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
@@ -94,40 +100,32 @@ class LlamaBackend:
         context.warm_up()
         return context
 
-    def _measure(self) -> dict[Mode, Measurements]:
-        """What passes cost in each mode that is open."""
-        options = self._options
-        if options.sweep_limit_s <= 0 or not self.vocabulary.is_causal:
-            return {modes.candidates(options)[0]: Measurements()}
-        limit_s = options.sweep_limit_s / modes.sweeps(options)
-        measured: dict[Mode, Measurements] = {}
-        while candidates := modes.candidates(options, measured):
-            measured |= {mode: self._measured(mode, limit_s) for mode in candidates}
-        return measured
-
-    def _for_whole_lanes(self, measured: Measurements) -> Measurements:
-        """The sweep's lanes may be shorter, and llama.cpp copies whole ones."""
-        longer = max(1.0, self._options.n_ctx_slot / _SWEEP_CTX)
-        return replace(measured, copy_s=longer * measured.copy_s)
-
-    def _measured(self, mode: Mode, limit_s: float) -> Measurements:
+    def _choose(self) -> Choice:
+        """One of the modes that are open, as measured now or at an earlier start."""
         options, folder = self._options, self._options.sweep_folder
+        candidates = modes.candidates(options)
+        if options.sweep_limit_s <= 0 or not self.vocabulary.is_causal:
+            return modes.choose({candidates[0]: Measurements()}, options)
         name = calibration.key(
             model=self.vocabulary.fingerprint().hex(),
             llama_cpp=library.version(),
-            mode=mode,
+            modes=candidates,
             threads=(options.threads, options.threads_batch, options.numa),
-            slots=(options.n_slots, len(options.pinned), min(options.n_ctx_slot, _SWEEP_CTX)),
+            slots=(options.n_slots, len(options.pinned), options.n_ctx_slot),
             n_batch=options.n_batch,
             cache=(options.cache_type_k, options.cache_type_v),
-            limit_s=limit_s,
+            limit_s=options.sweep_limit_s,
         )
         known = calibration.load(folder, name) if folder else None
         if known is not None:
             return known
-        began = time.perf_counter()
-        measured, used = self._sweep(mode, limit_s)
-        logger.info("Measured passes with %s in %.1f s.", mode, time.perf_counter() - began)
+        began, computed = time.perf_counter(), time.process_time()
+        choice = self._sweep(candidates)
+        took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
+        logger.info("Measured passes in %d modes in %.1f s.", len(candidates), took_s)
+        used = computed_s / (
+            took_s * min(options.threads, options.threads_batch or options.threads)
+        )
         if used < _ALONE:
             logger.warning(
                 "Something else computed meanwhile: %.0f%% of the time of these threads were left. It is "
@@ -135,30 +133,44 @@ class LlamaBackend:
                 100 * used,
             )
         elif folder:
-            calibration.save(folder, name, measured)
-        return measured
+            calibration.save(folder, name, choice)
+        return choice
 
-    def _sweep(self, mode: Mode, limit_s: float) -> tuple[Measurements, float]:
-        """What a sweep measures, and which part of its threads' time this process computed in."""
+    def _sweep(self, candidates: Sequence[Mode]) -> Choice:
+        """Compare these modes pass by pass, then measure the rest of the one that is chosen."""
         options = self._options
-        n_ctx_slot = min(options.n_ctx_slot, _SWEEP_CTX)
-        context = self._open(mode, n_ctx_slot, None)
+        # All contexts together take about as much memory as the one that will serve, or less.
+        whole = options.n_ctx_slot
+        n_ctx_slot = min(whole, max(whole // len(candidates), _LEAST_SWEEP_CTX), _MOST_SWEEP_CTX)
+        began = time.perf_counter()
+        contexts: dict[Mode, Context] = {}
         try:
-            sweep = Sweep(
-                context,
-                n_slots=options.n_slots,
-                n_ctx_slot=n_ctx_slot,
-                n_batch=options.n_batch,
-                limit_s=limit_s,
-                unified=mode.kv_unified,
-            )
-            began, computed = time.perf_counter(), time.process_time()
-            measured = sweep.run()
-            took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
+            for mode in candidates:
+                contexts[mode] = self._open(mode, n_ctx_slot, None)
+            sweeps = {
+                mode: Sweep(
+                    context,
+                    n_slots=options.n_slots,
+                    n_ctx_slot=n_ctx_slot,
+                    n_batch=options.n_batch,
+                    unified=mode.kv_unified,
+                )
+                for mode, context in contexts.items()
+            }
+            limit_s = _COMPARING * options.sweep_limit_s / len(sweeps)
+            for _ in zip_longest(*(sweep.essentials(limit_s) for sweep in sweeps.values())):
+                pass
+            choice = modes.choose({mode: sweep.measured for mode, sweep in sweeps.items()}, options)
+            for mode in contexts.keys() - {choice.mode}:
+                contexts.pop(mode).close()
+            sweep = sweeps[choice.mode]
+            sweep.rest(options.sweep_limit_s - (time.perf_counter() - began))
         finally:
-            context.close()
-        n_threads = min(options.threads, options.threads_batch or options.threads)
-        return measured, computed_s / (took_s * n_threads)
+            for context in contexts.values():
+                context.close()
+        # llama.cpp copies whole lanes.
+        copy_s = sweep.measured.copy_s * whole / n_ctx_slot
+        return replace(choice, measured=replace(sweep.measured, copy_s=copy_s))
 
     # -- running ----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.engine.cost_model import CostModel, Measurements
 from serve_app.engine.options import EngineOptions
@@ -26,27 +26,8 @@ class Mode:
         return f"{cache} KV cache, flash attention {'on' if self.flash_attn else 'off'}"
 
 
-def sweeps(options: EngineOptions) -> int:
-    """How many modes are to be measured in all."""
-    flash, unified = _open(options)
-    return len(flash) + len(unified) - 1
-
-
-def candidates(
-    options: EngineOptions, measured: Mapping[Mode, Measurements] | None = None
-) -> list[Mode]:
-    """The modes to measure next, the likelier first; none if that is enough. Whether flash attention pays
-    is found out with the likelier kind of cache; the other kind is measured with what is better there."""
-    flash, unified = _open(options)
-    if not measured:
-        return [Mode(f, unified[0]) for f in flash]
-    if len(unified) == 1 or any(mode.kv_unified is unified[1] for mode in measured):
-        return []
-    return [Mode(choose(measured, options)[0].flash_attn, unified[1])]
-
-
-def _open(options: EngineOptions) -> tuple[list[bool], list[bool]]:
-    """What flash attention and a unified cache may be: the likelier first."""
+def candidates(options: EngineOptions) -> list[Mode]:
+    """The modes that the options leave open, the likelier first."""
     flash = [True, False] if options.flash_attn is None else [options.flash_attn]
     if block_size(options.cache_type_v) > 1:
         flash = [True]
@@ -56,7 +37,16 @@ def _open(options: EngineOptions) -> tuple[list[bool], list[bool]]:
         unified = [True]
     elif options.n_slots == 1:
         unified = unified[:1]
-    return flash, unified
+    return [Mode(f, u) for u in unified for f in flash]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The mode that a context is made as, why, and what passes cost in it."""
+
+    mode: Mode
+    reason: str
+    measured: Measurements = field(default_factory=Measurements)
 
 
 def request_s(measured: Measurements, options: EngineOptions, *, kv_unified: bool) -> float:
@@ -103,12 +93,12 @@ def _seconds(
     return (bounded_s + free_s) / 2 + answer_s
 
 
-def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> tuple[Mode, str]:
+def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> Choice:
     """The mode in which a request takes least, and why in one line: of those that are about as fast, the
     first."""
     if len(measured) == 1:
         (mode,) = measured
-        return mode, f"{mode}: as configured"
+        return Choice(mode, f"{mode}: as configured", measured[mode])
     seconds = {
         mode: request_s(found, options, kv_unified=mode.kv_unified)
         for mode, found in measured.items()
@@ -117,4 +107,5 @@ def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> tup
     best = next(mode for mode in seconds if seconds[mode] <= (1 + _SAME) * least)
     others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
     workload = "a common system prompt" if options.pinned else "prompts of their own"
-    return best, f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"
+    reason = f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"
+    return Choice(best, reason, measured[best])

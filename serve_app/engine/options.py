@@ -54,7 +54,7 @@ class EngineOptions:
     """First tokens that a context shift keeps, if the request does not say; -1: all of the prompt."""
     embedding_pooling: EmbeddingPooling | None = None
     """How a text's vectors become one; None: as the model's file says, or else their mean."""
-    sweep_limit_s: float = 24.0
+    sweep_limit_s: float = 27.0
     """Most time at the start for measuring what passes cost; 0 measures nothing."""
     sweep_folder: Path | None = None
     """Where measurements are kept for the next start."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from serve_app.engine.backend import Row, State
 from serve_app.engine.cost_model import Measurements
 
-# Numbers of rows: the most telling ones first, what is between them if there is time.
-_CHUNKS, _MORE_CHUNKS = (16, 32, 64), (8, 24, 48, 40, 56, 128, 96, 256)
-_DEEP_CHUNKS, _MORE_DEEP_CHUNKS = (16, 32, 64), (8, 48, 128)
-_VERIFIES = (2, 4, 8, 3, 6)
-_DECODES, _MORE_DECODES = (1, 2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
-_MOST_DEPTH = 512
+# Numbers of rows: the most telling ones first.
+_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 24, 48, 40, 56, 128, 96, 256, 512)
+_DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
+_DEEP_CHUNKS, _VERIFIES = (32, 8, 48), (2, 4, 8, 3, 6)
+# Tokens of a lane that is not empty: llama.cpp attends to multiples of so many cells, with fewer nothing
+# takes longer. And the part of its time in which a sweep may compute them.
+_DEPTH, _FILLING = 256, 1 / 2
 # Passes shorter than this are measured twice: the shorter, the noisier.
 _SHORT_S = 0.35
 # What a copy costs is a difference of two passes; each is tried so often, if it is short.
@@ -45,11 +46,11 @@ class Lanes(Protocol):
 
 
 class Sweep:
-    """One sweep over an empty cache, which it leaves empty. Decoder thread only.
+    """One sweep over an empty cache. Decoder thread only.
 
-    The most important passes come first; when the next would take it past `limit_s` it is left out, and
-    predicted from those that were measured. At depth, all lanes hold the same tokens: in a unified cache
-    the same cells, and once each their own, to see what those of others cost.
+    First `essentials`, then `rest`. When the next pass would take more time than is left it is left out,
+    and predicted from those that were measured. At depth, all lanes hold the same tokens: in a unified
+    cache the same cells, and once each their own, to see what those of others cost.
     """
 
     def __init__(
@@ -59,7 +60,6 @@ class Sweep:
         n_slots: int,
         n_ctx_slot: int,
         n_batch: int,
-        limit_s: float,
         unified: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -69,77 +69,93 @@ class Sweep:
         self._n_batch = n_batch
         self._unified = unified
         self._clock = clock
-        self._limit_s = limit_s
-        self._deadline = clock() + limit_s
+        self._left_s = 0.0
         self._decode: dict[int, float] = {}
         self._verify: dict[int, float] = {}
         self._prefill: dict[int, float] = {}
+        self._depth = 0
         self._deep_decode: dict[int, float] = {}
         self._deep_prefill: dict[int, float] = {}
+        self._copy_s, self._masked = 0.0, 1.0
 
-    def run(self) -> Measurements:
-        """Measure, at the latest until `limit_s` is over but for the passes that always run."""
-        self._measure(self._decode, self._lane_counts(_DECODES), self._decode_pass, 0)
-        chunks = self._fitting(_CHUNKS, 0) or [min(self._n_batch, self._n_ctx_slot - 1)]
-        self._measure(self._prefill, chunks, self._prefill_pass, 0)
-        depth, copy_s, masked = self._fill(), 0.0, 1.0
-        if depth:
-            copy_s = self._spread(depth)
-            ends_first = sorted({self._n_slots, 1}, reverse=True)
-            self._measure(self._deep_decode, ends_first, self._decode_pass, depth)
-            chunks = self._fitting(_DEEP_CHUNKS, depth)
-            self._measure(self._deep_prefill, chunks, self._prefill_pass, depth)
-            masked = self._masked(depth)
-            between = [n for n in self._lane_counts(_DECODES) if n not in ends_first]
-            self._measure(self._deep_decode, between, self._decode_pass, depth)
-            chunks = self._fitting(_MORE_DEEP_CHUNKS, depth)
-            self._measure(self._deep_prefill, chunks, self._prefill_pass, depth)
-        for lane in range(self._n_slots):
-            self._lanes.truncate(lane, 0)
-        self._measure(self._verify, self._fitting(_VERIFIES, 0), self._verify_pass, 0)
-        self._measure(self._decode, self._lane_counts(_MORE_DECODES), self._decode_pass, 0)
-        self._measure(self._prefill, self._fitting(_MORE_CHUNKS, 0), self._prefill_pass, 0)
+    @property
+    def measured(self) -> Measurements:
+        """What passes took so far."""
         return Measurements(
             decode_s=self._decode,
             prefill_s=self._prefill,
             verify_s=self._verify,
-            depth=depth,
+            depth=self._depth,
             deep_decode_s=self._deep_decode,
             deep_prefill_s=self._deep_prefill,
-            copy_s=copy_s,
-            masked=masked,
+            copy_s=self._copy_s,
+            masked=self._masked,
+        )
+
+    def essentials(self, limit_s: float) -> Iterator[None]:
+        """The passes that tell one kind of context from another, in about `limit_s`: each is run when the
+        next is asked for. Those that are compared are to be run in turns, as the speed of a machine changes
+        from one minute to the next."""
+        self._left_s = limit_s
+        ends = sorted({self._n_slots, 1}, reverse=True)
+        yield from self._measure(self._decode, ends, self._decode_pass, 0)
+        chunks = self._fitting(_CHUNKS, 0) or [min(self._n_batch, self._n_ctx_slot - 1)]
+        yield from self._measure(self._prefill, chunks, self._prefill_pass, 0)
+        yield from self._fill(limit_s)
+        if self._depth:
+            yield from self._measure(self._deep_decode, ends, self._decode_pass, self._depth)
+            chunks = self._fitting(_CHUNKS, self._depth)
+            yield from self._measure(self._deep_prefill, chunks, self._prefill_pass, self._depth)
+            yield from self._measure_masked()
+
+    def rest(self, limit_s: float) -> None:
+        """After all essentials, what is between them, in about `limit_s`. Leaves the cache empty."""
+        self._left_s = limit_s
+        for _ in self._rest():
+            pass
+
+    def _rest(self) -> Iterator[None]:
+        if self._depth:
+            self._measure_copy()
+            between = self._lane_counts(_DECODES)
+            yield from self._measure(self._deep_decode, between, self._decode_pass, self._depth)
+            chunks = self._fitting(_DEEP_CHUNKS, self._depth)
+            yield from self._measure(self._deep_prefill, chunks, self._prefill_pass, self._depth)
+        for lane in range(self._n_slots):
+            self._lanes.truncate(lane, 0)
+        yield from self._measure(self._decode, self._lane_counts(_DECODES), self._decode_pass, 0)
+        yield from self._measure(
+            self._prefill, self._fitting(_DEEP_CHUNKS, 0), self._prefill_pass, 0
+        )
+        yield from self._measure(self._verify, self._fitting(_VERIFIES, 0), self._verify_pass, 0)
+        yield from self._measure(
+            self._decode, self._lane_counts(_MORE_DECODES), self._decode_pass, 0
+        )
+        yield from self._measure(
+            self._prefill, self._fitting(_MORE_CHUNKS, 0), self._prefill_pass, 0
         )
 
     def _lane_counts(self, counts: Sequence[int]) -> list[int]:
-        fitting = [n for n in counts if n <= self._n_slots]
-        return fitting if counts is not _DECODES else sorted({*fitting, self._n_slots})
+        return [n for n in counts if n < self._n_slots]
 
     def _fitting(self, sizes: Sequence[int], depth: int) -> list[int]:
         return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot - depth)]
 
-    def _fill(self) -> int:
-        """Compute a beginning in the first lane, as long as there is time for; returns its tokens."""
-        if not self._prefill:
-            return 0
+    def _fill(self, limit_s: float) -> Iterator[None]:
+        """Give every lane the same beginning, as long as there is time for."""
         row_s = min(seconds / n for n, seconds in self._prefill.items())
-        most = min(_MOST_DEPTH, self._n_batch, self._n_ctx_slot - 1)
-        depth = int(min(most, self._limit_s / 4 / row_s)) // 8 * 8
-        if depth < 8 or not self._time_for(depth * row_s):
-            return 0
+        fitting = max(self._n_ctx_slot - max(_CHUNKS), self._n_ctx_slot // 2)
+        most = int(min(_DEPTH, fitting, self._n_batch, _FILLING * limit_s / row_s))
+        depth = most // 8 * 8
+        if not depth or not self._time_for(depth * row_s):
+            return
         self._prefill[depth] = self._timed(lambda: self._prefill_pass(depth, 0))
-        return depth
-
-    def _spread(self, depth: int) -> float:
-        """Give every lane what the first one has; returns what a copy costs."""
-        if self._n_slots == 1:
-            return 0.0
-        alone_s = self._shortest(self._decode_pass, depth)
-        with_copy_s = self._shortest(self._copy_pass, depth)
+        self._depth = depth
+        yield
         if self._unified:
             self._share()
         else:
             self._fill_others()
-        return max(0.0, with_copy_s - alone_s)
 
     def _share(self) -> None:
         """Give every lane the first one's cells."""
@@ -153,11 +169,11 @@ class Sweep:
             self._lanes.truncate(lane, 0)
             self._lanes.restore(lane, state)
 
-    def _masked(self, depth: int) -> float:
+    def _measure_masked(self) -> Iterator[None]:
         """See `Measurements.masked`: what passes take longer with cells of others, for each of these,
         beside what they take longer with cells of their own."""
         if self._n_slots == 1 or not self._unified:
-            return 1.0
+            return
         kinds = (
             (self._deep_decode, self._decode, self._decode_pass),
             (self._deep_prefill, self._prefill, self._prefill_pass),
@@ -167,16 +183,24 @@ class Sweep:
             for deep, shallow, run in kinds
             if deep.keys() & shallow.keys()
         ]
-        if not known or not self._time_for(2 * sum(deep[n] for n, deep, _, _ in known)):
-            return 1.0
+        if not known or not self._time_for(sum(deep[n] for n, deep, _, _ in known)):
+            return
         self._fill_others()
         own_s = others_s = 0.0
         for n, deep, shallow, run in known:
             own_s += max(0.0, deep[n] - shallow[n])
-            others_s += max(0.0, self._trial(n, run, depth) - deep[n])
+            others_s += max(0.0, self._trial(n, run, self._depth) - deep[n])
+            yield
         self._share()
-        n_others = self._n_slots - 1
-        return min(_MOST_MASKED, others_s / n_others / own_s) if own_s else 1.0
+        if own_s:
+            self._masked = min(_MOST_MASKED, others_s / (self._n_slots - 1) / own_s)
+
+    def _measure_copy(self) -> None:
+        """What a copied lane adds to the next pass."""
+        if self._n_slots > 1:
+            alone_s = self._shortest(self._decode_pass)
+            with_copy_s = self._shortest(self._copy_pass)
+            self._copy_s = max(0.0, with_copy_s - alone_s)
 
     def _measure(
         self,
@@ -184,17 +208,20 @@ class Sweep:
         sizes: Sequence[int],
         run: Callable[[int, int], None],
         depth: int,
-    ) -> None:
+    ) -> Iterator[None]:
         for n in sizes:
+            if n in found:
+                continue
             known = {size: seconds for size, seconds in found.items() if size <= n}
-            if found and not self._time_for(
-                2 * n * min(s / m for m, s in (known or found).items())
-            ):
+            expected = n * min((s / m for m, s in (known or found).items()), default=0.0)
+            if found and not self._time_for((2 if expected < _SHORT_S else 1) * expected):
                 continue
             seconds = self._trial(n, run, depth)
+            yield
             odd = bool(known) and seconds > _ODD * n * min(s / m for m, s in known.items())
             if (odd or seconds < _SHORT_S) and self._time_for(seconds):
                 seconds = min(seconds, self._trial(n, run, depth))
+                yield
             found[n] = seconds
 
     def _trial(self, n: int, run: Callable[[int, int], None], depth: int) -> float:
@@ -204,21 +231,23 @@ class Sweep:
             self._lanes.truncate(lane, depth)
         return seconds
 
-    def _shortest(self, run: Callable[[int, int], None], depth: int) -> float:
+    def _shortest(self, run: Callable[[int, int], None]) -> float:
         """Seconds of a pass of one row, of several trials if it is short: a difference of two such is less
         than what anything else that runs adds to one."""
-        trials = [self._trial(1, run, depth)]
+        trials = [self._trial(1, run, self._depth)]
         while trials[0] < _SHORT_S and len(trials) < _TRIALS and self._time_for(trials[0]):
-            trials.append(self._trial(1, run, depth))
+            trials.append(self._trial(1, run, self._depth))
         return min(trials)
 
     def _timed(self, run: Callable[[], None]) -> float:
         began = self._clock()
         run()
-        return self._clock() - began
+        seconds = self._clock() - began
+        self._left_s -= seconds
+        return seconds
 
     def _time_for(self, seconds: float) -> bool:
-        return self._clock() + seconds < self._deadline
+        return seconds < self._left_s
 
     def _decode_pass(self, n_lanes: int, depth: int) -> None:
         self._lanes.decode([(0, depth, lane, True) for lane in range(n_lanes)])

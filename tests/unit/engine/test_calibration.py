@@ -7,15 +7,20 @@ import pytest
 
 from serve_app.engine import calibration
 from serve_app.engine.cost_model import Measurements
+from serve_app.engine.modes import Choice, Mode
 
-MEASURED = Measurements({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007)
+CHOICE = Choice(
+    Mode(flash_attn=True, kv_unified=False),
+    "split: as configured",
+    Measurements({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007),
+)
 
 
 def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
     folder = tmp_path / "sweeps"
     assert calibration.load(folder, "a") is None
-    calibration.save(folder, "a", MEASURED)
-    assert calibration.load(folder, "a") == MEASURED
+    calibration.save(folder, "a", CHOICE)
+    assert calibration.load(folder, "a") == CHOICE
     assert calibration.load(folder, "b") is None
     assert [path.name for path in folder.iterdir()] == ["a.json"]
 
@@ -32,7 +37,15 @@ def test_other_conditions_have_another_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"decode_s": 3, "odd": 1}', '{"decode_s": {"x": 1}}', '{"depth": "7"}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"decode_s": {"1": 0.5}}',
+        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "measured": {"depth": "x"}}',
+        '{"mode": {"flash_attn": true}, "reason": "", "measured": {}}',
+    ],
 )
 def test_a_damaged_file_is_said_and_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -48,5 +61,5 @@ def test_a_folder_that_cannot_be_made_is_only_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        calibration.save(tmp_path / "file" / "sweeps", "a", MEASURED)
+        calibration.save(tmp_path / "file" / "sweeps", "a", CHOICE)
     assert "cannot be kept" in caplog.text

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from serve_app.engine.backend import Row, State
-from serve_app.engine.cost_model import CostModel
+from serve_app.engine.cost_model import CostModel, Measurements
 from serve_app.engine.sweep import Sweep
 
 
@@ -48,13 +48,20 @@ class Machine:
         self.lanes[seq_id] = len(state)
         self.restored.append(seq_id)
 
-    def sweep(self, limit_s: float, *, unified: bool = False) -> Sweep:
+    def measured(self, limit_s: float, *, unified: bool = False) -> Measurements:
+        """All of a sweep, with half of the time for each of its two parts."""
+        sweep = self.sweep(unified=unified)
+        for _ in sweep.essentials(limit_s / 2):
+            pass
+        sweep.rest(limit_s / 2)
+        return sweep.measured
+
+    def sweep(self, *, unified: bool = False) -> Sweep:
         return Sweep(
             self,
             n_slots=len(self.lanes),
             n_ctx_slot=self.n_ctx_slot,
             n_batch=self.n_batch,
-            limit_s=limit_s,
             unified=unified,
             clock=lambda: self.now,
         )
@@ -63,7 +70,7 @@ class Machine:
 @pytest.mark.parametrize("n_slots", [1, 2, 6, 16])
 def test_a_whole_sweep(n_slots: int) -> None:
     machine = Machine(n_slots, 2048, 512)
-    measured = machine.sweep(limit_s=60).run()
+    measured = machine.measured(limit_s=60)
     assert machine.lanes == [0] * n_slots
     assert machine.restored == list(range(1, n_slots))
     for n, seconds in measured.decode_s.items():
@@ -75,9 +82,9 @@ def test_a_whole_sweep(n_slots: int) -> None:
     assert measured.prefill_s[64] == pytest.approx(0.074, rel=0.05)
     assert set(measured.verify_s) == {2, 3, 4, 6, 8}
     assert measured.verify_s[4] == pytest.approx(0.014, rel=0.05)
-    assert measured.depth == 512
-    assert measured.deep_decode_s[n_slots] == pytest.approx(0.01 + n_slots * 0.001512)
-    assert measured.deep_prefill_s[32] == pytest.approx(0.042 + 32 * 528e-6, rel=0.01)
+    assert measured.depth == 256
+    assert measured.deep_decode_s[n_slots] == pytest.approx(0.01 + n_slots * 0.001256)
+    assert measured.deep_prefill_s[32] == pytest.approx(0.042 + 32 * 272e-6, rel=0.01)
     assert measured.copy_s == pytest.approx(0.007 if n_slots > 1 else 0.0)
 
 
@@ -91,8 +98,34 @@ class BusyMachine(Machine):
 
 def test_a_copy_costs_no_more_because_something_else_ran() -> None:
     """It would have every shared prompt computed again for as long as the measurements are kept."""
-    measured = BusyMachine(4, 2048, 512).sweep(limit_s=60).run()
+    measured = BusyMachine(4, 2048, 512).measured(limit_s=60)
     assert measured.copy_s == pytest.approx(0.007)
+
+
+class SharedMachine(Machine):
+    """Half as fast from the ninth pass on, in whichever context that is."""
+
+    def __init__(self, passes: list[None]) -> None:
+        super().__init__(4, 2048, 512)
+        self.passes = passes
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        began = self.now
+        super().decode(rows)
+        self.now += (self.now - began) * (len(self.passes) >= 8)
+        self.passes.append(None)
+
+
+def test_sweeps_in_turns_meet_the_same_machine() -> None:
+    passes: list[None] = []
+    first, second = (SharedMachine(passes).sweep() for _ in range(2))
+    for _ in zip(first.essentials(60), second.essentials(60), strict=True):
+        pass
+    assert len(passes) > 16
+    assert first.measured == second.measured
+    alone = Machine(4, 2048, 512).measured(60)
+    assert first.measured.decode_s[4] == alone.decode_s[4]
+    assert first.measured.deep_prefill_s[64] == pytest.approx(2 * alone.deep_prefill_s[64])
 
 
 class UnifiedMachine(Machine):
@@ -120,9 +153,9 @@ class UnifiedMachine(Machine):
 @pytest.mark.parametrize("masked", [0.0, 0.2, 1.5])
 def test_cells_of_others_are_measured_apart(masked: float) -> None:
     machine = UnifiedMachine(4, masked)
-    measured = machine.sweep(60, unified=True).run()
-    assert measured.depth == 512
-    assert measured.deep_decode_s[4] == pytest.approx(0.01 + 4 * 0.001512, rel=0.02)
+    measured = machine.measured(60, unified=True)
+    assert measured.depth == 256
+    assert measured.deep_decode_s[4] == pytest.approx(0.01 + 4 * 0.001256, rel=0.02)
     assert measured.masked == pytest.approx(masked, abs=0.02)
     assert measured.copy_s == pytest.approx(0, abs=1e-9)
     assert machine.restored == [1, 2, 3]
@@ -131,13 +164,13 @@ def test_cells_of_others_are_measured_apart(masked: float) -> None:
 
 @pytest.mark.parametrize(("n_slots", "limit_s"), [(1, 60), (4, 0.0), (4, 0.5)])
 def test_without_others_or_time_they_cost_as_much(n_slots: int, limit_s: float) -> None:
-    assert UnifiedMachine(n_slots, 0.2).sweep(limit_s, unified=True).run().masked == 1.0
+    assert UnifiedMachine(n_slots, 0.2).measured(limit_s, unified=True).masked == 1.0
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1, 0.5, 2.0])
 def test_it_keeps_to_its_time(limit_s: float) -> None:
     machine = Machine(16, 2048, 512)
-    measured = machine.sweep(limit_s).run()
+    measured = machine.measured(limit_s)
     assert measured.decode_s
     assert measured.prefill_s
     # One pass of each kind is always made; what copies at depth cost is known by two more.
@@ -148,13 +181,13 @@ def test_it_keeps_to_its_time(limit_s: float) -> None:
 @pytest.mark.parametrize("n_ctx_slot", [34, 48, 100])
 def test_a_short_context_is_enough(n_ctx_slot: int) -> None:
     machine = Machine(2, n_ctx_slot, 512)
-    measured = machine.sweep(60).run()
+    measured = machine.measured(60)
     assert all(size <= n_ctx_slot for size in measured.prefill_s)
     assert machine.lanes == [0, 0]
 
 
 @pytest.mark.parametrize(("n_ctx_slot", "n_batch"), [(2, 512), (16, 512), (2048, 1), (2048, 3)])
 def test_the_least_of_batches_has_a_measured_chunk(n_ctx_slot: int, n_batch: int) -> None:
-    measured = Machine(2, n_ctx_slot, n_batch).sweep(60).run()
+    measured = Machine(2, n_ctx_slot, n_batch).measured(60)
     assert CostModel(measured).prompt_token_s > 0
     assert all(size <= min(n_batch, n_ctx_slot) for size in measured.prefill_s)
