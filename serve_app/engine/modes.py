@@ -27,7 +27,8 @@ class Mode:
 
 
 def candidates(options: EngineOptions) -> list[Mode]:
-    """The modes that the options leave open, the likelier first."""
+    """The modes that come into question, the likelier first. The less likely kind of cache does only with
+    flash attention, where both are open: without it, cells of others cost a row as much as its own."""
     flash = [True, False] if options.flash_attn is None else [options.flash_attn]
     if block_size(options.cache_type_v) > 1:
         flash = [True]
@@ -37,7 +38,7 @@ def candidates(options: EngineOptions) -> list[Mode]:
         unified = [True]
     elif options.n_slots == 1:
         unified = unified[:1]
-    return [Mode(f, u) for u in unified for f in flash]
+    return [*(Mode(f, unified[0]) for f in flash), *(Mode(flash[0], u) for u in unified[1:])]
 
 
 @dataclass(frozen=True, slots=True)

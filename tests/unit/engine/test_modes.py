@@ -17,8 +17,8 @@ UNIFIED_ON, UNIFIED_OFF = Mode(True, True), Mode(False, True)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (OPEN, [SPLIT_ON, SPLIT_OFF, UNIFIED_ON, UNIFIED_OFF]),
-        (PINNED, [UNIFIED_ON, UNIFIED_OFF, SPLIT_ON, SPLIT_OFF]),
+        (OPEN, [SPLIT_ON, SPLIT_OFF, UNIFIED_ON]),
+        (PINNED, [UNIFIED_ON, UNIFIED_OFF, SPLIT_ON]),
         (replace(OPEN, flash_attn=False), [SPLIT_OFF, UNIFIED_OFF]),
         (replace(OPEN, kv_unified=True), [UNIFIED_ON, UNIFIED_OFF]),
         (replace(OPEN, cache_type_v="q8_0"), [SPLIT_ON, UNIFIED_ON]),
