@@ -195,13 +195,23 @@ def _gone(directory: Path) -> bool:
 
 
 def processes(directory: Path) -> list[int]:
-    """Ids of the live processes that were started with this directory."""
+    """Ids of the live processes that were started with this directory: those that have it in their
+    environment, and all that descend from these. A process that gives itself a title, as many of Ray's
+    do, writes it over its environment."""
     mark = f"RAY_TMPDIR={directory}".encode()
-    found = []
+    found: set[int] = set()
+    children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            marked = mark in (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue  # another user's, or gone by now
-    return found
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(process.name))
+            found |= {int(process.name)} if marked else set()
+    new = list(found)
+    while new:
+        new = [child for one in new for child in children.get(one, ()) if child not in found]
+        found.update(new)
+    return sorted(found)

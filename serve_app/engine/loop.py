@@ -29,7 +29,7 @@ from serve_app.engine.prefix_store import PrefixStore
 from serve_app.engine.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
 from serve_app.engine.slots import Slot, SlotTable, Wait
-from serve_app.engine.stats import EngineStats, Holdings, SlotStats
+from serve_app.engine.stats import Counts, EngineStats, Holdings, SlotStats
 from serve_app.errors import (
     CacheFullError,
     ConstraintError,
@@ -71,12 +71,8 @@ class DecoderLoop:
         self._cramped = False
         """Whether nobody is admitted until somebody ends: the last one had to give way."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
-        self._counts: Counter[str] = Counter()
+        self._counts = Counts()
         self._ended: Counter[str] = Counter()
-        self._seconds = dict.fromkeys(
-            ("steps", "decoding", "sampling", "prefills", "generations"), 0.0
-        )
-        self._n_tokens_max = 0
         self._worked = 0.0
         """When the last step ended."""
         self._files: PrefixFiles | None = None
@@ -206,19 +202,19 @@ class DecoderLoop:
         table = self._lanes.table
         ends = table.lane_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
         passes = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
-        n_prompt, n_generated = self._counts["prompt_tokens"], self._counts["generated_tokens"]
+        n_prompt, n_generated = self._counts.prompt_tokens, self._counts.generated_tokens
         for planned in passes:
             if not self._attempt(planned):
                 break
         else:
             self._scheduler.took(passes, time.monotonic() - began)
-        self._counts["steps"] += bool(passes)
+        self._counts.steps += bool(passes)
         self._flush()
         self._worked = time.monotonic()
-        self._seconds["steps"] += self._worked - began
+        self._counts.step_s += self._worked - began
         if not table.has_idle:
-            n_prompt = self._counts["prompt_tokens"] - n_prompt
-            n_generated = self._counts["generated_tokens"] - n_generated
+            n_prompt = self._counts.prompt_tokens - n_prompt
+            n_generated = self._counts.generated_tokens - n_generated
             self._backlog.progressed(n_prompt, n_generated, self._worked - began)
 
     def _attempt(self, planned: Pass) -> bool:
@@ -242,13 +238,13 @@ class DecoderLoop:
         decoded = time.monotonic()
         if settled and not any(chunk.scored for chunk in plan.chunks):
             self._learn(plan, decoded - began)
-        self._counts["passes"] += 1
-        self._counts["busy_lanes"] += len(plan.chunks)
+        self._counts.passes += 1
+        self._counts.busy_lanes += len(plan.chunks)
         for chunk in plan.chunks:
             chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
         sampled = [self._sample(chunk) for chunk in plan.chunks]
-        self._seconds["decoding"] += decoded - began
-        self._seconds["sampling"] += time.monotonic() - decoded
+        self._counts.decode_s += decoded - began
+        self._counts.sample_s += time.monotonic() - decoded
         self._failed_steps = 0
         for chunk, found in zip(plan.chunks, sampled, strict=True):
             if isinstance(found, ConstraintError):
@@ -278,7 +274,7 @@ class DecoderLoop:
         """Book what a sequence computed, and take its sampled tokens."""
         sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
         if sequence.state is SequenceState.PREFILL:
-            self._counts["prompt_tokens"] += chunk.n_rows
+            self._counts.prompt_tokens += chunk.n_rows
         sequence.advance(chunk.n_rows)
         if not sampled:
             if not sequence.n_pending:
@@ -289,20 +285,20 @@ class DecoderLoop:
         shifts = n_keep is not None
         delta = sequence.accept(sampled, self._backend.vocabulary, n_ctx_slot, shifts=shifts)
         n_taken = sequence.n_generated - n_before
-        self._counts["generated_tokens"] += n_taken
+        self._counts.generated_tokens += n_taken
         self.latencies.add("itl_s" if n_before else "ttft_s", sequence.trace.gap_s)
         if chunk.draft:
             n_right = min(n_taken, len(sampled) - 1)
             sequence.advance(n_right)
             sequence.lookup.fared(len(chunk.draft), len(sampled) - 1)
-            self._counts["drafted_tokens"] += len(chunk.draft)
-            self._counts["accepted_tokens"] += n_right
+            self._counts.drafted_tokens += len(chunk.draft)
+            self._counts.accepted_tokens += n_right
             self._backend.truncate(sequence.slot_id, sequence.n_past)
         self._outbox.append((sequence, delta))
         full = len(sequence.tokens) >= n_ctx_slot
         if n_keep is not None and full and not sequence.finished:
             self._lanes.shift(sequence, n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
-            self._counts["context_shifts"] += 1
+            self._counts.context_shifts += 1
 
     def _learn(self, plan: Pass, seconds: float) -> None:
         depth = self._costs.attended(plan.depth, plan.n_cells)
@@ -350,7 +346,7 @@ class DecoderLoop:
         self._lanes.preempt(youngest)
         self._waiting.put_back(youngest)
         self._cramped = True
-        self._counts["preemptions"] += 1
+        self._counts.preemptions += 1
         return False
 
     # -- commands, admission and ends -------------------------------------------------------------
@@ -365,7 +361,7 @@ class DecoderLoop:
             errand.run(self._lanes)
         self._waiting.extend(commands.submitted)
         self._taken.extend(sequence.id for sequence in commands.submitted)
-        self._counts["failovers"] += sum(one.request.n_failovers > 0 for one in commands.submitted)
+        self._counts.failovers += sum(one.request.n_failovers > 0 for one in commands.submitted)
         live = {sequence.id: sequence for sequence in self._live}
         for request_id in commands.aborted:
             if request_id in live:
@@ -406,8 +402,8 @@ class DecoderLoop:
             sequence.admit(place.slot.id, place.n_cached, sampler)
             self._lanes.table.occupy(place.slot, sequence)
             self._scheduler.add(sequence)
-            self._counts["cached_tokens"] += place.n_cached
-            self._counts["restored_tokens"] += place.n_restored
+            self._counts.cached_tokens += place.n_cached
+            self._counts.restored_tokens += place.n_restored
         self._lanes.make_way(n_awaiting)
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
@@ -443,9 +439,9 @@ class DecoderLoop:
         request = sequence.request
         self._history.add(RequestRecord(request.id, request.http_id, request.client, "ended", end))
         self._ended[end.reason] += 1
-        self._seconds["prefills"] += end.timings.prefill_s
-        self._seconds["generations"] += end.timings.decode_s
-        self._n_tokens_max = max(self._n_tokens_max, sequence.n_past)
+        self._counts.prefill_s += end.timings.prefill_s
+        self._counts.generation_s += end.timings.decode_s
+        self._counts.n_tokens_max = max(self._counts.n_tokens_max, sequence.n_past)
         self._waiting.end(sequence)
         sequence.close()
         if sequence.trace.admitted is not None:
@@ -478,46 +474,29 @@ class DecoderLoop:
         return bool(self._waiting or self._scheduler.running or self._embeddings)
 
     def _snapshot(self) -> EngineStats:
-        live, memory, counts = self._live, self._backend.memory, self._counts
+        options, mode, memory = self._options, self._backend.mode, self._backend.memory
         exchanged = self._lanes.exchanged
-        self._forecast = self._backlog.forecast(live)
+        self._forecast = self._backlog.forecast(self._live)
         return EngineStats(
-            n_slots=self._options.n_slots,
-            n_ctx_slot=self._options.n_ctx_slot,
-            threads=self._options.threads,
-            threads_batch=self._options.threads_batch or self._options.threads,
-            flash_attn=self._backend.mode.flash_attn,
-            kv_unified=self._backend.mode.kv_unified,
+            n_slots=options.n_slots,
+            n_ctx_slot=options.n_ctx_slot,
+            threads=options.threads,
+            threads_batch=options.threads_batch or options.threads,
+            flash_attn=mode.flash_attn,
+            kv_unified=mode.kv_unified,
             mode_reason=self._backend.mode_reason,
             running=len(self._scheduler.running),
             waiting=len(self._waiting),
             backlog_s=round(self._forecast.work_s, 3),
             draining=self._draining,
-            steps=counts["steps"],
-            prompt_tokens=counts["prompt_tokens"],
-            cached_tokens=counts["cached_tokens"],
-            generated_tokens=counts["generated_tokens"],
-            drafted_tokens=counts["drafted_tokens"],
-            accepted_tokens=counts["accepted_tokens"],
-            preemptions=counts["preemptions"],
-            context_shifts=counts["context_shifts"],
-            failovers=counts["failovers"],
+            **vars(self._counts),
             embedded_texts=self._embeddings.counts["texts"],
             embedded_tokens=self._embeddings.counts["tokens"],
             embedding_passes=self._embeddings.counts["passes"],
             ended=dict(self._ended),
-            step_s=self._seconds["steps"],
-            decode_s=self._seconds["decoding"],
-            sample_s=self._seconds["sampling"],
-            passes=counts["passes"],
-            busy_lanes=counts["busy_lanes"],
-            prefill_s=self._seconds["prefills"],
-            generation_s=self._seconds["generations"],
-            n_tokens_max=self._n_tokens_max,
-            restored_tokens=counts["restored_tokens"],
             stored_prefixes=len(self._lanes.stored),
             stored_bytes=self._lanes.stored.n_bytes,
-            stored_bytes_limit=self._options.cache_ram_bytes,
+            stored_bytes_limit=options.cache_ram_bytes,
             received_prefixes=exchanged["received_prefixes"],
             received_bytes=exchanged["received_bytes"],
             handed_over_prefixes=exchanged["handed_over_prefixes"],

@@ -22,6 +22,30 @@ class SlotStats:
     """Of its prompt, the tokens that were found in the cache."""
 
 
+@dataclass
+class Counts:
+    """What a decoder loop counts; see the fields of the same names in `EngineStats`. Its thread only."""
+
+    steps: int = 0
+    passes: int = 0
+    busy_lanes: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    n_tokens_max: int = 0
+    preemptions: int = 0
+    context_shifts: int = 0
+    failovers: int = 0
+    step_s: float = 0.0
+    decode_s: float = 0.0
+    sample_s: float = 0.0
+    prefill_s: float = 0.0
+    generation_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One engine at one moment; counters run from its start."""

@@ -9,16 +9,27 @@ import httpx
 import pytest
 
 from loadtests import servers
+from tests.e2e.conftest import wait_until
 
-# Answers on the port, and has a child; both ignore SIGINT.
+# Answers on the port, and has two children, one without its environment; all ignore SIGINT.
 STUBBORN = """
 import os, signal, sys
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 if os.fork() == 0:
     signal.pause()
+if os.fork() == 0:
+    os.execve(sys.executable, [sys.executable, "-c", "import signal; signal.pause()"], {})
 HTTPServer(("127.0.0.1", int(sys.argv[1])), SimpleHTTPRequestHandler).serve_forever()
 """
+
+
+def lives(pid: int) -> bool:
+    """Whether it is there, and not only for its parent to be told of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_nothing_is_left_of_a_server_that_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +41,9 @@ def test_nothing_is_left_of_a_server_that_ignores_ctrl_c(monkeypatch: pytest.Mon
     with servers.running(command, lambda url: httpx.get(url).is_success) as server:
         assert httpx.get(server.url).is_success
         assert server.directory is not None
-        assert len(servers.processes(server.directory)) == 2
+        found = servers.processes(server.directory)
+        assert len(found) == 3
+    wait_until(lambda: not any(lives(pid) for pid in found), 10, "its children live")
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url)
     assert servers.processes(server.directory) == []
