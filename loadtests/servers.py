@@ -203,13 +203,13 @@ def processes(directory: Path) -> list[int]:
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
-            marked = mark in (process / "environ").read_bytes().split(b"\0")
+            state, parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                children.setdefault(int(parent), []).append(int(process.name))
+            if mark in (process / "environ").read_bytes().split(b"\0"):  # of zombies, it is empty
+                found.add(int(process.name))
         except OSError:
             continue  # another user's, or gone by now
-        if state != "Z":
-            children.setdefault(int(parent), []).append(int(process.name))
-            found |= {int(process.name)} if marked else set()
     new = list(found)
     while new:
         new = [child for one in new for child in children.get(one, ()) if child not in found]

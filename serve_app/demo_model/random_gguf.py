@@ -77,7 +77,7 @@ class _Tensor:
 
 def parameter_count(shape: ModelShape) -> int:
     """How many numbers the model is made of; the embeddings count once."""
-    tokens, _ = _vocabulary(shape.n_vocab)
+    tokens, _ = vocabulary(shape.n_vocab)
     return sum(int(np.prod(tensor.shape)) for tensor in _tensors(shape, tokens))
 
 
@@ -111,7 +111,7 @@ def write_random_gguf(
 
 def _write(path: Path, shape: ModelShape, dtype: str, seed: int, control: Sequence[str]) -> None:
     """Write the file straight to `path`, one tensor in memory at a time."""
-    tokens, merges = _vocabulary(shape.n_vocab, control)
+    tokens, merges = vocabulary(shape.n_vocab, control)
     tensors = list(_tensors(shape, tokens, control))
     writer = GGUFWriter(path, "qwen3")
     try:
@@ -132,7 +132,7 @@ def _write(path: Path, shape: ModelShape, dtype: str, seed: int, control: Sequen
         writer.close()
 
 
-def _vocabulary(
+def vocabulary(
     n_vocab: int, control: Sequence[str] = CONTROL_TOKENS
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """The tokens, `n_vocab` of them, `control` last, and the merges that make the ones longer than a byte.

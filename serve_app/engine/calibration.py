@@ -53,19 +53,26 @@ def save(folder: Path, name: str, choice: Choice) -> None:
 def _parse(document: object) -> Choice:
     """Raises ValueError or TypeError for anything but what `save` writes."""
     match document:
-        case {"mode": dict(mode), "reason": str(reason), "measured": dict(measured)}:
-            return Choice(Mode(**mode), reason, _measurements(measured))
+        case {
+            "mode": {"flash_attn": bool(flash_attn), "kv_unified": bool(kv_unified)},
+            "reason": str(reason),
+            "measured": dict(measured),
+        }:
+            return Choice(Mode(flash_attn, kv_unified), reason, _measurements(measured))
     raise TypeError("it holds no measurements")
 
 
 def _measurements(document: Mapping[str, object]) -> Measurements:
+    known = dataclasses.asdict(Measurements())
     fields: dict[str, Any] = {}
     for name, value in document.items():
-        if isinstance(value, dict):
-            value = {int(n): float(seconds) for n, seconds in value.items()}
-        elif not isinstance(value, int | float):
-            raise TypeError(f"{name} is {value!r}")
-        fields[name] = value
+        match known.get(name), value:
+            case dict(), dict(curve):
+                fields[name] = {int(n): float(seconds) for n, seconds in curve.items()}
+            case int() | float(), int() | float():
+                fields[name] = value
+            case _:
+                raise TypeError(f"{name} is {value!r}")
     return Measurements(**fields)
 
 

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from serve_app.engine.cost_model import Measurements
 from serve_app.engine.modes import Choice, Mode
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
-from serve_app.engine.sweep import Sweep
+from serve_app.engine.sweep import Sweep, in_turns
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama import library
 from serve_app.llama.constraint import Constraint
@@ -36,8 +35,8 @@ _TEXTS_AT_ONCE = 64
 # llama.cpp keeps the logits of all rows of such a pass: bytes for them, and rows that are enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
-# Lanes of contexts that are only measured: a beginning, and a chunk behind it.
-_LEAST_SWEEP_CTX, _MOST_SWEEP_CTX = 320, 640
+# Lanes of contexts that are only measured have no more tokens: a beginning, and chunks behind it.
+_SWEEP_CTX = 512
 # The part of its time in which a sweep compares modes.
 _COMPARING = 0.8
 # Measurements in which this process had less of its threads' time than this are not kept: they tell of what
@@ -111,7 +110,8 @@ class LlamaBackend:
             llama_cpp=library.version(),
             modes=candidates,
             threads=(options.threads, options.threads_batch, options.numa),
-            slots=(options.n_slots, len(options.pinned), options.n_ctx_slot),
+            slots=(options.n_slots, options.n_ctx_slot, [len(tokens) for tokens in options.pinned]),
+            max_stall_s=options.max_stall_s,
             n_batch=options.n_batch,
             cache=(options.cache_type_k, options.cache_type_v),
             limit_s=options.sweep_limit_s,
@@ -119,13 +119,7 @@ class LlamaBackend:
         known = calibration.load(folder, name) if folder else None
         if known is not None:
             return known
-        began, computed = time.perf_counter(), time.process_time()
-        choice = self._sweep(candidates)
-        took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
-        logger.info("Measured passes in %d modes in %.1f s.", len(candidates), took_s)
-        used = computed_s / (
-            took_s * min(options.threads, options.threads_batch or options.threads)
-        )
+        choice, used = self._sweep(candidates)
         if used < _ALONE:
             logger.warning(
                 "Something else computed meanwhile: %.0f%% of the time of these threads were left. It is "
@@ -136,17 +130,16 @@ class LlamaBackend:
             calibration.save(folder, name, choice)
         return choice
 
-    def _sweep(self, candidates: Sequence[Mode]) -> Choice:
-        """Compare these modes pass by pass, then measure the rest of the one that is chosen."""
-        options = self._options
-        # All contexts together take about as much memory as the one that will serve, or less.
-        whole = options.n_ctx_slot
-        n_ctx_slot = min(whole, max(whole // len(candidates), _LEAST_SWEEP_CTX), _MOST_SWEEP_CTX)
-        began = time.perf_counter()
+    def _sweep(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
+        """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
+        threads' time this process computed."""
+        options, n_ctx_slot = self._options, min(self._options.n_ctx_slot, _SWEEP_CTX)
+        opened = time.perf_counter()
         contexts: dict[Mode, Context] = {}
         try:
             for mode in candidates:
                 contexts[mode] = self._open(mode, n_ctx_slot, None)
+            began, computed = time.perf_counter(), time.process_time()
             sweeps = {
                 mode: Sweep(
                     context,
@@ -154,23 +147,26 @@ class LlamaBackend:
                     n_ctx_slot=n_ctx_slot,
                     n_batch=options.n_batch,
                     unified=mode.kv_unified,
+                    can_rewind=self.vocabulary.can_rewind,
                 )
                 for mode, context in contexts.items()
             }
-            limit_s = _COMPARING * options.sweep_limit_s / len(sweeps)
-            for _ in zip_longest(*(sweep.essentials(limit_s) for sweep in sweeps.values())):
-                pass
+            in_turns(list(sweeps.values()), _COMPARING * options.sweep_limit_s)
             choice = modes.choose({mode: sweep.measured for mode, sweep in sweeps.items()}, options)
             for mode in contexts.keys() - {choice.mode}:
                 contexts.pop(mode).close()
             sweep = sweeps[choice.mode]
-            sweep.rest(options.sweep_limit_s - (time.perf_counter() - began))
+            sweep.rest(options.sweep_limit_s - (time.perf_counter() - opened))
+            took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         finally:
             for context in contexts.values():
                 context.close()
+        logger.info("Measured passes in %d modes in %.1f s.", len(candidates), took_s)
         # llama.cpp copies whole lanes.
-        copy_s = sweep.measured.copy_s * whole / n_ctx_slot
-        return replace(choice, measured=replace(sweep.measured, copy_s=copy_s))
+        copy_s = sweep.measured.copy_s * options.n_ctx_slot / n_ctx_slot
+        choice = replace(choice, measured=replace(sweep.measured, copy_s=copy_s))
+        n_threads = min(options.threads, options.threads_batch or options.threads)
+        return choice, computed_s / (took_s * n_threads)
 
     # -- running ----------------------------------------------------------------------------------
 

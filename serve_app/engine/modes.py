@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from serve_app.engine.cost_model import CostModel, Measurements
 from serve_app.engine.options import EngineOptions
@@ -27,8 +28,9 @@ class Mode:
 
 
 def candidates(options: EngineOptions) -> list[Mode]:
-    """The modes that come into question, the likelier first. The less likely kind of cache does only with
-    flash attention, where both are open: without it, cells of others cost a row as much as its own."""
+    """The modes that come into question, the likelier first: the likelier kind of cache with and without
+    flash attention, the other one with it, if both are open. There is no time for four on a slow machine,
+    and a unified cache without flash attention is seldom fast: cells of others cost as much as own ones."""
     flash = [True, False] if options.flash_attn is None else [options.flash_attn]
     if block_size(options.cache_type_v) > 1:
         flash = [True]
@@ -102,7 +104,7 @@ def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> Cho
         return Choice(mode, f"{mode}: as configured", measured[mode])
     seconds = {
         mode: request_s(found, options, kv_unified=mode.kv_unified)
-        for mode, found in measured.items()
+        for mode, found in _alike(measured).items()
     }
     least = min(seconds.values())
     best = next(mode for mode in seconds if seconds[mode] <= (1 + _SAME) * least)
@@ -110,3 +112,19 @@ def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> Cho
     workload = "a common system prompt" if options.pinned else "prompts of their own"
     reason = f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"
     return Choice(best, reason, measured[best])
+
+
+def _alike(measured: Mapping[Mode, Measurements]) -> dict[Mode, Measurements]:
+    """Only what was measured in all modes: time may have been up for some passes in some of them."""
+    names = ("decode_s", "prefill_s", "deep_decode_s", "deep_prefill_s")
+    sizes = {
+        name: set.intersection(*(set(getattr(found, name)) for found in measured.values()))
+        for name in names
+    }
+    alike = {}
+    for mode, found in measured.items():
+        curves: dict[str, Any] = {
+            name: {n: getattr(found, name)[n] for n in sizes[name]} for name in names
+        }
+        alike[mode] = replace(found, **curves)
+    return alike

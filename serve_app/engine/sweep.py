@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Protocol
 
 from serve_app.engine.backend import Row, State
 from serve_app.engine.cost_model import Measurements
 
 # Numbers of rows: the most telling ones first.
-_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 24, 48, 40, 56, 128, 96, 256, 512)
+_CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
-_DEEP_CHUNKS, _VERIFIES = (32, 8, 48), (2, 4, 8, 3, 6)
+_VERIFIES = (2, 4, 8, 3, 6)
 # Tokens of a lane that is not empty: llama.cpp attends to multiples of so many cells, with fewer nothing
-# takes longer. And the part of its time in which a sweep may compute them.
+# takes longer. And the part of the time left that they may take.
 _DEPTH, _FILLING = 256, 1 / 2
 # Passes shorter than this are measured twice: the shorter, the noisier.
 _SHORT_S = 0.35
@@ -50,7 +52,8 @@ class Sweep:
 
     First `essentials`, then `rest`. When the next pass would take more time than is left it is left out,
     and predicted from those that were measured. At depth, all lanes hold the same tokens: in a unified
-    cache the same cells, and once each their own, to see what those of others cost.
+    cache the same cells, and once each their own, to see what those of others cost. Without `can_rewind`,
+    nothing is measured at depth: a lane would have to forget the rows of each pass.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Sweep:
         n_ctx_slot: int,
         n_batch: int,
         unified: bool = False,
+        can_rewind: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._lanes = lanes
@@ -68,6 +72,7 @@ class Sweep:
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
         self._unified = unified
+        self._can_rewind = can_rewind
         self._clock = clock
         self._left_s = 0.0
         self._decode: dict[int, float] = {}
@@ -94,14 +99,13 @@ class Sweep:
 
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The passes that tell one kind of context from another, in about `limit_s`: each is run when the
-        next is asked for. Those that are compared are to be run in turns, as the speed of a machine changes
-        from one minute to the next."""
+        next is asked for."""
         self._left_s = limit_s
         ends = sorted({self._n_slots, 1}, reverse=True)
         yield from self._measure(self._decode, ends, self._decode_pass, 0)
         chunks = self._fitting(_CHUNKS, 0) or [min(self._n_batch, self._n_ctx_slot - 1)]
         yield from self._measure(self._prefill, chunks, self._prefill_pass, 0)
-        yield from self._fill(limit_s)
+        yield from self._fill()
         if self._depth:
             yield from self._measure(self._deep_decode, ends, self._decode_pass, self._depth)
             chunks = self._fitting(_CHUNKS, self._depth)
@@ -115,25 +119,29 @@ class Sweep:
             pass
 
     def _rest(self) -> Iterator[None]:
+        between, more = self._lane_counts(_DECODES), self._lane_counts(_MORE_DECODES)
+        chunks, more_chunks = self._fitting(_NEXT_CHUNKS, 0), self._fitting(_MORE_CHUNKS, 0)
+        beginning = self._lanes.save(0) if self._depth else b""
         if self._depth:
             self._measure_copy()
-            between = self._lane_counts(_DECODES)
-            yield from self._measure(self._deep_decode, between, self._decode_pass, self._depth)
-            chunks = self._fitting(_DEEP_CHUNKS, self._depth)
-            yield from self._measure(self._deep_prefill, chunks, self._prefill_pass, self._depth)
+        self._empty()
+        yield from self._measure(self._decode, between, self._decode_pass, 0)
+        yield from self._measure(self._prefill, chunks, self._prefill_pass, 0)
+        if self._depth:
+            self._lanes.restore(0, beginning)
+            self._fill_lanes()
+            deep = [n for n in between if n in self._decode]
+            yield from self._measure(self._deep_decode, deep, self._decode_pass, self._depth)
+            deep = [n for n in self._fitting(chunks, self._depth) if n in self._prefill]
+            yield from self._measure(self._deep_prefill, deep, self._prefill_pass, self._depth)
+            self._empty()
+        yield from self._measure(self._verify, self._fitting(_VERIFIES, 0), self._verify_pass, 0)
+        yield from self._measure(self._decode, more, self._decode_pass, 0)
+        yield from self._measure(self._prefill, more_chunks, self._prefill_pass, 0)
+
+    def _empty(self) -> None:
         for lane in range(self._n_slots):
             self._lanes.truncate(lane, 0)
-        yield from self._measure(self._decode, self._lane_counts(_DECODES), self._decode_pass, 0)
-        yield from self._measure(
-            self._prefill, self._fitting(_DEEP_CHUNKS, 0), self._prefill_pass, 0
-        )
-        yield from self._measure(self._verify, self._fitting(_VERIFIES, 0), self._verify_pass, 0)
-        yield from self._measure(
-            self._decode, self._lane_counts(_MORE_DECODES), self._decode_pass, 0
-        )
-        yield from self._measure(
-            self._prefill, self._fitting(_MORE_CHUNKS, 0), self._prefill_pass, 0
-        )
 
     def _lane_counts(self, counts: Sequence[int]) -> list[int]:
         return [n for n in counts if n < self._n_slots]
@@ -141,17 +149,24 @@ class Sweep:
     def _fitting(self, sizes: Sequence[int], depth: int) -> list[int]:
         return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot - depth)]
 
-    def _fill(self, limit_s: float) -> Iterator[None]:
-        """Give every lane the same beginning, as long as there is time for."""
+    def _fill(self) -> Iterator[None]:
+        """Give every lane the same beginning, if there is time for."""
         row_s = min(seconds / n for n, seconds in self._prefill.items())
         fitting = max(self._n_ctx_slot - max(_CHUNKS), self._n_ctx_slot // 2)
-        most = int(min(_DEPTH, fitting, self._n_batch, _FILLING * limit_s / row_s))
-        depth = most // 8 * 8
-        if not depth or not self._time_for(depth * row_s):
+        depth = min(_DEPTH, fitting) // 8 * 8
+        if not self._can_rewind or not depth or not self._time_for(depth * row_s / _FILLING):
             return
-        self._prefill[depth] = self._timed(lambda: self._prefill_pass(depth, 0))
+        for begin in range(0, depth, self._n_batch):
+            n_rows = min(self._n_batch, depth - begin)
+            seconds = self._timed(partial(self._prefill_pass, n_rows, begin))
+            if begin == 0:
+                self._prefill[n_rows] = min(seconds, self._prefill.get(n_rows, seconds))
+            yield
         self._depth = depth
-        yield
+        self._fill_lanes()
+
+    def _fill_lanes(self) -> None:
+        """Give every lane what the first one has."""
         if self._unified:
             self._share()
         else:
@@ -221,7 +236,7 @@ class Sweep:
             odd = bool(known) and seconds > _ODD * n * min(s / m for m, s in known.items())
             if (odd or seconds < _SHORT_S) and self._time_for(seconds):
                 seconds = min(seconds, self._trial(n, run, depth))
-                yield
+            yield  # in any case: what is compared stays in step
             found[n] = seconds
 
     def _trial(self, n: int, run: Callable[[int, int], None], depth: int) -> float:
@@ -262,3 +277,10 @@ class Sweep:
 
     def _verify_pass(self, n_rows: int, depth: int) -> None:
         self._lanes.decode([(0, i, 0, True) for i in range(depth, depth + n_rows)])
+
+
+def in_turns(sweeps: Sequence[Sweep], limit_s: float) -> None:
+    """Run the essentials of these, which are to be compared, pass by pass: the speed of a machine that
+    others share changes from one minute to the next."""
+    for _ in zip_longest(*(sweep.essentials(limit_s / len(sweeps)) for sweep in sweeps)):
+        pass

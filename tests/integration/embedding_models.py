@@ -28,7 +28,7 @@ def _finish(writer: GGUFWriter, tensors: dict[str, NDArray[np.float32]]) -> None
 def write_reranker(path: Path, *, template: str | None) -> None:
     """Qwen3's reranking form: causal, with a classifier of two outputs behind the last token."""
     writer = GGUFWriter(path, "qwen3")
-    tokens, merges = random_gguf._vocabulary(_SHAPE.n_vocab)
+    tokens, merges = random_gguf.vocabulary(_SHAPE.n_vocab)
     add_hyperparameters(writer, _SHAPE, LlamaFileType.ALL_F32, rope_base=1e6)
     add_tokenizer(writer, tokens, merges)
     writer.add_pooling_type(PoolingType.RANK)

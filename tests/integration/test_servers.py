@@ -28,7 +28,7 @@ def lives(pid: int) -> bool:
     """Whether it is there, and not only for its parent to be told of its end."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

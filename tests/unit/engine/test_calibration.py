@@ -44,6 +44,8 @@ def test_other_conditions_have_another_name() -> None:
         "[]",
         '{"decode_s": {"1": 0.5}}',
         '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "measured": {"depth": "x"}}',
+        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "measured": {"decode_s": 3}}',
+        '{"mode": {"flash_attn": true, "kv_unified": "no"}, "reason": "", "measured": {}}',
         '{"mode": {"flash_attn": true}, "reason": "", "measured": {}}',
     ],
 )

@@ -78,3 +78,13 @@ def test_of_those_that_are_as_good_the_first() -> None:
     assert choose({SPLIT_OFF: Measurements()}, OPEN) == Choice(
         SPLIT_OFF, f"{SPLIT_OFF}: as configured"
     )
+
+
+def test_only_what_was_measured_in_all_modes_is_compared() -> None:
+    """A mode with no time left for its deep passes is not the faster one by that."""
+    whole, shallow = measured(0.001, 1e-6), measured(0.0012, 1e-6)
+    shallow = replace(shallow, depth=0, deep_decode_s={}, deep_prefill_s={})
+    assert request_s(shallow, OPEN, kv_unified=False) < request_s(whole, OPEN, kv_unified=False)
+    choice = choose({SPLIT_ON: shallow, SPLIT_OFF: whole}, OPEN)
+    assert choice.mode == SPLIT_OFF
+    assert choice.measured == whole

@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.engine.backend import Row, State
 from serve_app.engine.cost_model import CostModel, Measurements
-from serve_app.engine.sweep import Sweep
+from serve_app.engine.sweep import Sweep, in_turns
 
 
 class Machine:
@@ -56,13 +56,14 @@ class Machine:
         sweep.rest(limit_s / 2)
         return sweep.measured
 
-    def sweep(self, *, unified: bool = False) -> Sweep:
+    def sweep(self, *, unified: bool = False, can_rewind: bool = True) -> Sweep:
         return Sweep(
             self,
             n_slots=len(self.lanes),
             n_ctx_slot=self.n_ctx_slot,
             n_batch=self.n_batch,
             unified=unified,
+            can_rewind=can_rewind,
             clock=lambda: self.now,
         )
 
@@ -72,7 +73,7 @@ def test_a_whole_sweep(n_slots: int) -> None:
     machine = Machine(n_slots, 2048, 512)
     measured = machine.measured(limit_s=60)
     assert machine.lanes == [0] * n_slots
-    assert machine.restored == list(range(1, n_slots))
+    assert machine.restored == [*range(1, n_slots), *range(n_slots)]
     for n, seconds in measured.decode_s.items():
         assert seconds == pytest.approx(0.01 + 0.001 * n)
     assert min(measured.decode_s) == 1
@@ -86,6 +87,17 @@ def test_a_whole_sweep(n_slots: int) -> None:
     assert measured.deep_decode_s[n_slots] == pytest.approx(0.01 + n_slots * 0.001256)
     assert measured.deep_prefill_s[32] == pytest.approx(0.042 + 32 * 272e-6, rel=0.01)
     assert measured.copy_s == pytest.approx(0.007 if n_slots > 1 else 0.0)
+
+
+def test_lanes_that_cannot_forget_are_not_measured_at_depth() -> None:
+    machine = Machine(4, 2048, 512)
+    sweep = machine.sweep(can_rewind=False)
+    in_turns([sweep], 60)
+    sweep.rest(60)
+    assert sweep.measured.depth == 0
+    assert not sweep.measured.deep_decode_s
+    assert len(sweep.measured.prefill_s) > 8
+    assert machine.restored == []
 
 
 class BusyMachine(Machine):
@@ -119,8 +131,7 @@ class SharedMachine(Machine):
 def test_sweeps_in_turns_meet_the_same_machine() -> None:
     passes: list[None] = []
     first, second = (SharedMachine(passes).sweep() for _ in range(2))
-    for _ in zip(first.essentials(60), second.essentials(60), strict=True):
-        pass
+    in_turns([first, second], 120)
     assert len(passes) > 16
     assert first.measured == second.measured
     alone = Machine(4, 2048, 512).measured(60)
@@ -158,7 +169,7 @@ def test_cells_of_others_are_measured_apart(masked: float) -> None:
     assert measured.deep_decode_s[4] == pytest.approx(0.01 + 4 * 0.001256, rel=0.02)
     assert measured.masked == pytest.approx(masked, abs=0.02)
     assert measured.copy_s == pytest.approx(0, abs=1e-9)
-    assert machine.restored == [1, 2, 3]
+    assert machine.restored == [1, 2, 3, 0]
     assert machine.lanes == [0] * 4
 
 
