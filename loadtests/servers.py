@@ -202,12 +202,13 @@ def processes(directory: Path) -> list[int]:
     found: set[int] = set()
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
         try:
             state, parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[:2]
             if state != b"Z":
-                children.setdefault(int(parent), []).append(int(process.name))
+                children.setdefault(int(parent), []).append(pid)
             if mark in (process / "environ").read_bytes().split(b"\0"):  # of zombies, it is empty
-                found.add(int(process.name))
+                found.add(pid)
         except OSError:
             continue  # another user's, or gone by now
     new = list(found)

@@ -59,11 +59,8 @@ class LlamaBackend:
         self._embedder: Embedder | None = None
         try:
             choice = self._choose()
-            self.mode, self.mode_reason, self.measurements = (
-                choice.mode,
-                choice.reason,
-                choice.measured,
-            )
+            self.mode, self.mode_reason = choice.mode, choice.reason
+            self.measurements = choice.measured
             self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.engine.cost_model import CostModel, Measurements
@@ -49,7 +49,7 @@ class Choice:
 
     mode: Mode
     reason: str
-    measured: Measurements = field(default_factory=Measurements)
+    measured: Measurements
 
 
 def request_s(measured: Measurements, options: EngineOptions, *, kv_unified: bool) -> float:

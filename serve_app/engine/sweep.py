@@ -121,9 +121,9 @@ class Sweep:
     def _rest(self) -> Iterator[None]:
         between, more = self._lane_counts(_DECODES), self._lane_counts(_MORE_DECODES)
         chunks, more_chunks = self._fitting(_NEXT_CHUNKS, 0), self._fitting(_MORE_CHUNKS, 0)
-        beginning = self._lanes.save(0) if self._depth else b""
         if self._depth:
             self._measure_copy()
+            beginning = self._lanes.save(0)
         self._empty()
         yield from self._measure(self._decode, between, self._decode_pass, 0)
         yield from self._measure(self._prefill, chunks, self._prefill_pass, 0)

@@ -16,7 +16,8 @@ N_CTX_BERT = 64
 _SHAPE = random_gguf.SHAPES["tiny"]
 
 
-def _finish(writer: GGUFWriter, tensors: dict[str, NDArray[np.float32]]) -> None:
+def finish(writer: GGUFWriter, tensors: dict[str, NDArray[np.float32]]) -> None:
+    """Write the tensors and the file."""
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -42,7 +43,7 @@ def write_reranker(path: Path, *, template: str | None) -> None:
         tensors[tensor.name] = random_gguf._draw(tensor, kind, rng).astype(np.float32)
     rng = np.random.default_rng(1)
     head = 0.05 * rng.standard_normal((2, _SHAPE.n_embd), np.float32)
-    _finish(writer, {**tensors, "cls.output.weight": head})
+    finish(writer, {**tensors, "cls.output.weight": head})
 
 
 def write_bert(path: Path, pooling: PoolingType) -> None:
@@ -100,4 +101,4 @@ def write_bert(path: Path, pooling: PoolingType) -> None:
         scale = 1 if len(shape) == 1 else shape[-1] ** -0.5
         offset = 1.0 if "norm.weight" in name else 0.0
         tensors[name] = (offset + 0.3 * scale * rng.standard_normal(shape)).astype(np.float32)
-    _finish(writer, tensors)
+    finish(writer, tensors)

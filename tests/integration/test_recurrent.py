@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from serve_app.demo_model.gguf_file import add_tokenizer
 from serve_app.demo_model.random_gguf import SHAPES, vocabulary
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from tests.integration.embedding_models import finish
 
 N_EMBD, N_STATE, N_CONV, N_RANK, N_LAYER = 64, 16, 4, 4, 2
 N_INNER = 2 * N_EMBD  # as llama.cpp wants it
@@ -36,10 +37,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_ssm_time_step_rank(N_RANK)
     add_tokenizer(writer, tokens, merges)
     rng = np.random.default_rng(0)
+    tensors: dict[str, NDArray[np.float32]] = {}
 
     def add(name: str, *shape: int, std: float = 0.2, mean: float = 0.0) -> None:
-        weights: NDArray[np.float32] = rng.normal(mean, std, shape).astype(np.float32)
-        writer.add_tensor(name, weights)
+        tensors[name] = rng.normal(mean, std, shape).astype(np.float32)
 
     add("token_embd.weight", len(tokens), N_EMBD)
     add("output_norm.weight", N_EMBD, mean=1.0, std=0.0)
@@ -54,10 +55,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         add(layer + "ssm_a", N_INNER, N_STATE, mean=-1.0)
         add(layer + "ssm_d", N_INNER)
         add(layer + "ssm_out.weight", N_EMBD, N_INNER)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, tensors)
     return path
 
 

@@ -76,7 +76,7 @@ def test_of_those_that_are_as_good_the_first() -> None:
     found = {SPLIT_ON: measured(0.00107, 0), SPLIT_OFF: measured(0.001, 0)}
     assert choose(found, OPEN).mode == SPLIT_ON
     assert choose({SPLIT_OFF: Measurements()}, OPEN) == Choice(
-        SPLIT_OFF, f"{SPLIT_OFF}: as configured"
+        SPLIT_OFF, f"{SPLIT_OFF}: as configured", Measurements()
     )
 
 

@@ -51,8 +51,7 @@ class Machine:
     def measured(self, limit_s: float, *, unified: bool = False) -> Measurements:
         """All of a sweep, with half of the time for each of its two parts."""
         sweep = self.sweep(unified=unified)
-        for _ in sweep.essentials(limit_s / 2):
-            pass
+        in_turns([sweep], limit_s / 2)
         sweep.rest(limit_s / 2)
         return sweep.measured
 
