@@ -11,15 +11,14 @@ export CMAKE_ARGS := -DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_IN
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache/corral/pip-without-amx
 
-# No call home, and replicas at normal priority (Ray's default is nice 15).
+# No call home.
 export RAY_USAGE_STATS_ENABLED := 0
-export RAY_worker_niceness := 0
 
 .PHONY: serve cluster-up cluster-down test test-ui test-long fuzz lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
-	@exec $(BIN)/serve run $(CONFIG)
+	@set -a; . cluster/one-machine.env; exec $(BIN)/serve run $(CONFIG)
 
 cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine; returns when it serves.
 	@$(BIN)/python -m cluster.local.cluster up

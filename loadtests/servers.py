@@ -87,24 +87,29 @@ def running(
 def serve_run(
     model: Mapping[str, Any], settings: Mapping[str, str] = NO_SETTINGS
 ) -> Iterator[Server]:
-    """`serve run` with this entry of Corral's `models` and these environment variables, in a Ray cluster
-    of its own. With variables it needs no keys even where Corral cannot see that all clients
-    are local."""
+    """`serve run` as `make serve` does it, with this entry of Corral's `models`, in a Ray cluster of its
+    own, and with these environment variables. With some it needs no keys even where Corral cannot see that
+    all clients are local."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, model, port, allow_anonymous=bool(settings))
         return [Path(sys.executable).with_name("serve"), "run", config]
 
-    with running(command, corral_is_ready, settings) as server:
+    environment = environment_of("one-machine.env") | dict(settings)
+    with running(command, corral_is_ready, environment) as server:
         yield server
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """What a file of `cluster` sets: `one-machine.env`, as `make serve` does, or `haproxy.env`."""
+    lines = (ROOT / "cluster" / name).read_text().splitlines()
+    return dict(line.split("=") for line in lines if line and not line.startswith("#"))
 
 
 def haproxy_settings() -> dict[str, str]:
     """The environment of `cluster/haproxy.env`, with ports that nobody uses."""
-    lines = (ROOT / "cluster" / "haproxy.env").read_text().splitlines()
-    settings = dict(line.split("=") for line in lines if line and not line.startswith("#"))
     ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("STATS", "METRICS")}
-    return settings | ports
+    return environment_of("haproxy.env") | ports
 
 
 def write_config(
@@ -150,7 +155,6 @@ def _start(
     ours = {
         "RAY_TMPDIR": str(directory),  # also the mark by which our processes are known
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # as `make serve` does
     }
     environment = os.environ | ours | dict(settings)
     environment.pop("RAY_ADDRESS", None)  # somebody's cluster

@@ -22,7 +22,7 @@ import httpx
 import pytest
 import yaml
 
-from loadtests.servers import free_port
+from loadtests.servers import environment_of, free_port
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -221,6 +221,15 @@ start = pytest.fixture(starts, name="start")
 start_for_module = pytest.fixture(starts, name="start_for_module", scope="module")
 
 
+@contextmanager
+def as_make_serve() -> Iterator[None]:
+    """Servers that are started meanwhile have what `make serve` sets; others go the way of clusters."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment_of("one-machine.env").items():
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="session")
 def corral(gguf: Path) -> Iterator[Corral]:
     """One server for most tests: "big" has room, "small" is soon full, "demo" makes sense."""
@@ -231,7 +240,8 @@ def corral(gguf: Path) -> Iterator[Corral]:
         model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048, max_waiting=16),
     ]
     models[-1]["engine"]["slot_folder"] = str(directory / "slots")
-    server = Corral(directory, models)
+    with as_make_serve():
+        server = Corral(directory, models)
     try:
         server.wait_ready()
         yield server

@@ -80,9 +80,13 @@ def test_streams_end_whole_and_are_shared_among_ingress_replicas(corral: Corral)
         reason: str = sse(lines[-2])["choices"][0]["finish_reason"]
         return f"{reason} {lines[-1]}"
 
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(stream, range(16))) == {"length data: [DONE]"}
-    wait_until(lambda: len(answered_by(corral)) >= 2, 30, "two ingress replicas have answered")
+    def are_shared() -> bool:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(stream, range(16))) == {"length data: [DONE]"}
+        return len(answered_by(corral)) >= 2
+
+    # HAProxy learns of the replicas one by one, and some time after they are up.
+    wait_until(are_shared, 30, "two ingress replicas have answered")
 
 
 def test_keys_are_asked_for(corral: Corral) -> None:

@@ -20,6 +20,7 @@ from ray.serve._private import constants
 from ray.serve.schema import ServeDeploySchema
 from ray.util.metrics import Counter, Histogram, Metric
 
+from loadtests.servers import environment_of
 from serve_app import config
 from serve_app.metrics import ReplicaMetrics
 from tests.unit import kuberay
@@ -186,13 +187,32 @@ def test_the_launcher_sends_files_that_are_there() -> None:
     assert (ROOT / deploy[1]).is_file()
 
 
-def test_haproxys_settings_are_serves() -> None:
-    """Every variable is one that this Serve reads."""
+@pytest.mark.parametrize(
+    ("file", "first"),
+    [
+        ("haproxy.env", "RAY_SERVE_ENABLE_HA_PROXY"),
+        ("one-machine.env", "RAY_SERVE_USE_GRPC_BY_DEFAULT"),
+    ],
+)
+def test_settings_are_serves(file: str, first: str) -> None:
+    """Every variable of Serve's is one that this Serve reads."""
     source = Path(constants.__file__).read_text()
-    lines = (CLUSTER / "haproxy.env").read_text().splitlines()
-    names = [line.partition("=")[0] for line in lines if line and not line.startswith("#")]
-    assert "RAY_SERVE_ENABLE_HA_PROXY" in names
+    names = [name for name in environment_of(file) if name.startswith("RAY_SERVE_")]
+    assert names[0] == first
     assert [name for name in names if f'"{name}"' not in source] == []
+
+
+def test_make_serve_is_for_one_machine() -> None:
+    """What the recipe makes of the file is what is read here."""
+    make = "make", "--directory", ROOT, "--dry-run", "--old-file=.venv/.ready"
+    recipe = _run(*make, "serve").stdout
+    found = re.search(r"^(.*one-machine\.env; exec) (.*)$", recipe, re.M)
+    assert found, recipe
+    assert found[2] == ".venv/bin/serve run serve_config.yaml"
+    given = _run("sh", "-c", f"cd {shlex.quote(str(ROOT))}; {found[1]} env").stdout.splitlines()
+    settings = environment_of("one-machine.env")
+    assert settings
+    assert settings.items() <= dict(line.split("=", 1) for line in given if "=" in line).items()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
