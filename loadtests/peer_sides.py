@@ -19,6 +19,7 @@ from loadtests.servers import (
     NO_SETTINGS,
     Server,
     corral_is_ready,
+    environment_of,
     haproxy_settings,
     is_healthy,
     lists_models,
@@ -27,10 +28,11 @@ from loadtests.servers import (
     write_config,
 )
 
-CORRAL, HAPROXY, BARE, LLAMA_SERVER = "corral", "haproxy", "bare", "llama-server"
+CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
+HAPROXY, RAY_DEFAULTS = "haproxy", "ray-defaults"
 PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
-SIDES = (CORRAL, HAPROXY, BARE, LLAMA_SERVER, PYTHON, PYTHON_BATCHED)
-NATIVE = SIDES[:4]
+SIDES = (CORRAL, BARE, LLAMA_SERVER, HAPROXY, RAY_DEFAULTS, PYTHON, PYTHON_BATCHED)
+NATIVE = SIDES[:5]
 """Those that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
 
 
@@ -103,7 +105,9 @@ def start(
     if side == CORRAL:
         return serve_run(entry)
     if side == HAPROXY:
-        return serve_run(entry, haproxy_settings())
+        return serve_run(entry, environment_of("one-machine.env") | haproxy_settings())
+    if side == RAY_DEFAULTS:
+        return serve_run(entry, NO_SETTINGS)
     command, is_ready = {
         BARE: (bare, corral_is_ready),
         LLAMA_SERVER: (peer, is_healthy),

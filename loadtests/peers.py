@@ -4,10 +4,11 @@
         [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH]
         [--engine '{"kv_unified": true}'] [--json FILE]
 
-Sides: `corral` is `serve run`, `bare` the same routes and engine without Ray, `llama-server` the one of
---server, or of `python -m loadtests.llama_server`. Others that may be named:
+Sides: `corral` is what `make serve` runs, `bare` the same routes and engine without Ray, `llama-server` the
+one of --server, or of `python -m loadtests.llama_server`. Others that may be named:
 
-- `haproxy`: `serve run` with Serve's HAProxy and `cluster/haproxy.env`;
+- `haproxy`: as `corral`, with Serve's HAProxy and `cluster/haproxy.env`;
+- `ray-defaults`: `serve run` without what `cluster/one-machine.env` sets;
 - `llama-cpp-python`: `python -m llama_cpp.server`, which computes one request after the other (with
   --interrupt_requests False: by default a request cuts off the stream before it);
 - `llama-cpp-python-batched`: the example server of its source package, kept by `loadtests.llama_server`;

@@ -85,17 +85,18 @@ def running(
 
 @contextmanager
 def serve_run(
-    model: Mapping[str, Any], settings: Mapping[str, str] = NO_SETTINGS
+    model: Mapping[str, Any], settings: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """`serve run` as `make serve` does it, with this entry of Corral's `models`, in a Ray cluster of its
-    own, and with these environment variables. With some it needs no keys even where Corral cannot see that
-    all clients are local."""
+    """`serve run` with this entry of Corral's `models`, in a Ray cluster of its own, and with these
+    environment variables, or those of `make serve`. Behind HAProxy it needs no keys, though Corral cannot
+    see there that all clients are local."""
+    environment = environment_of("one-machine.env") if settings is None else settings
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        config = write_config(directory, model, port, allow_anonymous=bool(settings))
+        hidden = "RAY_SERVE_ENABLE_HA_PROXY" in environment
+        config = write_config(directory, model, port, allow_anonymous=hidden)
         return [Path(sys.executable).with_name("serve"), "run", config]
 
-    environment = environment_of("one-machine.env") | dict(settings)
     with running(command, corral_is_ready, environment) as server:
         yield server
 
