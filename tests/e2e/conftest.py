@@ -33,7 +33,10 @@ DEPLOY_TIMEOUT_S = 240  # on two busy cores, the command alone may take half of 
 
 
 def wait_until(
-    condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]
+    condition: Callable[[], bool],
+    timeout_s: float,
+    what: str | Callable[[], str],
+    every_s: float = 0.05,
 ) -> None:
     """Poll until the condition holds; fails with `what` if it does not."""
     deadline = time.monotonic() + timeout_s
@@ -41,7 +44,7 @@ def wait_until(
         if time.monotonic() > deadline:
             told = what if isinstance(what, str) else what()
             pytest.fail(f"not within {timeout_s} s: {told}")
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 @contextmanager
