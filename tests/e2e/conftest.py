@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +101,7 @@ class Corral:
                     # Keeps this cluster's files, and Ray's note of "the running cluster", apart.
                     "RAY_TMPDIR": str(directory),
                     "RAY_USAGE_STATS_ENABLED": "0",
+                    "RAY_worker_niceness": "0",  # as on one machine and in clusters
                     "RAY_metrics_report_interval_ms": "1000",
                     "XDG_RUNTIME_DIR": str(directory),  # core leases of its own
                 },
@@ -225,12 +226,16 @@ start_for_module = pytest.fixture(starts, name="start_for_module", scope="module
 
 
 @contextmanager
-def as_make_serve() -> Iterator[None]:
-    """Servers that are started meanwhile have what `make serve` sets; others go the way of clusters."""
+def settings(environment: Mapping[str, str]) -> Iterator[None]:
+    """Servers that are started meanwhile have these environment variables."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment_of("one-machine.env").items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         yield
+
+
+ONE_MACHINE = environment_of("one-machine.env")
+"""What `make serve` sets; servers without it go the way of clusters."""
 
 
 @pytest.fixture(scope="session")
@@ -243,7 +248,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
         model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048, max_waiting=16),
     ]
     models[-1]["engine"]["slot_folder"] = str(directory / "slots")
-    with as_make_serve():
+    with settings(ONE_MACHINE):
         server = Corral(directory, models)
     try:
         server.wait_ready()

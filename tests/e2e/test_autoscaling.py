@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Corral, all_the_time, model, wait_until
+from tests.e2e.conftest import Corral, all_the_time, model, settings, wait_until
 
 SCALE_TIMEOUT_S = 90
 pytestmark = pytest.mark.timeout(400)
@@ -29,8 +29,7 @@ def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral
             "downscale_delay_s": 3,
             "look_back_period_s": 11,
         }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+    with settings({"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}):
         corral = start_for_module(served)
 
     def ready() -> bool:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from loadtests.servers import haproxy_settings
-from tests.e2e.conftest import Corral, model, sse, wait_until
+from tests.e2e.conftest import Corral, model, settings, sse, wait_until
 
 KEY = "somebody-secret-0123456789"
 N_INGRESSES = 3
@@ -33,9 +33,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     keys = directory / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in haproxy_settings().items():
-            patch.setenv(name, value)
+    with settings(haproxy_settings()):
         entry = model(gguf, "m", n_slots=4, n_ctx_slot=2048)
         replicas = {"num_replicas": N_INGRESSES}
         server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)

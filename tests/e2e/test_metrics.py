@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 from tests.e2e.conftest import ROOT, Corral, wait_until
 
-EXPORT_TIMEOUT_S = 120  # the replica's counts follow every five seconds
+EXPORT_TIMEOUT_S = 60  # the replica's counts follow every five seconds
 LOOK_EVERY_S = 1.0  # each look keeps Ray's exporter from taking in what is new
 
 # Not exported before the first time, which these tests do not bring about; the last is the autoscaler's.

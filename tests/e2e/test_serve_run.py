@@ -10,7 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import START_TIMEOUT_S, Corral, as_make_serve, model, sse, wait_until
+from tests.e2e.conftest import (
+    ONE_MACHINE,
+    START_TIMEOUT_S,
+    Corral,
+    model,
+    settings,
+    sse,
+    wait_until,
+)
 
 
 def curl(*arguments: str) -> str:
@@ -67,7 +75,7 @@ def test_a_bad_field_stops_the_start_with_one_message(
 def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_every_process(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
-    with as_make_serve():
+    with settings(ONE_MACHINE):
         server = start([model(gguf, "m", n_slots=2, n_ctx_slot=2048)])
     server.wait_ready()
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}

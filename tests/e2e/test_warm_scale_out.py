@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Corral, all_the_time, model, wait_until
+from tests.e2e.conftest import Corral, all_the_time, model, settings, wait_until
 
 SCALE_TIMEOUT_S = 90
 SYSTEM = " ".join(f"Rule {i} of this application is to be kept." for i in range(20))
@@ -32,8 +32,7 @@ def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral
         "downscale_delay_s": 3,
         "look_back_period_s": 11,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+    with settings({"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}):
         corral = start_for_module([served])
     corral.wait_ready()
     return corral
