@@ -79,11 +79,12 @@ class EngineReplica:
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes
-    ) -> AsyncGenerator[TokenDelta]:
-        """Run a request to its end, whose tokens are of that vocabulary; raises CorralError. Cancelling
-        frees its slot."""
-        self._refuse_strange_tokens(vocabulary_key)
+    ) -> AsyncGenerator[TokenDelta | CorralError]:
+        """Run a request to its end, whose tokens are of that vocabulary. Cancelling frees its slot. What
+        goes wrong with it is the last item: what is raised, Serve takes for an error of the replica, and
+        logs it with its traceback."""
         try:
+            self._refuse_strange_tokens(vocabulary_key)
             if request.sampling.grammar is not None:
                 await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
             stream = await self._enter(request)
@@ -98,6 +99,9 @@ class EngineReplica:
             # Serve would go on sending requests here until three health checks have failed.
             logger.error("The replica ends, as its engine failed.")
             os._exit(1)
+        except CorralError as error:
+            logger.info("%s is refused or failed: %s", request.id, error)
+            yield error
         finally:
             self._engine.abort(request.id)
 
@@ -109,10 +113,17 @@ class EngineReplica:
 
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], vocabulary_key: bytes
-    ) -> NDArray[np.float32]:
+    ) -> NDArray[np.float32] | CorralError:
         """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
-        computed."""
-        self._refuse_strange_tokens(vocabulary_key)
+        computed. What goes wrong is returned, as `generate` does."""
+        try:
+            self._refuse_strange_tokens(vocabulary_key)
+            return await self._embed(texts)
+        except CorralError as error:
+            logger.info("Texts are refused or failed: %s", error)
+            return error
+
+    async def _embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         entering = asyncio.ensure_future(self._enter_texts(texts))
         try:
             outcome = await asyncio.shield(entering)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -35,6 +35,9 @@ from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, Slot
 
 _STATS_TIMEOUT_S = 2.0
 _SLOT_TIMEOUT_S = 60.0
+_LEAVING_S = 1.0
+"""When a client leaves, Serve cancels what its request has called, and then the request: the second comes
+within so many seconds of the first."""
 
 
 class HandleClient:
@@ -52,8 +55,10 @@ class HandleClient:
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         response = self._stream.generate.remote(request, self._vocabulary_key)
-        with _translated(response):
+        async with _translated(response):
             async for delta in response:
+                if isinstance(delta, CorralError):
+                    raise delta
                 yield delta
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
@@ -62,8 +67,10 @@ class HandleClient:
 
     async def _embed_once(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         response: Any = self._handle.embed.remote(texts, self._vocabulary_key)
-        with _translated(response):
-            vectors: NDArray[np.float32] = await response
+        async with _translated(response):
+            vectors: NDArray[np.float32] | CorralError = await response
+            if isinstance(vectors, CorralError):
+                raise vectors
         return vectors
 
     async def stats(self) -> list[ReplicaStats]:
@@ -115,15 +122,18 @@ class HandleClient:
             raise EngineUnavailableError(message) from None
 
 
-@contextmanager
-def _translated(response: Any) -> Iterator[None]:
+@asynccontextmanager
+async def _translated(response: Any) -> AsyncIterator[None]:
     """Whatever goes wrong behind this call is raised as a CorralError; at the end, the call is left."""
     try:
         yield
+    except CorralError:
+        raise
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
+        await asyncio.sleep(_LEAVING_S)  # nobody asks another replica for a client that has left
         raise EngineFailedError("The engine replica cancelled the request.") from None
     except Exception as error:  # of any kind, if a replica is lost while Serve chooses it
         raise _translate(error) from error

@@ -81,6 +81,8 @@ def test_the_books_balance(corral: Corral, name: str) -> None:
     refused = [o for o in result.outcomes if o.end == REFUSED]
     assert {o.reason for o in refused} <= {"429 queue_full"}
     assert all(slot["state"] == "idle" for slot in corral.stats(DEMO)["slots"])
+    assert "goes on elsewhere" not in corral.log  # no replica was lost; those who left want nothing
+    assert "QueueFullError" not in corral.log  # a refusal has no traceback
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from serve_app.errors import (
     EngineUnavailableError,
     QueueFullError,
 )
+from serve_app.ingress import deployment
 from serve_app.ingress.deployment import HandleClient
 from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
 
@@ -56,6 +57,11 @@ class Handle:
     def remote(self, *_: Any) -> Call:
         return self._left.pop(0)
 
+    @property
+    def n_calls(self) -> int:
+        """How many were made."""
+        return len(self.calls) - len(self._left)
+
 
 async def tokens(handle: Handle) -> list[int]:
     """What came until all calls had failed."""
@@ -78,8 +84,9 @@ async def tokens(handle: Handle) -> list[int]:
     ],
 )
 async def test_every_failure_is_told_and_the_call_is_left(
-    failure: BaseException, told: type[CorralError]
+    failure: BaseException, told: type[CorralError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deployment, "_LEAVING_S", 0.0)
     handle = Handle(failure)
     with pytest.raises(told):
         await tokens(handle)
@@ -94,6 +101,19 @@ async def test_a_reader_that_is_cancelled_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reader
     assert [call.n_left for call in handle.calls] == [1]
+
+
+async def test_nobody_else_is_asked_for_a_client_that_has_left() -> None:
+    """Serve cancels the call first, and its reader a moment later."""
+    handle = Handle(asyncio.CancelledError(), None)
+    stream = HandleClient(handle, b"").generate(REQUEST)  # type: ignore[arg-type]
+    await anext(stream)
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert handle.n_calls == 1
 
 
 async def test_a_stream_goes_on_after_a_failure_of_any_kind() -> None:
