@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    made = Engine.load(BUILTIN_MODEL, EngineOptions(N_SLOTS, 2048, threads=2, max_waiting=N_CASES))
+    made = Engine.load(BUILTIN_MODEL, EngineOptions(N_SLOTS, 2048, threads=1, max_waiting=N_CASES))
     yield made
     made.close()
 
