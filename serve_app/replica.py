@@ -115,7 +115,7 @@ class EngineReplica:
         self, texts: tuple[tuple[int, ...], ...], vocabulary_key: bytes
     ) -> NDArray[np.float32] | CorralError:
         """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
-        computed. What goes wrong is returned, as `generate` does."""
+        computed. What goes wrong is returned."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             return await self._embed(texts)
@@ -160,11 +160,14 @@ class EngineReplica:
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
-    ) -> SlotAction | None:
-        """See SlotFiles; None if another replica is meant. Raises CorralError."""
+    ) -> SlotAction | CorralError | None:
+        """See SlotFiles; None if another replica is meant. What goes wrong is returned."""
         if replica_id != _whereabouts()[0]:
             return None
-        return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
+        try:
+            return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
+        except CorralError as error:
+            return error
 
     async def explain(self, wanted: str) -> list[RequestRecord]:
         """See Engine.explain."""
