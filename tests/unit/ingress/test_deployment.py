@@ -109,7 +109,8 @@ async def test_nobody_else_is_asked_for_a_client_that_has_left() -> None:
     stream = HandleClient(handle, b"").generate(REQUEST)  # type: ignore[arg-type]
     await anext(stream)
     reader = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    for _ in range(20):  # more than it would take to ask another
+        await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
