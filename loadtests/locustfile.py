@@ -32,10 +32,10 @@ from locust import LoadTestShape, User, events, task
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests import mixes, shapes, workloads
-from loadtests.load_client import LoadClient
-from loadtests.stream_metrics import Slo
-from loadtests.workloads import Ask, Setting
+from loadtests.load.stream_metrics import Slo
+from loadtests.load.users import mixes, shapes, workloads
+from loadtests.load.users.client import LoadClient
+from loadtests.load.users.workloads import Ask, Setting
 
 MOST_OPEN = 2000
 """Requests of an open loop at the same time."""

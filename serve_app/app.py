@@ -9,16 +9,16 @@ from typing import Any
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
-from serve_app import config, sizing
-from serve_app.config import DeploymentConfig, IngressConfig, ModelConfig
+from serve_app.config import schema, sizing
+from serve_app.config.model_files import locate
+from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import DeploymentConfig, IngressConfig, ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.guard import Access
+from serve_app.ingress.http.auth import Access
 from serve_app.llama.model import Model
 from serve_app.placement.machine import available_memory, oversubscription, usable_cores
-from serve_app.replica import EngineReplica
-from serve_app.resolved import ResolvedModel
-from serve_app.sources import locate
+from serve_app.replica.deployment import EngineReplica
 
 # Room in a full replica for statistics and health checks, which the engine's queue does not bound.
 _CONTROL_REQUESTS = 16
@@ -41,7 +41,7 @@ def build(args: dict[str, Any]) -> Application:
     that Serve shows as it is, and does not try again.
     """
     try:
-        app = config.parse(args)
+        app = schema.parse(args)
         _refuse_strangers(app.ingress)
         models = [resolve(model, share=1 / len(app.models)) for model in app.models]
     except ConfigError as error:

@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How one sequence picks its tokens. Defaults are llama-server's, except that it stops nowhere.
 
-    Ranges are checked where the request is parsed; see `serve_app.ingress.protocol`.
+    Ranges are checked where the request is parsed; see `serve_app.ingress.openai.protocol`.
     """
 
     temperature: float = 0.8

@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from loadtests.servers import corral_is_ready, processes
+from loadtests.common.servers import corral_is_ready, processes
 
 HERE = Path(__file__).parent
 DEPLOY_TIMEOUT_S = 180

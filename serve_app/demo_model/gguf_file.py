@@ -1,5 +1,7 @@
-"""What the GGUF files that Corral writes have in common: Qwen3's architecture, a byte-level BPE
-vocabulary, and the chat template of `template`."""
+"""What the GGUF files that Corral writes have in common.
+
+Qwen3's architecture, a byte-level BPE vocabulary, and the chat template of `template`.
+"""
 
 from __future__ import annotations
 

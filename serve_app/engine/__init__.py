@@ -1,8 +1,8 @@
 """The batched engine, usable as a library."""
 
 from serve_app.engine.engine import Engine
+from serve_app.engine.metrics.stats import EngineStats, Holdings, SlotStats
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.stats import EngineStats, Holdings, SlotStats
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import (
     ConfigError,

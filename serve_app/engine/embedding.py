@@ -10,8 +10,8 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.backend import Backend, EmbeddingShape, Row
-from serve_app.engine.cost_model import CostModel
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
 from serve_app.errors import CorralError
 
 Vectors = NDArray[np.float32]

@@ -6,15 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from serve_app.engine import context_shift
-from serve_app.engine.backend import Backend
+from serve_app.engine.backends.base import Backend
 from serve_app.engine.embedding import Texts, Vectors
+from serve_app.engine.kv_cache import context_shift
+from serve_app.engine.kv_cache.slot_files import SlotFiles
+from serve_app.engine.kv_cache.transfer import PrefixExchange
 from serve_app.engine.loop import DecoderLoop
+from serve_app.engine.metrics.stats import EngineStats, Holdings
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.prefix_exchange import PrefixExchange
 from serve_app.engine.sequence import Sequence as EngineSequence
-from serve_app.engine.slot_files import SlotFiles
-from serve_app.engine.stats import EngineStats, Holdings
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
     CorralError,
@@ -49,7 +49,7 @@ class Engine:
     @classmethod
     def load(cls, path: str | os.PathLike[str], options: EngineOptions) -> Engine:
         """An engine for a GGUF file. Raises ConfigError if it cannot be loaded or does not fit."""
-        from serve_app.engine.llama_backend import LlamaBackend
+        from serve_app.engine.backends.llama_cpp import LlamaBackend
 
         return cls(lambda: LlamaBackend(path, options), options)
 

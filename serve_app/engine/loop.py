@@ -11,25 +11,25 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from serve_app.engine import context_shift
-from serve_app.engine.backend import Backend
-from serve_app.engine.backlog import Backlog, Forecast
-from serve_app.engine.cost_model import CostModel
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.command_queue import Commands, Mailbox
+from serve_app.engine.commands import Errand
 from serve_app.engine.embedding import EmbeddingQueue, Texts
-from serve_app.engine.errands import Errand
-from serve_app.engine.fair_queue import FairQueue
-from serve_app.engine.history import History
-from serve_app.engine.lanes import Lanes
-from serve_app.engine.latencies import Latencies
-from serve_app.engine.mailbox import Commands, Mailbox
+from serve_app.engine.kv_cache import context_shift
+from serve_app.engine.kv_cache.disk_tier import PrefixFiles
+from serve_app.engine.kv_cache.manager import Lanes
+from serve_app.engine.kv_cache.memory_tier import PrefixStore
+from serve_app.engine.kv_cache.slots import Slot, SlotTable, Wait
+from serve_app.engine.metrics.latencies import Latencies
+from serve_app.engine.metrics.request_log import History
+from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings, SlotStats
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.passes import Chunk, Pass, Turn, plan_pass
-from serve_app.engine.prefix_files import PrefixFiles
-from serve_app.engine.prefix_store import PrefixStore
-from serve_app.engine.scheduler import Scheduler
+from serve_app.engine.scheduler.backlog import Backlog, Forecast
+from serve_app.engine.scheduler.batch import Chunk, Pass, Turn, plan_pass
+from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
-from serve_app.engine.slots import Slot, SlotTable, Wait
-from serve_app.engine.stats import Counts, EngineStats, Holdings, SlotStats
 from serve_app.errors import (
     CacheFullError,
     ConstraintError,

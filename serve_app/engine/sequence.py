@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 
-from serve_app.engine import context_shift
-from serve_app.engine.backend import Sampler, Vocabulary
-from serve_app.engine.lookup import PromptLookup
-from serve_app.engine.text import TextAssembler
-from serve_app.engine.trace import Trace
+from serve_app.engine.backends.base import Sampler, Vocabulary
+from serve_app.engine.decode.detokenizer import TextAssembler
+from serve_app.engine.decode.ngram_proposer import PromptLookup
+from serve_app.engine.kv_cache import context_shift
+from serve_app.engine.metrics.trace import Trace
 from serve_app.errors import CorralError
 from serve_app.llama.constraint import Constraint
 from serve_app.types import (

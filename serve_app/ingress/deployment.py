@@ -16,6 +16,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from serve_app.config.model_files import locate
+from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import (
     CorralError,
     EngineClosedError,
@@ -24,13 +26,11 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.api import build_api
-from serve_app.ingress.failover import retried, unbroken
-from serve_app.ingress.guard import Access
-from serve_app.ingress.served import ServedModel
+from serve_app.ingress.generation.failover import retried, unbroken
+from serve_app.ingress.http.auth import Access
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.resolved import ResolvedModel
-from serve_app.sources import locate
 from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SlotAction, TokenDelta
 
 _STATS_TIMEOUT_S = 2.0

@@ -1,0 +1,1 @@
+"""Which engine replica gets a request, and how many replicas a load needs."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from serve_app.routing.blocks import BLOCK_TOKENS, Chain, n_leading, unpack
-from serve_app.waiting import slot_wait_s
+from serve_app.routing.slot_wait import slot_wait_s
 
 _STRANGERS = 2
 """Replicas drawn by chance for each prompt: several routers that know the same must not all pick one."""

@@ -1,10 +1,10 @@
 /** Starts the page: views, colours, the key. */
-import * as api from "./api.js";
-import { ChatPage } from "./chat.js";
-import { ComparePage } from "./compare.js";
-import { announce, byId } from "./dom.js";
-import { LivePage } from "./live.js";
-import { read, write } from "./store.js";
+import * as api from "./common/api.js";
+import { ChatPage } from "./chat/chat.js";
+import { ComparePage } from "./chat/compare.js";
+import { announce, byId } from "./common/dom.js";
+import { LivePage } from "./live/live.js";
+import { read, write } from "./common/store.js";
 
 const THEMES = ["auto", "light", "dark"];
 

@@ -22,7 +22,7 @@ import httpx
 import pytest
 import yaml
 
-from loadtests.servers import environment_of, free_port
+from loadtests.common.servers import environment_of, free_port
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[2]

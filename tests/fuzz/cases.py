@@ -20,11 +20,11 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core.result import Ok
 
-from loadtests.bare_server import LocalClient
+from loadtests.compare.bare_server import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
-from serve_app.ingress.guard import Access
-from serve_app.ingress.served import ServedModel
+from serve_app.ingress.http.auth import Access
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 
 CHECKED = (

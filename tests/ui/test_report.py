@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.report_page import CHARTS, COLUMNS, TIMELINE, html
+from loadtests.load.report_page import CHARTS, COLUMNS, TIMELINE, html
 from tests.ui.conftest import Watched
 
 MIXES = ("chat=1", "chat=6,rag=2,agent=1,code=2,batch=1,slow=1,vanish=1")

@@ -10,7 +10,7 @@ from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
-from serve_app.ingress.guard import Access
+from serve_app.ingress.http.auth import Access
 
 MODELS = [{"id": "demo", "source": {"builtin": True}, "engine": {"n_slots": 1, "n_ctx_slot": 256}}]
 

@@ -20,9 +20,9 @@ from ray.serve._private import constants
 from ray.serve.schema import ServeDeploySchema
 from ray.util.metrics import Counter, Histogram, Metric
 
-from loadtests.servers import environment_of
-from serve_app import config
-from serve_app.metrics import ReplicaMetrics
+from loadtests.common.servers import environment_of
+from serve_app.config import schema
+from serve_app.replica.metrics import ReplicaMetrics
 from tests.unit import kuberay
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_every_file_parses() -> None:
 
 @pytest.mark.parametrize("name", ["serve_config.yaml", "local/serve_config.yaml"])
 def test_what_is_served_is_valid_for_corral_and_for_serve(name: str) -> None:
-    config.load(CLUSTER / name)
+    schema.load(CLUSTER / name)
     ServeDeploySchema.model_validate(parsed(name))
 
 
@@ -258,7 +258,7 @@ def expressions() -> Iterator[str]:
 
 
 def test_the_dashboard_shows_what_replicas_export() -> None:
-    """By name; tests/e2e/test_metrics.py asks a live one."""
+    """By name; tests/e2e/server/test_metrics.py asks a live one."""
     shown = set(re.findall(r"ray_corral_\w+", " ".join(expressions())))
     assert len(shown) > 15
     assert shown - exported() == set()

@@ -1,5 +1,7 @@
-"""The Hermes format: each call is a JSON object with `name` and `arguments` between `<tool_call>` and
-`</tool_call>`. Qwen2.5's, Qwen3's, Granite 4's and Corral's own chat templates ask for it.
+"""The Hermes format of tool calls.
+
+Each call is a JSON object with `name` and `arguments` between `<tool_call>` and `</tool_call>`. Qwen2.5's,
+Qwen3's, Granite 4's and Corral's own chat templates ask for it.
 
 Source: the Hermes Function Calling repository of Nous Research.
 """

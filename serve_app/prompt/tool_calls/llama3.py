@@ -1,5 +1,7 @@
-"""The format of Llama 3.1, 3.2 and 3.3: the whole answer is a JSON object with `name` and `parameters`, or
-several with `;` or blanks between them; also after `<|python_tag|>`.
+"""The format of tool calls of Llama 3.1, 3.2 and 3.3.
+
+The whole answer is a JSON object with `name` and `parameters`, or several with `;` or blanks between them;
+also after `<|python_tag|>`.
 
 Source: Meta's model cards and prompt formats, "JSON based tool calling".
 """

@@ -1,5 +1,7 @@
-"""Mistral's formats, both behind `[TOOL_CALLS]`: a JSON list of objects with `name`, `arguments` and
-perhaps `id` (Nemo, and all until the end of 2024), or a name, `[ARGS]` and a JSON object for each call.
+"""Mistral's formats of tool calls, both behind `[TOOL_CALLS]`.
+
+A JSON list of objects with `name`, `arguments` and perhaps `id` (Nemo, and all until the end of 2024), or
+a name, `[ARGS]` and a JSON object for each call.
 
 Source: the tokenizers of Mistral AI's `mistral-common`, versions 3 to 13.
 """

@@ -1,5 +1,7 @@
-"""Qwen3-Coder's format, also Qwen3.5's, Nemotron 3's and Step 3.5's: tags for the function and for each
-parameter between `<tool_call>` and `</tool_call>`, with values that are JSON or, for strings, plain text.
+"""Qwen3-Coder's format of tool calls, also Qwen3.5's, Nemotron 3's and Step 3.5's.
+
+Tags for the function and for each parameter between `<tool_call>` and `</tool_call>`, with values that are
+JSON or, for strings, plain text.
 
 Source: the chat template of Qwen3-Coder, and its `qwen3coder_tool_parser.py`.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_app.engine.mailbox import Mailbox
+from serve_app.engine.command_queue import Mailbox
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from serve_app.engine import (
     TokenDelta,
     TokenStream,
 )
-from serve_app.engine.backend import Row
-from serve_app.engine.fake import FakeBackend, FakeSampler, FakeVocabulary
+from serve_app.engine.backends.base import Row
+from serve_app.engine.backends.fake import FakeBackend, FakeSampler, FakeVocabulary
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.llama.constraint import Constraint

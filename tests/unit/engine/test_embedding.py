@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
-from serve_app.engine.backend import EmbeddingShape
-from serve_app.engine.cost_model import CostModel, Measurements
+from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.backends.base import EmbeddingShape
+from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
-from serve_app.engine.fake import FakeBackend
 from serve_app.errors import (
     DecodeError,
     EngineClosedError,

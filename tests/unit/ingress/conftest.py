@@ -1,3 +1,5 @@
+"""Fixtures of the ingress' tests."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -6,7 +8,7 @@ import httpx
 import pytest
 
 from serve_app.ingress.api import build_api
-from serve_app.ingress.served import ServedModel
+from serve_app.ingress.model_registry import ServedModel
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 

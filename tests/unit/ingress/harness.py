@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.fake import FakeVocabulary
+from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat

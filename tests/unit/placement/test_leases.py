@@ -1,3 +1,5 @@
+"""Sets of cores that belong to one process each."""
+
 from __future__ import annotations
 
 import os

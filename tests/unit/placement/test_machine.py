@@ -1,3 +1,5 @@
+"""Cores and memory that a process may really use."""
+
 from __future__ import annotations
 
 import os

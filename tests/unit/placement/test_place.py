@@ -1,3 +1,5 @@
+"""A replica's place on its node."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""When a CPU quota slows a replica down."""
+
 from __future__ import annotations
 
 from serve_app.placement.throttling import ThrottleWatch

@@ -1,3 +1,5 @@
+"""Physical cores, hyper-threads and NUMA nodes, as the kernel tells them."""
+
 from __future__ import annotations
 
 import os

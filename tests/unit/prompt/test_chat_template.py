@@ -1,3 +1,5 @@
+"""The model's own Jinja template, in a sandbox."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Calls in the Hermes format, however the text is cut."""
+
 from __future__ import annotations
 
 import json

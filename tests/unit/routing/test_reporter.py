@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.engine import EngineStats, Holdings, SlotStats
-from serve_app.engine.fake import FakeBackend
+from serve_app.engine.backends.fake import FakeBackend
 from serve_app.routing.blocks import chain, request_key, unpack
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report

@@ -1,0 +1,132 @@
+"""What the benchmarks share: prompts, percentiles, facts of the machine, and arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+SEED = 20
+
+Prompt = tuple[int, ...]
+"""Token ids."""
+
+T = TypeVar("T")
+
+
+class BenchmarkError(Exception):
+    """A mode failed, or did other work than the others: there is nothing to compare."""
+
+
+class Prompts:
+    """Random prompts, the same ones for the same vocabulary and seed. No two share a beginning that
+    a cache could use."""
+
+    def __init__(self, vocabulary: Sequence[int], seed: int = SEED) -> None:
+        self._vocabulary = vocabulary
+        self._rng = random.Random(seed)
+
+    def draw(self, n_tokens: int) -> Prompt:
+        """The next prompt, of that many tokens."""
+        return tuple(self._rng.choices(self._vocabulary, k=n_tokens))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which that many percent lie, interpolated; `values` in any order."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The most memory that a process has had resident so far (VmHWM), mapped weights included;
+    0 if it has ended. Unlike `ru_maxrss`, it knows nothing of the process that started this one."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M)
+    return 1024 * int(found[1]) if found else 0
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def machine(model: Path, threads: int) -> dict[str, Any]:
+    """What figures depend on. `model_mb` is in units of 10^6 bytes."""
+    return {
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "model": model.name,
+        "model_mb": round(model.stat().st_size / 1e6),
+        "llama_cpp_python": version("llama-cpp-python"),
+        "threads": threads,
+    }
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """`machine`'s facts as a line of text."""
+    return (
+        "{cpu}, {cores} cores, {model} ({model_mb} MB), llama-cpp-python {llama_cpp_python}, "
+        "{threads} threads".format(**facts)
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median (min-max)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def table_row(cells: Sequence[object]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def bounded(low: int, high: int) -> Callable[[str], int]:
+    """An argument's type: an integer between the two, both included."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}.")
+        return value
+
+    return integer
+
+
+def listed(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """An argument's type: values between commas."""
+
+    def values(text: str) -> tuple[T, ...]:
+        return tuple(parse(part) for part in text.split(","))
+
+    return values
+
+
+def choice(*names: str) -> Callable[[str], str]:
+    """An argument's type: one of the names."""
+
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}.")
+        return text
+
+    return name

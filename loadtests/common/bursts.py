@@ -1,0 +1,98 @@
+"""Users who all ask at once: the client of the HTTP measurements.
+
+It computes on the same cores as the server, so it does little while it measures: it notes when bytes
+come, and reads what they say afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import aiohttp
+
+from loadtests.common.benchmark import BenchmarkError, percentile
+from loadtests.common.streams import Answer, Read, parse
+
+TIMEOUT_S = 600.0
+FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_ms", "itl_p99_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What one burst of requests got."""
+
+    answers: tuple[Answer, ...]
+    wall_s: float
+    """Seconds from the first request to the last byte."""
+    client_cpu_s: float
+    """CPU seconds of the client in that time."""
+
+    @property
+    def tokens(self) -> int:
+        """Generated, in all answers."""
+        return sum(answer.tokens for answer in self.answers)
+
+    @property
+    def client_share(self) -> float:
+        """Of one core, what the client used."""
+        return self.client_cpu_s / self.wall_s
+
+    def figures(self) -> dict[str, float]:
+        """FIGURES: tokens generated per second of the burst, times to the first text over its users,
+        and gaps between texts over all of them. Raises BenchmarkError if there are none."""
+        ttft_s = [answer.ttft_s for answer in self.answers if answer.ttft_s is not None]
+        gaps_s = [gap for answer in self.answers for gap in answer.gaps_s]
+        if not gaps_s:
+            raise BenchmarkError(f"No stream to measure: {[a.error for a in self.answers]}")
+        values = (
+            self.tokens / self.wall_s,
+            percentile(ttft_s, 50),
+            percentile(ttft_s, 95),
+            1000 * percentile(gaps_s, 50),
+            1000 * percentile(gaps_s, 99),
+        )
+        return dict(zip(FIGURES, values, strict=True))
+
+    def raw(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        totals = {"tokens": self.tokens, "client_share": self.client_share}
+        return asdict(self) | totals | self.figures()
+
+
+def run(url: str, requests: Sequence[Mapping[str, Any]]) -> Burst:
+    """POST these bodies to /v1/completions, all at once, each on a connection of its own, and read the
+    streams to their ends. Raises BenchmarkError if one is refused, aiohttp.ClientError if nobody is
+    there, TimeoutError after TIMEOUT_S."""
+    return asyncio.run(_run(url, [json.dumps(body).encode() for body in requests]))
+
+
+async def _run(url: str, bodies: Sequence[bytes]) -> Burst:
+    # llama-server closes kept-alive connections after some requests.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout()) as session,
+    ):
+        cpu, start = time.process_time(), time.perf_counter()
+        streams = await asyncio.gather(*(_stream(session, body) for body in bodies))
+        wall_s, client_cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    return Burst(tuple(map(parse, streams)), wall_s, client_cpu_s)
+
+
+async def _stream(session: aiohttp.ClientSession, body: bytes) -> list[Read]:
+    reads: list[Read] = []
+    headers = {"Content-Type": "application/json"}
+    start = time.perf_counter()
+    async with session.post("/v1/completions", data=body, headers=headers) as response:
+        if response.status != 200:
+            raise BenchmarkError(f"{response.status}: {await response.text()}")
+        with suppress(aiohttp.ClientPayloadError):  # cut off: an answer without its end
+            async for data in response.content.iter_any():
+                reads.append((time.perf_counter() - start, data))
+    return reads

@@ -1,0 +1,1 @@
+"""Corral and its peers over HTTP, side by side."""

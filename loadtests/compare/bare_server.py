@@ -1,0 +1,100 @@
+"""Corral without Ray: its routes before its engine, in one process under plain uvicorn.
+
+    python -m loadtests.compare.bare_server CONFIG
+
+CONFIG is a file for `serve run`; of its models, the first is served, without its system prompts. This
+is one side of `loadtests.compare`: what the real server takes longer is what Ray Serve costs. It is no way
+to serve: nothing restarts it, nothing scales it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import numpy as np
+import uvicorn
+import yaml
+from numpy.typing import NDArray
+
+from serve_app.app import resolve
+from serve_app.config import schema
+from serve_app.config.model_files import cache_folder, locate
+from serve_app.engine import Engine, GenerationRequest, TokenDelta
+from serve_app.ingress.api import build_api
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.types import ReplicaStats, RequestRecord, SlotAction
+
+
+class LocalClient:
+    """An `EngineClient` for an engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+        """See EngineClient."""
+        stream = self._engine.submit(request)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            self._engine.abort(request.id)
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        """See EngineClient."""
+        return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
+
+    async def explain(self, wanted: str) -> list[RequestRecord]:
+        """See EngineClient."""
+        return self._engine.explain(wanted)
+
+    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+        """See EngineClient."""
+        return await asyncio.wrap_future(self._engine.embed(texts))
+
+    async def replica_states(self) -> dict[str, int]:
+        """See EngineClient."""
+        return {"RUNNING": 1}
+
+    async def stats(self) -> list[ReplicaStats]:
+        """See EngineClient."""
+        engine = dataclasses.asdict(self._engine.stats())
+        return [ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())]
+
+
+def serve(file: Path) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError for a configuration that cannot work."""
+    http_options = yaml.safe_load(file.read_text())["http_options"]
+    model = resolve(schema.load(file).models[0], share=1)
+    path = locate(model.source)
+    options = dataclasses.replace(model.options, sweep_folder=cache_folder() / "sweeps")
+    engine = Engine.load(path, options)  # as the replica does it
+    try:
+        served = ServedModel(
+            model.id, model.options.n_ctx_slot, Tokenizer(path), LocalClient(engine)
+        )
+        api = build_api({served.id: served})
+        uvicorn.run(api, **http_options, log_level="warning", access_log=False)
+    finally:
+        engine.close(timeout_s=0)
+
+
+def main() -> None:
+    """Serve."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.compare.bare_server", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("config", type=Path, help="a configuration file for `serve run`")
+    serve(parser.parse_args().config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""llama-server, llama-batched-bench and the batched example server, of the installed llama-cpp-python.
+
+    python -m loadtests.compare.llama_server [--jobs N]
+
+Downloads the source package of the installed llama-cpp-python from PyPI, compiles llama.cpp's two programs
+with the flags that Corral's own llama.cpp has (Makefile), some minutes, keeps them under ~/.cache/corral
+with the example, a Python file, and prints their paths. Does nothing but that if they are there. Needs
+cmake and a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+PROGRAMS = ("llama-server", "llama-batched-bench")
+BATCHED_SERVER = "batched_server.py"
+"""The package's examples/server/server.py."""
+FILES = (*PROGRAMS, BATCHED_SERVER)
+CMAKE_FLAGS = (
+    "-DCMAKE_C_FLAGS=-U__AMX_INT8__",  # as in Makefile, which says why
+    "-DCMAKE_CXX_FLAGS=-U__AMX_INT8__",
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",  # so that a program can be moved
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",  # would be downloaded
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+)
+
+
+def folder() -> Path:
+    """Where the programs of the installed version are, or will be."""
+    return Path.home() / ".cache/corral" / f"llama-server-{version('llama-cpp-python')}"
+
+
+def is_built() -> bool:
+    """Whether all of them are there."""
+    return all((folder() / file).is_file() for file in FILES)
+
+
+def build(jobs: int) -> Path:
+    """The folder with the files, made with so many compilers at once if it is not there. Their
+    output goes to stderr. Raises CalledProcessError if the download or the compilation fails."""
+    target = folder()
+    if is_built():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as directory:
+        source = _download(Path(directory))
+        made = source / "build"
+        _run("cmake", "-S", source / "vendor/llama.cpp", "-B", made, *CMAKE_FLAGS)
+        _run("cmake", "--build", made, "--target", *PROGRAMS, "--parallel", str(jobs))
+        done = Path(directory) / "done"
+        done.mkdir()
+        for program in PROGRAMS:
+            shutil.move(made / "bin" / program, done)
+        shutil.move(source / "examples/server/server.py", done / BATCHED_SERVER)
+        shutil.rmtree(target, ignore_errors=True)
+        done.rename(target)  # both at once: a build that was interrupted leaves nothing
+    return target
+
+
+def _download(directory: Path) -> Path:
+    """The unpacked source package of the installed version."""
+    package = f"llama-cpp-python=={version('llama-cpp-python')}"
+    pip = (sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps")
+    _run(*pip, "--no-binary", "llama-cpp-python", "--dest", directory, package)
+    (archive,) = directory.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(directory, filter="data")
+    return directory / archive.name.removesuffix(".tar.gz")
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def main() -> None:
+    """Build what is not there, print the paths."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.compare.llama_server", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    made = build(parser.parse_args().jobs)
+    for file in FILES:
+        print(made / file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The sums and the table of `loadtests.compare`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from loadtests.common.bursts import FIGURES, Burst
+from loadtests.compare.sides import LLAMA_SERVER
+
+Round = Mapping[str, Burst]
+"""One burst of each side, by its name, with the same prompts."""
+
+HEADER = (
+    "| users | side | tokens/s | TTFT p50, s | TTFT p95, s | ITL p50, ms | ITL p99, ms | tokens |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+_FORMATS = dict(zip(FIGURES, (".1f", ".2f", ".2f", ".1f", ".1f"), strict=True))
+
+
+def table(results: Mapping[int, Sequence[Round]]) -> str:
+    """A Markdown table of one workload's rounds, by the number of users."""
+    rows = [
+        [users, side, *(cell(rounds, side, figure) for figure in FIGURES), answered(rounds, side)]
+        for users, rounds in results.items()
+        for side in rounds[0]
+    ]
+    return "\n".join([HEADER, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def baseline(sides: Iterable[str]) -> str:
+    """The side that the others are compared with: llama-server, or else the first."""
+    named = list(sides)
+    return LLAMA_SERVER if LLAMA_SERVER in named else named[0]
+
+
+def cell(rounds: Sequence[Round], side: str, figure: str) -> str:
+    """A side's median, and how it compares with the baseline's."""
+    median = statistics.median(one[side].figures()[figure] for one in rounds)
+    text = f"{median:{_FORMATS[figure]}}"
+    if side == baseline(rounds[0]):
+        return text
+    values = ratios(rounds, side, figure)
+    if any(map(math.isnan, values)):
+        return text
+    return f"{text}, {statistics.median(values):.2f}x ({min(values):.2f}-{max(values):.2f})"
+
+
+def ratios(rounds: Sequence[Round], side: str, figure: str) -> list[float]:
+    """This side's figure over the baseline's, in each round; NaN where that is 0."""
+    other = baseline(rounds[0])
+    pairs = ((one[side].figures()[figure], one[other].figures()[figure]) for one in rounds)
+    return [ours / theirs if theirs else math.nan for ours, theirs in pairs]
+
+
+def answered(rounds: Sequence[Round], side: str) -> str:
+    """Tokens of one round: all the same, or the least and the most."""
+    counts = [one[side].tokens for one in rounds]
+    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
+
+
+def warnings(one: Round, wanted: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """What makes this round no fair comparison; `wanted` are each user's prompt and answer tokens."""
+    for side, burst in one.items():
+        asked = sum(answer for _, answer in wanted)
+        if burst.tokens < asked:
+            yield f"{side} answered {burst.tokens} tokens of {asked}"
+        for error in sorted({answer.error for answer in burst.answers if answer.error}):
+            yield f"{side}: {error}"
+        told = [a.prompt_tokens for a in burst.answers if a.prompt_tokens is not None]
+        if told and told != [prompt for prompt, _ in wanted]:
+            yield f"{side} counts other prompts: {told}"

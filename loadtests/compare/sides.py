@@ -1,0 +1,131 @@
+"""The sides of `loadtests.compare`: what each one's server is, and how it is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from loadtests.common.benchmark import BenchmarkError
+from loadtests.common.servers import (
+    NO_SETTINGS,
+    Server,
+    corral_is_ready,
+    environment_of,
+    haproxy_settings,
+    is_healthy,
+    lists_models,
+    running,
+    serve_run,
+    write_config,
+)
+from loadtests.compare import llama_server
+
+CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
+HAPROXY, RAY_DEFAULTS = "haproxy", "ray-defaults"
+PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
+SIDES = (CORRAL, BARE, LLAMA_SERVER, HAPROXY, RAY_DEFAULTS, PYTHON, PYTHON_BATCHED)
+NATIVE = SIDES[:5]
+"""Those that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What every side gets, by Corral's names; the rest is each one's default."""
+
+    threads: int
+    n_slots: int = 16
+    n_ctx_slot: int = 1024
+    n_batch: int = 512
+
+
+def is_url(side: str) -> bool:
+    """Whether this may be a server that runs already: http://HOST:PORT, and nothing after it."""
+    parts = urlsplit(side)
+    whole = f"{parts.scheme}://{parts.netloc}"
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and side == whole
+
+
+def first_model(url: str) -> str:
+    """What the server there calls its first model. Raises BenchmarkError if it does not say."""
+    try:
+        name: str = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise BenchmarkError(f"{url}/v1/models names no model: {error}") from None
+    return name
+
+
+def start(
+    side: str,
+    model: Path,
+    sizes: Sizes,
+    server: Path,
+    engine: Mapping[str, Any] = NO_SETTINGS,
+) -> AbstractContextManager[Server]:
+    """That side's server, which runs inside the `with` block; one that runs already is left as it is.
+    `model` and `server`, which is llama-server, are absolute paths; `engine` are further settings of
+    Corral's."""
+    entry = {"id": "model", "source": {"path": str(model)}, "engine": asdict(sizes) | dict(engine)}
+
+    def bare(directory: Path, port: int) -> list[str | Path]:
+        config = write_config(directory, entry, port)
+        return [sys.executable, "-m", "loadtests.compare.bare_server", config]
+
+    def peer(_: Path, port: int) -> list[str | Path]:
+        return [
+            *(server, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
+            *("--parallel", str(sizes.n_slots), "--threads", str(sizes.threads)),
+            *("--ctx-size", str(sizes.n_slots * sizes.n_ctx_slot)),
+            *("--batch-size", str(sizes.n_batch)),
+        ]
+
+    def python(_: Path, port: int) -> list[str | Path]:
+        return [
+            *(sys.executable, "-m", "llama_cpp.server", "--model", model),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--n_threads", str(sizes.threads), "--n_threads_batch", str(sizes.threads)),
+            *("--n_ctx", str(sizes.n_ctx_slot), "--n_batch", str(sizes.n_batch)),
+            *("--interrupt_requests", "False"),  # or a request cuts off the stream before it
+        ]
+
+    def batched(directory: Path, port: int) -> list[str | Path]:
+        config = directory / "config.json"
+        config.write_text(json.dumps(_batched_config(model, sizes, port)))
+        return [sys.executable, llama_server.folder() / llama_server.BATCHED_SERVER, "-C", config]
+
+    if is_url(side):
+        return nullcontext(Server(side))
+    if side == CORRAL:
+        return serve_run(entry)
+    if side == HAPROXY:
+        return serve_run(entry, environment_of("one-machine.env") | haproxy_settings())
+    if side == RAY_DEFAULTS:
+        return serve_run(entry, NO_SETTINGS)
+    command, is_ready = {
+        BARE: (bare, corral_is_ready),
+        LLAMA_SERVER: (peer, is_healthy),
+        PYTHON: (python, lists_models),
+        PYTHON_BATCHED: (batched, lists_models),
+    }[side]
+    return running(command, is_ready)
+
+
+def _batched_config(model: Path, sizes: Sizes, port: int) -> dict[str, object]:
+    return {
+        "server": {"host": "127.0.0.1", "port": port},
+        "model": {
+            "path": str(model),
+            "n_seq_max": sizes.n_slots,
+            "n_ctx": sizes.n_slots * sizes.n_ctx_slot,
+            "n_batch": sizes.n_batch,
+            "threads": sizes.threads,
+            "threads_batch": sizes.threads,
+        },
+    }

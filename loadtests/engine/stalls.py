@@ -1,0 +1,186 @@
+"""What running streams and a long prompt cost each other. No Ray, no HTTP.
+
+    python -m loadtests.engine.stalls --model PATH [--bounds 250,none] [--streams 2] [--prompt-tokens 2048]
+        [--rounds 3] [--threads N] [--flash-attn auto|on|off] [--kv-unified auto|on|off]
+
+Streams decode; then a long prompt arrives. Measured are the streams' gaps between two tokens until the
+prompt has its first token, and the time that takes, beside what it takes alone. Every value of
+`max_stall_ms` ("none" sets no bound) has an engine in a process of its own; they take turns, with fresh
+random prompts. Ratios are to the same engine's time alone, in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from loadtests.common.benchmark import Prompt, Prompts, percentile, spread, usable_cores
+from loadtests.engine.bare_loop import text_tokens
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
+
+_TIMEOUT_S = 300
+_SWITCH = {"auto": None, "on": True, "off": False}
+_CALM_TOKENS = 8
+"""Tokens that every stream has before the long prompt comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One engine's round, in seconds."""
+
+    alone_s: float
+    """The long prompt's time to its first token, alone."""
+    beside_s: float
+    """The same beside the streams."""
+    calm_s: tuple[float, ...]
+    """Gaps between a stream's tokens before the long prompt came."""
+    gaps_s: tuple[float, ...]
+    """Gaps that ended while it was computed."""
+
+
+_engine: Engine | None = None
+
+
+def _open(model: Path, options: EngineOptions) -> None:
+    """The process's start: its engine."""
+    global _engine
+    _engine = Engine.load(model, options)
+
+
+def _run(alone: Prompt, long: Prompt, streams: Sequence[Prompt]) -> Round:
+    if _engine is None:
+        raise RuntimeError("The process has no engine.")
+    return asyncio.run(asyncio.wait_for(_round(_engine, alone, long, streams), _TIMEOUT_S))
+
+
+async def _round(engine: Engine, alone: Prompt, long: Prompt, streams: Sequence[Prompt]) -> Round:
+    alone_s = await _first_token(engine, "alone", alone)
+    arrivals: list[list[float]] = [[] for _ in streams]
+    calm = asyncio.Event()
+    readers = [
+        asyncio.create_task(
+            _read(_start(engine, f"stream-{i}", prompt, None), times, arrivals, calm)
+        )
+        for i, (prompt, times) in enumerate(zip(streams, arrivals, strict=True))
+    ]
+    await calm.wait()
+    came = time.perf_counter()
+    beside_s = await _first_token(engine, "long", long)
+    done = time.perf_counter()
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    gaps = [(b, b - a) for times in arrivals for a, b in pairwise(times)]
+    return Round(
+        alone_s,
+        beside_s,
+        calm_s=tuple(gap for end, gap in gaps if end <= came),
+        gaps_s=tuple(gap for end, gap in gaps if came < end <= done),
+    )
+
+
+def _start(engine: Engine, name: str, prompt: Prompt, max_tokens: int | None) -> TokenStream:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return engine.submit(GenerationRequest(name, prompt, sampling))
+
+
+async def _first_token(engine: Engine, name: str, prompt: Prompt) -> float:
+    began = time.perf_counter()
+    async with _start(engine, name, prompt, 1) as stream:
+        async for delta in stream:
+            if delta.token_ids:
+                return time.perf_counter() - began
+    raise RuntimeError("The prompt had no token.")
+
+
+async def _read(
+    stream: TokenStream, times: list[float], arrivals: list[list[float]], calm: asyncio.Event
+) -> None:
+    async with stream:
+        async for delta in stream:
+            times += [time.perf_counter()] * len(delta.token_ids)
+            if all(len(of_one) > _CALM_TOKENS for of_one in arrivals):
+                calm.set()
+    raise RuntimeError("A stream ended before the long prompt was done.")
+
+
+def measure(settings: argparse.Namespace) -> dict[str, list[Round]]:
+    """The rounds of each bound, after one that warms up."""
+    prompt = Prompts(text_tokens(settings.model)).draw
+    context = multiprocessing.get_context("spawn")
+    pools = {
+        bound: ProcessPoolExecutor(1, context, _open, (settings.model, _options(settings, bound)))
+        for bound in settings.bounds
+    }
+    rounds: dict[str, list[Round]] = {bound: [] for bound in pools}
+    order = list(pools)
+    for number in range(settings.rounds + 1):
+        alone, long = prompt(settings.prompt_tokens), prompt(settings.prompt_tokens)
+        streams = [prompt(64) for _ in range(settings.streams)]
+        for bound in order:
+            found = pools[bound].submit(_run, alone, long, streams).result(2 * _TIMEOUT_S)
+            print(f"{bound} ms, round {number}: {_row([found])}", file=sys.stderr, flush=True)
+            if number:
+                rounds[bound].append(found)
+        order.reverse()
+    for pool in pools.values():
+        pool.shutdown()
+    return rounds
+
+
+def _options(settings: argparse.Namespace, bound: str) -> EngineOptions:
+    return EngineOptions(
+        n_slots=settings.streams + 1,
+        n_ctx_slot=settings.prompt_tokens + 512,
+        threads=settings.threads,
+        flash_attn=_SWITCH[settings.flash_attn],
+        kv_unified=_SWITCH[settings.kv_unified],
+        max_stall_s=None if bound == "none" else float(bound) / 1000,
+    )
+
+
+def _row(rounds: Sequence[Round]) -> str:
+    calm = [1000 * gap for one in rounds for gap in one.calm_s]
+    gaps = [1000 * gap for one in rounds for gap in one.gaps_s]
+    alone, beside = ([getattr(one, name) for one in rounds] for name in ("alone_s", "beside_s"))
+    ratios = [one.beside_s / one.alone_s for one in rounds]
+    return (
+        f"{statistics.median(calm):.0f} | {statistics.median(gaps):.0f} | {percentile(gaps, 99):.0f} | "
+        f"{max(gaps):.0f} | {statistics.median(beside):.2f} / {statistics.median(alone):.2f} | "
+        + spread(ratios)
+    )
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m loadtests.engine.stalls", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--bounds", type=lambda text: text.split(","), default=["250", "none"])
+    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--flash-attn", choices=_SWITCH, default="auto")
+    parser.add_argument("--kv-unified", choices=_SWITCH, default="auto")
+    settings = parser.parse_args()
+    rounds = measure(settings)
+    print(
+        "| max_stall_ms | calm gap p50, ms | gaps p50 | p99 | longest | TTFT / alone, s | ratio |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for bound, of_bound in rounds.items():
+        print(f"| {bound} | {_row(of_bound)} |")
+
+
+if __name__ == "__main__":
+    main()

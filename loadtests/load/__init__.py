@@ -1,0 +1,1 @@
+"""A server under load: reports, capacity, chaos, scaling."""

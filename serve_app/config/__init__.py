@@ -1,0 +1,1 @@
+"""The configuration: its fields, and what is decided where one is left open."""

@@ -1,0 +1,26 @@
+"""What the deployments are made with: the configuration, with nothing left open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_app.config.schema import ModelSource
+from serve_app.engine.options import EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """One model, decided where the configuration was read, the same in every replica."""
+
+    id: str
+    source: ModelSource
+    options: EngineOptions
+    system_prompts: tuple[str, ...]
+    """Which of their tokens are pinned, each replica finds out: it has the vocabulary."""
+    threads: int | None
+    """Configured threads; None lets each replica count its own cores."""
+    allow_oversubscription: bool
+    pin_cores: bool
+    num_cpus: float
+    """What Ray reserves for each replica, unless the deployment says otherwise."""
+    batch_wait_timeout_s: float

@@ -1,0 +1,254 @@
+"""Every knob, once: what `applications[0].args` in serve_config.yaml may hold.
+
+Unknown fields and impossible values are refused by name. `python -m serve_app.config FILE` checks a
+file without starting anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from ray.serve.config import AutoscalingConfig
+
+from serve_app.config import validation
+from serve_app.errors import ConfigError
+from serve_app.ingress.http.addresses import is_loopback
+from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSource(_Section):
+    """Where a model's GGUF file comes from: exactly one of `builtin`, `path`, and `repo_id` with
+    `filename`."""
+
+    builtin: bool = False
+    """The small model that Corral brings along; nothing is downloaded."""
+    path: Path | None = None
+    """A file that exists under this path on every node that runs a replica or the ingress."""
+    repo_id: str | None = None
+    """A Hugging Face repository; each node downloads the file once, into its own cache."""
+    filename: str | None = None
+    """The file in that repository."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> ModelSource:
+        if [self.builtin, self.path is not None, self.repo_id is not None].count(True) != 1:
+            raise ValueError("give exactly one of builtin: true, path, or repo_id with filename")
+        if (self.repo_id is None) != (self.filename is None):
+            raise ValueError("repo_id and filename belong together")
+        return self
+
+
+class EngineConfig(_Section):
+    """One replica's engine. What is not set is decided from the model and the machine."""
+
+    n_slots: PositiveInt | None = None
+    """Sequences that run at once. Default: 4 for each core, 8 to 32, fewer if memory is short."""
+    n_ctx_slot: Annotated[int, Field(ge=2)] | None = None
+    """Tokens, prompt and answer together, that one sequence may have. Default: what the model was
+    trained for, 4096 at most, less if memory is short."""
+    n_ctx: Annotated[int, Field(ge=2)] | None = None
+    """Tokens that all slots hold together, in a unified KV cache; when it is full, idle slots give way, and
+    then the youngest running sequence, which goes on later. Default: room for every slot's n_ctx_slot."""
+    kv_unified: bool | Literal["auto"] = "auto"
+    """Whether all slots share the KV cache's cells: better for common beginnings, worse for prompts of
+    their own. `auto` takes what is measured to be faster, with `system_prompts` if there are any."""
+    threads: PositiveInt | None = None
+    """Threads that llama.cpp computes with, one row at a time. Default: the cores that the replica may
+    really use (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
+    threads_batch: PositiveInt | None = None
+    """Threads for passes of several rows: prompts, and several sequences at once. Default: `threads`."""
+    allow_oversubscription: bool = False
+    """Whether more threads than usable cores are only worth a warning, instead of stopping the start."""
+    pin_cores: bool = True
+    """Whether a replica that has whole cores (`num_cpus`) keeps to some that no other replica on its node
+    has."""
+    numa: NumaStrategy | None = None
+    """How llama.cpp spreads the threads of one large replica over its node's NUMA nodes: llama-server's
+    `distribute`, `isolate` or `numactl`. With the first two, the replica is not pinned to cores."""
+    n_batch: PositiveInt = 512
+    """Most prompt tokens in one step; each running sequence's next token comes on top."""
+    max_waiting: NonNegativeInt | None = None
+    """Requests that may wait for a slot in one replica; the next one is refused with 429.
+    Default: twice n_slots."""
+    max_wait_s: PositiveFloat | None = 60
+    """Longest time, in seconds, that a request should wait for a slot: one that would wait longer, by the
+    work that is queued and measured speed, is refused with 429 and that forecast. `null` sets no bound."""
+    flash_attn: bool | Literal["auto"] = "auto"
+    """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
+    cache_type_k: CacheType = "f16"
+    """Format of the keys in the KV cache; quantised ones (`q8_0`, `q4_0`, ...) take less memory."""
+    cache_type_v: CacheType = "f16"
+    """Format of the values in the KV cache; a quantised one needs `flash_attn`."""
+    system_prompts: list[Annotated[str, Field(min_length=1)]] = []
+    """System prompts that every replica computes when it starts and never forgets, each in a KV cache
+    lane of its own: chats that begin with one start from there."""
+    cache_ram_mib: NonNegativeInt | None = None
+    """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
+    from there. Default: an eighth of what the weights leave; 0 keeps none."""
+    cache_folder: Path | None = None
+    """A folder on each node where those prefixes are kept for the next start, too. They hold what users
+    wrote; nobody but the owner can read them. Default: they are lost at the end."""
+    slot_folder: Path | None = None
+    """A folder on each node for `POST /slots/{id_slot}`, llama-server's way to save a slot's cache to a
+    file and to take it back. Default: that is refused."""
+    load_mode: LoadMode = "auto"
+    """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
+    max_stall_ms: PositiveFloat | None = 250
+    """Longest time, in milliseconds, that a running stream should wait between two tokens because of
+    others' prompts: these get on in chunks that fit, by measured times. `null` sets no bound."""
+    speculate: bool = True
+    """Whether tokens are drafted from a sequence's own text and verified together, where that is measured
+    to be faster."""
+    context_shift: bool = False
+    """Whether a sequence with `max_tokens` that fills its context goes on, half of what is behind its
+    first `n_keep` tokens dropped; a request may say otherwise. Without, it ends with `length`."""
+    n_keep: Annotated[int, Field(ge=-1)] = 0
+    """First tokens that a context shift keeps, the very first one always; -1 keeps the prompt."""
+    embedding_pooling: EmbeddingPooling | Literal["auto"] = "auto"
+    """How the vectors of a text's tokens become its embedding: their `mean`, the first's (`cls`) or the
+    `last`'s. `auto` is what the model's file says, or else `mean`. Reranking models do without."""
+
+
+class Autoscaling(AutoscalingConfig):
+    """Ray Serve's own autoscaling options, by their own names; misspelt ones are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RayActorOptions(_Section):
+    """What Ray reserves for one replica."""
+
+    num_cpus: NonNegativeFloat | None = None
+    """Default for an engine: `engine.threads`, or the cores of the machine that reads the
+    configuration."""
+    memory: PositiveInt | None = None
+    """Bytes."""
+    resources: dict[str, float] | None = None
+    """Custom resources of the nodes that may run it."""
+    runtime_env: dict[str, Any] | None = None
+    """Ray's runtime environment, `env_vars` for instance."""
+
+
+class DeploymentConfig(_Section):
+    """A Ray Serve deployment, by Serve's own option names."""
+
+    autoscaling_config: Autoscaling | None = None
+    """Serve's autoscaling; default: see `serve_app.app`."""
+    num_replicas: PositiveInt | None = None
+    """A fixed number of replicas instead of autoscaling."""
+    max_ongoing_requests: PositiveInt | None = None
+    """Requests in one replica at once. Default for an engine: its slots, its waiting queue, and
+    some room so that statistics and health checks get through to a full replica."""
+    max_queued_requests: PositiveInt = 64
+    """Requests that one ingress replica may hold back while all engine replicas are full."""
+    health_check_period_s: PositiveFloat = 5
+    health_check_timeout_s: PositiveFloat = 30
+    """A replica that does not answer for so long is replaced."""
+    graceful_shutdown_timeout_s: NonNegativeFloat | None = None
+    """Time that running requests get to finish when a replica is stopped. Default: 30 for an engine, whose
+    requests then go on elsewhere; 600 for the ingress, whose streams would be cut."""
+    graceful_shutdown_wait_loop_s: PositiveFloat = 0.5
+    """How often a stopping replica looks whether it is done."""
+    max_constructor_retry_count: PositiveInt = 3
+    """Starts that may fail before Serve gives up on a deployment."""
+    max_replicas_per_node: PositiveInt | None = None
+    ray_actor_options: RayActorOptions = RayActorOptions()
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> DeploymentConfig:
+        if self.autoscaling_config is not None and self.num_replicas is not None:
+            raise ValueError("give autoscaling_config or num_replicas, not both")
+        return self
+
+
+class ModelConfig(_Section):
+    """One model that is served, as an autoscaled deployment of its own."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$", max_length=128)]
+    """The name that clients put into `model`."""
+    source: ModelSource
+    """The GGUF file."""
+    engine: EngineConfig = EngineConfig()
+    """The engine in each replica."""
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The engine's Serve deployment."""
+    batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Serve's name: how long a replica collects arrivals, in seconds, so that they enter the engine
+    in one submit. Every request waits for it; see ARCHITECTURE.md for what it costs and gains."""
+
+
+class IngressConfig(_Section):
+    """The HTTP side."""
+
+    api_key_file: Path | None = None
+    """A file with API keys and their limits, on every node that runs the ingress; it is read again when it
+    changes. Without one, only the server's own machine is answered."""
+    allow_anonymous: bool = False
+    """Whether, without keys, every machine is answered."""
+    ui: bool | Literal["auto"] = "auto"
+    """Whether there is a page for browsers at `/`; `auto`: for requests to a loopback address only."""
+    cors_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/]+)$")]] = []
+    """Web sites whose pages may use the API, as `https://host`; `*` is all of them."""
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The ingress's Serve deployment."""
+
+
+class AppConfig(_Section):
+    """The whole application."""
+
+    models: Annotated[list[ModelConfig], Field(min_length=1)]
+    """The models, by the name that clients use. A request without `model` gets the first."""
+    ingress: IngressConfig = IngressConfig()
+    """The HTTP side."""
+
+    @model_validator(mode="after")
+    def _distinct_ids(self) -> AppConfig:
+        ids = [model.id for model in self.models]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"models: two models have the same id ({', '.join(sorted(ids))})")
+        return self
+
+
+def parse(args: object) -> AppConfig:
+    """Validate `applications[0].args`. Raises ConfigError that names every field at fault."""
+    try:
+        return AppConfig.model_validate(args)
+    except ValidationError as error:
+        raise ConfigError(f"invalid configuration: {validation.told(error, 'args')}") from None
+
+
+def load(path: Path) -> AppConfig:
+    """The application's configuration in a Serve config file. Raises ConfigError."""
+    try:
+        document = yaml.safe_load(path.read_text())
+        args = document["applications"][0]["args"]
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(f"{path}: applications[0].args is missing") from None
+    app = parse(args)
+    host = (document.get("http_options") or {}).get("host") or "127.0.0.1"
+    open_to_all = app.ingress.api_key_file is None and not app.ingress.allow_anonymous
+    if open_to_all and not is_loopback(str(host)):
+        raise ConfigError(
+            f"{path}: http_options.host: {host} is reached from other machines: set ingress.api_key_file, "
+            "or ingress.allow_anonymous: true"
+        )
+    return app

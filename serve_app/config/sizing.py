@@ -1,0 +1,126 @@
+"""Slots, context and threads that fit a model and a machine, where the configuration leaves them open."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from serve_app.config.schema import EngineConfig
+from serve_app.engine.options import EngineOptions
+from serve_app.errors import ConfigError
+from serve_app.llama.formats import CacheType, block_size, n_bytes
+from serve_app.llama.model import Model
+
+_MAX_DEFAULT_CTX = 4096
+_MIN_DEFAULT_CTX = 1024
+_MIN_DEFAULT_SLOTS, _MAX_DEFAULT_SLOTS = 8, 32
+_SLOTS_PER_CORE = 4
+# Of the memory that the weights leave; compute buffers, Python and the page cache get the rest.
+_KV_SHARE_OF_MEMORY = 0.5
+_CACHE_RAM_SHARE_OF_MEMORY = 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What sizing must know of a model."""
+
+    n_ctx_train: int
+    """Tokens."""
+    cache_elements: tuple[int, int]
+    """Of one token's keys and values in the KV cache."""
+    head_sizes: tuple[int, int]
+    """Elements of one head's key and value."""
+    weight_bytes: int
+
+    @classmethod
+    def of(cls, model: Model) -> ModelNeeds:
+        """Read from a GGUF's metadata; the vocabulary is enough."""
+        weight_bytes = model.path.stat().st_size
+        return cls(model.n_ctx_train, model.cache_elements, model.head_sizes, weight_bytes)
+
+    def cache_bytes_per_token(self, type_k: CacheType, type_v: CacheType) -> int:
+        """Bytes of one token in the KV cache. Raises ConfigError for a format that does not divide
+        the model's heads."""
+        total = 0
+        for letter, name, elements, head in zip(
+            "kv", (type_k, type_v), self.cache_elements, self.head_sizes, strict=True
+        ):
+            if head % block_size(name):
+                raise ConfigError(
+                    f"engine.cache_type_{letter}: {name} packs {block_size(name)} numbers together, "
+                    f"and this model's heads have {head}"
+                )
+            total += n_bytes(name, elements)
+        return total
+
+
+def resolve(
+    config: EngineConfig, needs: ModelNeeds | None, *, cores: int, memory_bytes: int
+) -> EngineOptions:
+    """Fill what the configuration leaves open.
+
+    More slots share a step better, so slots give way last: context first, down to 1024 tokens, then
+    slots. `needs` may be None if both are set. Raises ConfigError for what cannot work.
+    """
+    n_slots, n_ctx_slot = config.n_slots, config.n_ctx_slot
+    if n_slots is None or n_ctx_slot is None:
+        if needs is None:
+            raise ConfigError(
+                "engine.n_slots and engine.n_ctx_slot must both be set, because the model file is "
+                "not on the machine that reads the configuration"
+            )
+        per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
+        cache_bytes = int(_KV_SHARE_OF_MEMORY * max(0, memory_bytes - needs.weight_bytes))
+        room = cache_bytes // per_token if config.n_ctx is None else sys.maxsize  # it is said
+        lanes = len(config.system_prompts)
+        n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, lanes)
+        n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
+    left = max(0, memory_bytes - (0 if needs is None else needs.weight_bytes))
+    cache_ram_bytes = (
+        int(_CACHE_RAM_SHARE_OF_MEMORY * left)
+        if config.cache_ram_mib is None
+        else config.cache_ram_mib * 2**20
+    )
+    return EngineOptions(
+        n_slots=n_slots,
+        n_ctx_slot=n_ctx_slot,
+        threads=config.threads or cores,
+        threads_batch=config.threads_batch,
+        numa=config.numa,
+        n_batch=config.n_batch,
+        max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
+        max_wait_s=config.max_wait_s,
+        n_ctx=config.n_ctx,
+        flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
+        kv_unified=None if config.kv_unified == "auto" else config.kv_unified,
+        cache_ram_bytes=cache_ram_bytes,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        load_mode=config.load_mode,
+        max_stall_s=None if config.max_stall_ms is None else config.max_stall_ms / 1000,
+        speculate=config.speculate,
+        context_shift=config.context_shift,
+        n_keep=config.n_keep,
+        embedding_pooling=None if config.embedding_pooling == "auto" else config.embedding_pooling,
+        prefix_folder=config.cache_folder,
+        slot_folder=config.slot_folder,
+    )
+
+
+def _fit(
+    n_slots: int | None,
+    n_ctx_slot: int | None,
+    n_ctx_train: int,
+    cores: int,
+    room: int,
+    pinned: int,
+) -> tuple[int, int]:
+    """Slots and context for which the memory has room, in tokens, beside pinned lanes."""
+    wanted_slots = min(_MAX_DEFAULT_SLOTS, max(_MIN_DEFAULT_SLOTS, _SLOTS_PER_CORE * cores))
+    wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
+    if n_ctx_slot is None:
+        least = min(n_ctx_train, _MIN_DEFAULT_CTX)
+        n_ctx_slot = max(least, min(wanted_ctx, room // ((n_slots or wanted_slots) + pinned)))
+    if n_slots is None:
+        n_slots = max(1, min(wanted_slots, room // n_ctx_slot - pinned))
+    return n_slots, n_ctx_slot

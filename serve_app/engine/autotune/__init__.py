@@ -1,0 +1,1 @@
+"""Measurements of this model on this machine, and what is chosen by them."""

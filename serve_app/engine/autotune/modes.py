@@ -1,0 +1,130 @@
+"""Which kind of attention and of KV cache is faster here. Pure: no model, no threads, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.options import EngineOptions
+from serve_app.llama.formats import block_size
+
+# Modes in which a request takes up to so much longer than in the best one are as good.
+_SAME = 0.12
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a context can be made as."""
+
+    flash_attn: bool
+    kv_unified: bool
+
+    def __str__(self) -> str:
+        cache = "unified" if self.kv_unified else "split"
+        return f"{cache} KV cache, flash attention {'on' if self.flash_attn else 'off'}"
+
+
+def candidates(options: EngineOptions) -> list[Mode]:
+    """The modes that come into question, the likelier first: the likelier kind of cache with and without
+    flash attention, the other one with it, if both are open. There is no time for four on a slow machine,
+    and a unified cache without flash attention is seldom fast: cells of others cost as much as own ones."""
+    flash = [True, False] if options.flash_attn is None else [options.flash_attn]
+    if block_size(options.cache_type_v) > 1:
+        flash = [True]
+    likely = bool(options.pinned)
+    unified = [likely, not likely] if options.kv_unified is None else [options.kv_unified]
+    if options.n_ctx is not None:
+        unified = [True]
+    elif options.n_slots == 1:
+        unified = unified[:1]
+    return [*(Mode(f, unified[0]) for f in flash), *(Mode(flash[0], u) for u in unified[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The mode that a context is made as, why, and what passes cost in it."""
+
+    mode: Mode
+    reason: str
+    measured: Measurements
+
+
+def request_s(measured: Measurements, options: EngineOptions, *, kv_unified: bool) -> float:
+    """Seconds of the machine that a request is expected to take in this mode, on average: of two, one has
+    a prompt of an eighth of a slot, the other of three quarters. With something pinned, prompts are that
+    and an eighth of the rest. Answers take an eighth. 0 if nothing was measured."""
+    costs = CostModel(measured)
+    pinned = max((len(tokens) for tokens in options.pinned), default=0)
+    shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
+    ends = [pinned + int(share * (options.n_ctx_slot - pinned)) for share in shares]
+    return sum(_seconds(costs, options, pinned, end, kv_unified) for end in ends) / len(ends)
+
+
+def _seconds(
+    costs: CostModel, options: EngineOptions, begin: int, end: int, kv_unified: bool
+) -> float:
+    """A prompt's tokens from `begin` to `end`, half of them computed while half of the slots decode, the
+    rest while nobody does; and an answer, decoded with all slots busy."""
+    n_cells = begin + options.n_slots * (end - begin) if kv_unified else 0
+    n_beside = max(1, options.n_slots // 2)
+    full = costs.attended(end, n_cells)
+    beside_s = costs.steps_s(n_beside, full)
+    within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)
+    bounded_s = free_s = 0.0
+    n_past = begin
+    while n_past < end:
+        n_most = min(end - n_past, options.n_batch)
+        depth = costs.attended(n_past, n_cells)
+        if kv_unified:
+            fits = costs.mixed_chunk(n_most, n_beside, depth, within_s=within_s + beside_s)
+            n_rows = fits or costs.smallest_chunk(n_most)
+            more_s = costs.prefill_s(n_beside + n_rows, depth) - beside_s
+            bounded_s += max(more_s, n_rows * costs.prompt_token_s)
+        else:
+            fits = costs.chunk(n_most, depth, within_s=within_s, beside_s=beside_s)
+            n_rows = fits or costs.smallest_chunk(n_most)
+            bounded_s += costs.prefill_s(n_rows, depth)
+        n_past += n_rows
+    for n_past in range(begin, end, options.n_batch):
+        depth = costs.attended(n_past, n_cells)
+        free_s += costs.prefill_s(min(options.n_batch, end - n_past), depth)
+    n_generated = options.n_ctx_slot // 8
+    answer_s = n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
+    return (bounded_s + free_s) / 2 + answer_s
+
+
+def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> Choice:
+    """The mode in which a request takes least, and why in one line: of those that are about as fast, the
+    first."""
+    if len(measured) == 1:
+        (mode,) = measured
+        return Choice(mode, f"{mode}: as configured", measured[mode])
+    seconds = {
+        mode: request_s(found, options, kv_unified=mode.kv_unified)
+        for mode, found in _alike(measured).items()
+    }
+    least = min(seconds.values())
+    best = next(mode for mode in seconds if seconds[mode] <= (1 + _SAME) * least)
+    others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
+    workload = "a common system prompt" if options.pinned else "prompts of their own"
+    reason = f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"
+    return Choice(best, reason, measured[best])
+
+
+def _alike(measured: Mapping[Mode, Measurements]) -> dict[Mode, Measurements]:
+    """Only what was measured in all modes: time may have been up for some passes in some of them."""
+    names = ("decode_s", "prefill_s", "deep_decode_s", "deep_prefill_s")
+    sizes = {
+        name: set.intersection(*(set(getattr(found, name)) for found in measured.values()))
+        for name in names
+    }
+    alike = {}
+    for mode, found in measured.items():
+        curves: dict[str, Any] = {
+            name: {n: getattr(found, name)[n] for n in sizes[name]} for name in names
+        }
+        alike[mode] = replace(found, **curves)
+    return alike

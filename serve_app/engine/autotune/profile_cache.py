@@ -1,0 +1,85 @@
+"""What was measured and chosen, kept on disk: a start need not measure again what has not changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.modes import Choice, Mode
+
+logger = logging.getLogger("corral.engine")
+
+_FORMAT = 3
+
+
+def key(**measured_with: object) -> str:
+    """A name for measurements made under these conditions, on this kind of processor."""
+    conditions = {"format": _FORMAT, "cpu": _processor(), **measured_with}
+    text = json.dumps(conditions, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load(folder: Path, name: str) -> Choice | None:
+    """What was kept under that name; None if nothing was, or if the file is damaged."""
+    path = folder / f"{name}.json"
+    try:
+        return _parse(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("Measurements in %s cannot be used, and are made again: %s", path, error)
+        return None
+
+
+def save(folder: Path, name: str, choice: Choice) -> None:
+    """Keep it; a folder that cannot be written to is only worth a warning."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(json.dumps(dataclasses.asdict(choice)).encode())
+        Path(file.name).replace(folder / f"{name}.json")
+    except OSError as error:
+        logger.warning("Measurements cannot be kept in %s: %s", folder, error)
+
+
+def _parse(document: object) -> Choice:
+    """Raises ValueError or TypeError for anything but what `save` writes."""
+    match document:
+        case {
+            "mode": {"flash_attn": bool(flash_attn), "kv_unified": bool(kv_unified)},
+            "reason": str(reason),
+            "measured": dict(measured),
+        }:
+            return Choice(Mode(flash_attn, kv_unified), reason, _measurements(measured))
+    raise TypeError("it holds no measurements")
+
+
+def _measurements(document: Mapping[str, object]) -> Measurements:
+    known = dataclasses.asdict(Measurements())
+    fields: dict[str, Any] = {}
+    for name, value in document.items():
+        match known.get(name), value:
+            case dict(), dict(curve):
+                fields[name] = {int(n): float(seconds) for n, seconds in curve.items()}
+            case int() | float(), int() | float():
+                fields[name] = value
+            case _:
+                raise TypeError(f"{name} is {value!r}")
+    return Measurements(**fields)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

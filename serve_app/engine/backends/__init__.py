@@ -1,0 +1,1 @@
+"""What the engine needs of a model: the protocol, llama.cpp, and the scripted fake."""

@@ -1,0 +1,179 @@
+"""What the engine needs of a model. `llama_backend` is the real one, `fake` a scripted one.
+
+Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.modes import Mode
+from serve_app.llama.constraint import Constraint
+from serve_app.llama.formats import EmbeddingPooling
+from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+
+Row = tuple[int, int, int, bool]
+"""(token, position, sequence id, wants logits): one row of a batch."""
+
+
+State = bytes | memoryview
+"""The saved state of a lane."""
+
+
+class Vocabulary(Protocol):
+    """The model's tokens. Any thread."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Token ids are 0 to n_vocab - 1."""
+
+    @property
+    def vocabulary_key(self) -> bytes:
+        """What tells it from others; see `serve_app.llama.model.Model.vocabulary_key`."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that the token stands for: not always whole characters, empty for control
+        tokens."""
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text; see `serve_app.llama.model.Model.tokenize`."""
+
+    def constraint(self, grammar: str) -> Constraint:
+        """What keeps a sequence to a grammar; see `serve_app.llama.model.Model.constraint`."""
+
+
+class Sampler(Protocol):
+    """Picks the tokens of one sequence."""
+
+    def sample(self, row: int) -> Sampled:
+        """The next token, from the logits of that row (an index into the rows last decoded). Raises
+        ConstraintError if the request's grammar allows none."""
+
+    def score(self, row: int, token: int) -> TokenLogprobs:
+        """How likely that token was by the logits of that row."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a model needs, in bytes."""
+
+    weights_bytes: int
+    cache_bytes: int
+    """Of all lanes' keys and values."""
+    cache_bytes_per_slot: int
+    """What one slot more would add."""
+    cache_bytes_per_token: int
+    compute_bytes: int
+    """What passes are computed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingShape:
+    """What passes over texts to be embedded may be."""
+
+    n_rows: int
+    """Most tokens in a pass."""
+    n_lanes: int
+    """Most texts in a pass."""
+    n_text: int
+    """Most tokens of a text."""
+    pooling: EmbeddingPooling | Literal["rank"]
+    """How the vectors of a text's tokens become one; `rank` for a reranking model, whose are scores."""
+    causal: bool
+    """Whether tokens see only those before them: a text can be computed in parts, and continued."""
+
+
+class Backend(Protocol):
+    """A model with one KV cache lane for each slot."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The model's vocabulary."""
+
+    @property
+    def memory(self) -> MemoryUse:
+        """What it holds."""
+
+    @property
+    def mode(self) -> Mode:
+        """What kind of attention and cache it uses."""
+
+    @property
+    def mode_reason(self) -> str:
+        """Why, in one line."""
+
+    @property
+    def measurements(self) -> Measurements:
+        """What passes cost; empty if that was not measured."""
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the last few tokens of a lane can always be dropped."""
+
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether only consecutive lanes are computed together, and rows can be added to those between and
+        dropped again without a trace."""
+
+    @property
+    def state_key(self) -> bytes:
+        """What saved states depend on: they can be restored where this is the same."""
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for
+        these rows, and another DecodeError if they cannot be decoded; any other exception means that the
+        backend is broken."""
+
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> Sampler:
+        """A sampler for one sequence, kept to a grammar that took nothing yet."""
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """Drop the lane's cached tokens from position n_past on. Raises DecodeError, and changes
+        nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
+
+    @property
+    def unsettled(self) -> Set[int]:
+        """Lanes that the next `decode` will read or write besides, for a copy or a shift: until then, they
+        may be neither saved nor restored."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Make the target's lane a copy of the source's, whatever it held."""
+
+    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+        """Drop `n_discard` tokens after the first `n_keep`, and give those behind the positions before
+        theirs. Raises DecodeError if it cannot; the lane is then in no known state."""
+
+    def save(self, seq_id: int) -> State:
+        """The lane's cached tokens as a state that `restore` takes."""
+
+    def restore(self, seq_id: int, state: State) -> None:
+        """Make the lane what it was when the state was saved, of this lane or another one, whatever
+        it held. Raises DecodeError if it cannot; the lane is then in no known state."""
+
+    @property
+    def embedding(self) -> EmbeddingShape:
+        """What `embed` takes."""
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """A vector for each row, from a pass in a cache of its own; what it needs is made at the first
+        call. Of a reranking model, one number: the score of the row's text up to here.
+
+        A lane holds one text, which begins at position 0. Only lane 0 keeps it for the next pass. Raises
+        DecodeError, or ConfigError without memory for it; the texts are to be begun anew then."""
+
+    def close(self) -> None:
+        """Free everything; nothing is called afterwards."""

@@ -1,0 +1,213 @@
+"""A scripted backend: the engine and all above it, tested without a model."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
+from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
+from serve_app.llama.constraint import Constraint
+from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+
+Script = Callable[[Sequence[int]], int]
+"""The token that follows the given tokens of one sequence."""
+
+
+class FakeVocabulary:
+    """256 tokens that are the bytes, and token 256, which ends a generation."""
+
+    n_vocab = 257
+    vocabulary_key = b"fake"
+    eos = 256
+
+    def piece(self, token: int) -> bytes:
+        """The byte itself; nothing for the end token."""
+        return b"" if token == self.eos else bytes([token])
+
+    def is_eog(self, token: int) -> bool:
+        """True for token 256."""
+        return token == self.eos
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """The text's bytes."""
+        return list(text.encode())
+
+    def constraint(self, grammar: str) -> Constraint:
+        """There is none."""
+        raise InvalidRequestError("A scripted vocabulary has no grammars.", "grammar")
+
+
+class FakeBackend:
+    """Keeps what every lane was fed, and samples from a script.
+
+    `script(tokens)` gives the token that follows a lane's tokens. `fail_on` names token ids: a batch
+    with one of them raises DecodeError after its rows were fed, as llama.cpp may. `break_after`
+    batches, the backend breaks for good. All lanes together hold `n_cells` tokens. `hold()` stops
+    decoding until `resume()`. Rows that llama.cpp could not take (a position that does not continue
+    the lane) raise AssertionError, and so do saving and restoring a lane that llama.cpp has yet to write.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        n_slots: int,
+        step_s: float = 0.0,
+        fail_on: Iterable[int] = (),
+        break_after: int | None = None,
+        n_cells: int | None = None,
+    ) -> None:
+        self.memory = MemoryUse(0, 0, 0, 4, 0)
+        self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
+        self.mode_reason = "scripted"
+        self.measurements = Measurements()
+        self.can_rewind = True
+        self.can_shift = True
+        self.fills_gaps = n_cells is None
+        self.state_key = b"fake"
+        self.vocabulary = FakeVocabulary()
+        self.lanes: list[list[int]] = [[] for _ in range(n_slots)]
+        self.batches: list[list[Row]] = []
+        """Every batch that was submitted."""
+        self.embedding = EmbeddingShape(16, 8, n_text=32, pooling="mean", causal=True)
+        self.embed_batches: list[list[Row]] = []
+        """Every batch of texts to be embedded."""
+        self.open_samplers = 0
+        self.closed = False
+        self._script = script
+        self._step_s = step_s
+        self._fail_on = frozenset(fail_on)
+        self._break_after = break_after
+        self._n_cells = n_cells
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self.unsettled: set[int] = set()
+        self._texts: dict[int, list[int]] = {}
+        self._at_row: dict[int, list[int]] = {}
+
+    def hold(self) -> None:
+        """Make the next `decode` wait."""
+        self._may_run.clear()
+
+    def resume(self) -> None:
+        """Let decoding go on."""
+        self._may_run.set()
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """Feed the rows to their lanes."""
+        self._may_run.wait()
+        time.sleep(self._step_s)
+        self.batches.append(list(rows))
+        if self._break_after is not None and len(self.batches) > self._break_after:
+            raise RuntimeError("scripted break")
+        if self._n_cells is not None and sum(map(len, self.lanes)) + len(rows) > self._n_cells:
+            raise CacheFullError("scripted cache is full")
+        self._at_row = {}
+        self.unsettled.clear()
+        for i, (token, position, seq_id, wants_logits) in enumerate(rows):
+            lane = self.lanes[seq_id]
+            if position != len(lane):
+                raise AssertionError(f"row {i}: position {position} in a lane of {len(lane)}")
+            lane.append(token)
+            if wants_logits:
+                self._at_row[i] = list(lane)
+        if self._fail_on.intersection(row[0] for row in rows):
+            raise DecodeError("scripted failure")
+
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> FakeSampler:
+        """A sampler that follows the script."""
+        self.open_samplers += 1
+        return FakeSampler(self)
+
+    def sample(self, row: int) -> int:
+        """What the script says follows that row."""
+        return self._script(self._at_row[row])
+
+    def n_before(self, row: int) -> int:
+        """How many tokens the row's lane had with it."""
+        return len(self._at_row[row])
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """Drop a lane's tail."""
+        del self.lanes[seq_id][n_past:]
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a lane; without a unified cache, the next decode does it, as in llama.cpp."""
+        if not self.mode.kv_unified:
+            self.unsettled |= {source, target}
+        self.lanes[target] = list(self.lanes[source])
+
+    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+        """Drop tokens in a lane's middle."""
+        self._expect_settled(seq_id)
+        if not self.can_shift:
+            raise DecodeError("scripted lanes that cannot be shifted")
+        self.unsettled.add(seq_id)
+        del self.lanes[seq_id][n_keep : n_keep + n_discard]
+
+    def save(self, seq_id: int) -> bytes:
+        """The lane's tokens, four bytes each."""
+        self._expect_settled(seq_id)
+        return struct.pack(f"{len(self.lanes[seq_id])}I", *self.lanes[seq_id])
+
+    def restore(self, seq_id: int, state: State) -> None:
+        """Make the lane those tokens."""
+        self._expect_settled(seq_id)
+        self.lanes[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """For each row: its token, its position, and the sum of its text's tokens up to it."""
+        self._may_run.wait()
+        self.embed_batches.append(list(rows))
+        if self._fail_on.intersection(row[0] for row in rows):
+            raise DecodeError("scripted failure")
+        vectors = []
+        for token, position, lane, _ in rows:
+            text = self._texts.setdefault(lane, [])
+            if position == 0:
+                text.clear()
+            if position != len(text):
+                raise AssertionError(f"position {position} in a text of {len(text)}")
+            text.append(token)
+            vectors.append([token, position, sum(text)])
+        self._texts = {0: self._texts.get(0, [])}
+        return np.array(vectors, np.float32)
+
+    def _expect_settled(self, seq_id: int) -> None:
+        if seq_id in self.unsettled:
+            raise AssertionError(f"lane {seq_id} is still to be written by the next decode")
+
+    def close(self) -> None:
+        """Remember that it was closed."""
+        self.closed = True
+
+
+class FakeSampler:
+    """Follows its backend's script."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend = backend
+
+    def sample(self, row: int) -> Sampled:
+        """The scripted token."""
+        return Sampled(self._backend.sample(row))
+
+    def score(self, row: int, token: int) -> TokenLogprobs:
+        """The less likely, the more tokens are before it; the most likely one is the scripted one."""
+        return TokenLogprobs(
+            -float(self._backend.n_before(row)), ((self._backend.sample(row), 0.0),)
+        )
+
+    def close(self) -> None:
+        """Counted, so that tests see a leak."""
+        self._backend.open_samplers -= 1

@@ -1,0 +1,269 @@
+"""The real backend: llama.cpp."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence, Set
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine.autotune import modes, profile_cache
+from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.autotune.profiler import Sweep, in_turns
+from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
+from serve_app.errors import ConfigError, DecodeError
+from serve_app.llama import library
+from serve_app.llama.constraint import Constraint
+from serve_app.llama.context import Context
+from serve_app.llama.embedder import Embedder
+from serve_app.llama.model import Model
+from serve_app.llama.sampler import Sampler
+from serve_app.types import SamplingParams
+
+logger = logging.getLogger("corral.engine")
+
+# Texts in one pass of embeddings, at most.
+_TEXTS_AT_ONCE = 64
+# llama.cpp keeps the logits of all rows of such a pass: bytes for them, and rows that are enough for speed.
+_LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
+
+# Lanes of contexts that are only measured have no more tokens: a beginning, and chunks behind it.
+_SWEEP_CTX = 512
+# The part of its time in which a sweep compares modes.
+_COMPARING = 0.8
+# Measurements in which this process had less of its threads' time than this are not kept: they tell of what
+# else computed. Ray and its start take a fifth of two cores.
+_ALONE = 0.75
+
+
+class LlamaBackend:
+    """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded.
+
+    What the options leave open (flash attention, a split or a unified cache) is decided by measuring each
+    on this machine, or by what was measured at an earlier start.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
+        if options.numa:
+            library.init_numa(options.numa)
+        self.vocabulary = Model(path, load_mode=options.load_mode)
+        self._options = options
+        self._embedder: Embedder | None = None
+        try:
+            choice = self._choose()
+            self.mode, self.mode_reason = choice.mode, choice.reason
+            self.measurements = choice.measured
+            self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
+        except DecodeError as error:
+            raise ConfigError(f"{path} cannot be decoded: {error}") from error
+        self.can_rewind = self.vocabulary.can_rewind
+        self.fills_gaps = self.can_rewind and not (self.mode.kv_unified or self._context.window)
+        logger.info("%s.", self.mode_reason)
+
+    # -- opening ----------------------------------------------------------------------------------
+
+    @property
+    def _n_ctx(self) -> int | None:
+        """Cells of a unified cache: those of the slots, and of what is pinned."""
+        if self._options.n_ctx is None:
+            return None
+        return self._options.n_ctx + sum(len(tokens) for tokens in self._options.pinned)
+
+    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None) -> Context:
+        options = self._options
+        context = Context(
+            self.vocabulary,
+            n_seq_max=options.n_slots + len(options.pinned),
+            n_ctx_slot=n_ctx_slot,
+            n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
+            n_outputs=options.n_slots + MAX_DRAFTED_ROWS + MAX_SCORED_ROWS,
+            threads=options.threads,
+            threads_batch=options.threads_batch,
+            flash_attn=mode.flash_attn,
+            kv_unified=mode.kv_unified,
+            n_ctx=n_ctx,
+            cache_type_k=options.cache_type_k,
+            cache_type_v=options.cache_type_v,
+        )
+        context.warm_up()
+        return context
+
+    def _choose(self) -> Choice:
+        """One of the modes that are open, as measured now or at an earlier start."""
+        options, folder = self._options, self._options.sweep_folder
+        candidates = modes.candidates(options)
+        if options.sweep_limit_s <= 0 or not self.vocabulary.is_causal:
+            return modes.choose({candidates[0]: Measurements()}, options)
+        name = profile_cache.key(
+            model=self.vocabulary.fingerprint().hex(),
+            llama_cpp=library.version(),
+            modes=candidates,
+            threads=(options.threads, options.threads_batch, options.numa),
+            slots=(options.n_slots, options.n_ctx_slot, [len(tokens) for tokens in options.pinned]),
+            max_stall_s=options.max_stall_s,
+            n_batch=options.n_batch,
+            cache=(options.cache_type_k, options.cache_type_v),
+            limit_s=options.sweep_limit_s,
+        )
+        known = profile_cache.load(folder, name) if folder else None
+        if known is not None:
+            return known
+        choice, used = self._sweep(candidates)
+        if used < _ALONE:
+            logger.warning(
+                "Something else computed meanwhile: %.0f%% of the time of these threads were left. It is "
+                "measured again at the next start.",
+                100 * used,
+            )
+        elif folder:
+            profile_cache.save(folder, name, choice)
+        return choice
+
+    def _sweep(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
+        """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
+        threads' time this process computed."""
+        options, n_ctx_slot = self._options, min(self._options.n_ctx_slot, _SWEEP_CTX)
+        opened = time.perf_counter()
+        contexts: dict[Mode, Context] = {}
+        try:
+            for mode in candidates:
+                contexts[mode] = self._open(mode, n_ctx_slot, None)
+            began, computed = time.perf_counter(), time.process_time()
+            sweeps = {
+                mode: Sweep(
+                    context,
+                    n_slots=options.n_slots,
+                    n_ctx_slot=n_ctx_slot,
+                    n_batch=options.n_batch,
+                    unified=mode.kv_unified,
+                    can_rewind=self.vocabulary.can_rewind,
+                )
+                for mode, context in contexts.items()
+            }
+            in_turns(list(sweeps.values()), _COMPARING * options.sweep_limit_s)
+            choice = modes.choose({mode: sweep.measured for mode, sweep in sweeps.items()}, options)
+            for mode in contexts.keys() - {choice.mode}:
+                contexts.pop(mode).close()
+            sweep = sweeps[choice.mode]
+            sweep.rest(options.sweep_limit_s - (time.perf_counter() - opened))
+            took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
+        finally:
+            for context in contexts.values():
+                context.close()
+        logger.info("Measured passes in %d modes in %.1f s.", len(candidates), took_s)
+        # llama.cpp copies whole lanes.
+        copy_s = sweep.measured.copy_s * options.n_ctx_slot / n_ctx_slot
+        choice = replace(choice, measured=replace(sweep.measured, copy_s=copy_s))
+        n_threads = min(options.threads, options.threads_batch or options.threads)
+        return choice, computed_s / (took_s * n_threads)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """See Backend.decode."""
+        self._context.decode(rows)
+
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> Sampler:
+        """A llama.cpp sampler chain."""
+        return Sampler(self._context, params, prompt, constraint)
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """See Backend.truncate."""
+        self._context.truncate(seq_id, n_past)
+
+    @property
+    def unsettled(self) -> Set[int]:
+        """See Backend.unsettled."""
+        return self._context.unsettled
+
+    def copy(self, source: int, target: int) -> None:
+        """See Backend.copy."""
+        self._context.copy(source, target)
+
+    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+        """See Backend.shift."""
+        if not self._context.can_shift:
+            raise DecodeError("This model's positions cannot be shifted.")
+        if self.mode.kv_unified:  # cells may be shared with other lanes, which must not see this
+            self._context.restore(seq_id, self._context.save(seq_id))
+        self._context.shift(seq_id, n_keep, n_discard)
+
+    def save(self, seq_id: int) -> State:
+        """See Backend.save."""
+        return self._context.save(seq_id)
+
+    def restore(self, seq_id: int, state: State) -> None:
+        """See Backend.restore."""
+        self._context.restore(seq_id, state)
+
+    @property
+    def embedding(self) -> EmbeddingShape:
+        """See Backend.embedding."""
+        model, options = self.vocabulary, self._options
+        rows = max(_ENOUGH_ROWS, _LOGITS_BYTES // (4 * model.n_vocab))
+        n_text = options.n_ctx_slot
+        if not model.is_causal:  # all of a text goes into one pass, and its positions are a table
+            n_text = rows = min(n_text, model.n_ctx_train)
+        pooling = options.embedding_pooling or model.pooling or "mean"
+        n_rows = min(rows, options.n_batch) if model.is_causal else rows
+        # A lane of recurrent layers takes memory of its own.
+        n_lanes = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
+        return EmbeddingShape(
+            n_rows=n_rows,
+            n_lanes=min(n_rows, n_lanes),  # llama.cpp has an output for each lane
+            n_text=n_text,
+            pooling="rank" if model.pooling == "rank" else pooling,
+            causal=model.is_causal,
+        )
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """See Backend.embed."""
+        if self._embedder is None:
+            shape = self.embedding
+            self._embedder = Embedder(
+                self.vocabulary,
+                n_text=shape.n_text,
+                n_rows=shape.n_rows,
+                n_lanes=shape.n_lanes,
+                threads=self._options.threads,
+                flash_attn=self.mode.flash_attn,
+                ranks=shape.pooling == "rank",
+            )
+        return self._embedder.run(rows)
+
+    @property
+    def state_key(self) -> bytes:
+        """See Backend.state_key."""
+        options = self._options
+        n_streams = 1 if self.mode.kv_unified else options.n_slots + len(options.pinned)
+        types = (options.cache_type_k, options.cache_type_v)
+        parts = (library.version(), n_streams, self.mode.flash_attn, types)
+        return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
+
+    @property
+    def memory(self) -> MemoryUse:
+        """See Backend.memory."""
+        context = self._context
+        return MemoryUse(
+            weights_bytes=self.vocabulary.n_bytes,
+            cache_bytes=context.cache_bytes,
+            cache_bytes_per_slot=context.cache_bytes_per_lane,
+            cache_bytes_per_token=context.cache_bytes_per_token,
+            compute_bytes=context.compute_bytes,
+        )
+
+    def close(self) -> None:
+        """Free the contexts. The model is freed with the last object that knows its vocabulary."""
+        self._context.close()
+        if self._embedder is not None:
+            self._embedder.close()

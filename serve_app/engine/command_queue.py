@@ -1,0 +1,181 @@
+"""Where other threads leave commands for the decoder thread. Every lock of the engine is in here."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+
+from serve_app.engine.commands import Errand
+from serve_app.engine.embedding import Texts
+from serve_app.engine.scheduler.backlog import Forecast
+from serve_app.engine.sequence import Sequence
+from serve_app.errors import (
+    CorralError,
+    EngineClosedError,
+    EngineFailedError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from serve_app.types import RequestRecord
+
+MAX_TEXTS = 2048
+"""While so many texts wait to be embedded, no request with more is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What other threads asked for since the last step."""
+
+    submitted: list[Sequence]
+    texts: list[Texts]
+    errands: list[Errand]
+    aborted: set[str]
+    deadline: float | None
+    """When a drain must be over, on `time.monotonic`; None while the engine is open."""
+
+
+class Mailbox:
+    """Where other threads leave commands, and where admission is decided.
+
+    Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
+    caller's thread. What another engine had accepted is never one too many.
+    """
+
+    def __init__(self, max_live: int, max_wait_s: float | None) -> None:
+        self._changed = threading.Condition()
+        self._max_live = max_live
+        self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
+        self._live: dict[str, RequestRecord] = {}
+        self._submitted: list[Sequence] = []
+        self._texts: list[Texts] = []
+        self._n_texts = 0
+        self._errands: list[Errand] = []
+        self._aborted: set[str] = set()
+        self._deadline: float | None = None
+        self._failed = False
+
+    def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
+        """Any thread: accept the sequences or say, for each, why not. The forecast is of what was there
+        before."""
+        with self._changed:
+            refusals = [self._accept(sequence, forecast) for sequence in sequences]
+            self._changed.notify()
+        return refusals
+
+    def submit_texts(self, requests: list[Texts]) -> list[CorralError | None]:
+        """Any thread: accept these texts or say, for each request, why not."""
+        with self._changed:
+            refusals = [self._accept_texts(request) for request in requests]
+            self._changed.notify()
+        return refusals
+
+    def _accept_texts(self, request: Texts) -> CorralError | None:
+        if self._n_texts >= MAX_TEXTS:
+            return QueueFullError("Too many texts wait to be embedded.", 1)
+        if closed := self._closed():
+            return closed
+        self._n_texts += len(request.tokens)
+        self._texts.append(request)
+        request.future.add_done_callback(lambda _: self._forget_texts(len(request.tokens)))
+        return None
+
+    def ask(self, errand: Errand) -> None:
+        """Any thread: have it done between two steps, or refused."""
+        with self._changed:
+            refusal = self._closed()
+            if refusal is None:
+                self._errands.append(errand)
+                self._changed.notify()
+        if refusal is not None:
+            errand.refuse(refusal)
+
+    def _forget_texts(self, n_texts: int) -> None:
+        with self._changed:
+            self._n_texts -= n_texts
+
+    def _closed(self) -> CorralError | None:
+        if self._failed:
+            return EngineFailedError("The engine has failed and is being restarted.")
+        if self._deadline is not None:
+            return EngineClosedError("The engine is shutting down.")
+        return None
+
+    def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | None:
+        if closed := self._closed():
+            return closed
+        if sequence.id in self._live:
+            return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
+        request = sequence.request
+        if not request.n_failovers and (refusal := self._overload(forecast)):
+            return refusal
+        self._live[request.id] = RequestRecord(
+            request.id, request.http_id, request.client, "waiting"
+        )
+        self._submitted.append(sequence)
+        return None
+
+    def _overload(self, forecast: Forecast) -> QueueFullError | None:
+        n_live = len(self._live)
+        if n_live >= self._max_live:
+            retry_after_s = forecast.place_free_s(n_live, self._submitted)
+            return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
+        wait_s = forecast.wait_s(n_live, self._submitted)
+        if wait_s > self._max_wait_s:
+            return QueueFullError(
+                f"A slot would be free after {wait_s:.0f} seconds; {self._max_wait_s:.0f} are the most "
+                "that a request may wait.",
+                math.ceil(wait_s),
+            )
+        return None
+
+    def find(self, wanted: str) -> list[RequestRecord]:
+        """Any thread: what was accepted of that request and has not ended."""
+        with self._changed:
+            return [record for record in self._live.values() if record.belongs_to(wanted)]
+
+    def abort(self, request_id: str) -> None:
+        """Any thread: end that request if it is live."""
+        with self._changed:
+            if request_id in self._live:
+                self._aborted.add(request_id)
+                self._changed.notify()
+
+    def drain(self, deadline: float) -> None:
+        """Any thread: take no new work; the rest must be over by the deadline."""
+        with self._changed:
+            self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+            self._changed.notify()
+
+    def take(self, wait_s: float | None) -> Commands:
+        """Decoder thread: what has arrived. If that is nothing, sleeps until there is something, for
+        `wait_s` at most; None is for ever."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._submitted
+                    or self._texts
+                    or self._errands
+                    or self._aborted
+                    or self._deadline is not None
+                ),
+                wait_s,
+            )
+            commands = Commands(
+                self._submitted, self._texts, self._errands, self._aborted, self._deadline
+            )
+            self._submitted, self._texts, self._errands, self._aborted = [], [], [], set()
+            return commands
+
+    def forget(self, request_id: str) -> None:
+        """Decoder thread: the request has ended; its place and its id are free. An abort that came
+        too late for it must not hit the next request of that id."""
+        with self._changed:
+            self._live.pop(request_id, None)
+            self._aborted.discard(request_id)
+
+    def fail(self) -> Commands:
+        """Decoder thread: refuse everything from now on; returns what was never taken."""
+        with self._changed:
+            self._failed = True
+        return self.take(0)

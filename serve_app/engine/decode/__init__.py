@@ -1,0 +1,1 @@
+"""From tokens to text, and from text to drafts."""

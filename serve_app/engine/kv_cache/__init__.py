@@ -1,0 +1,1 @@
+"""Slots, and the prefixes that they, memory, disk and other replicas hold."""

@@ -1,0 +1,312 @@
+"""What happens to the lanes of the KV cache when sequences come, grow and go."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.memory_tier import PrefixStore, StoredPrefix
+from serve_app.engine.kv_cache.slots import Choice, Slot, SlotTable, Wait
+from serve_app.engine.kv_cache.state_format import packed
+from serve_app.engine.sequence import Sequence
+from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
+
+logger = logging.getLogger("corral.engine")
+
+# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
+_BEGUN_KEPT = 128
+# Seconds in which a byte of a lane is saved, until that was seen: machines are faster.
+_SAVE_BYTE_S = 2e-9
+
+
+class Place(NamedTuple):
+    """Where a sequence was put."""
+
+    slot: Slot
+    n_cached: int
+    """Its first tokens that are in the slot's lane."""
+    n_restored: int
+    """Of them, those that came from the prefix store."""
+
+
+class Held(NamedTuple):
+    """A prefix that prompts could start from."""
+
+    tokens: SequenceOf[int]
+    n_bytes: int
+    """Of its state, saved or not."""
+
+
+class Lanes:
+    """Carries out in the backend's lanes what `SlotTable` decides. Decoder thread only."""
+
+    def __init__(self, backend: Backend, table: SlotTable, stored: PrefixStore) -> None:
+        self.table = table
+        self.stored = stored
+        self._backend = backend
+        self._save_byte_s = _SAVE_BYTE_S
+        self.begun: deque[bytes] = deque(maxlen=_BEGUN_KEPT)
+        """The last prompts that got a slot, packed."""
+        self.exchanged: Counter[str] = Counter()
+        """What went to other engines and came from them, by the names that `EngineStats` has for it."""
+
+    def pin(self, n_batch: int) -> None:
+        """Compute what is pinned."""
+        for slot in self.table.slots:
+            if slot.pinned:
+                rows = [(token, i, slot.id, False) for i, token in enumerate(slot.idle_tokens)]
+                for start in range(0, len(rows), n_batch):
+                    self._backend.decode(rows[start : start + n_batch])
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next decode has nothing to do besides."""
+        return not self._backend.unsettled
+
+    @property
+    def prompts(self) -> list[SequenceOf[int]]:
+        """What prompts could start from: pinned, in slots, then stored; of each, what was used last first.
+        Nobody changes these lists any more."""
+        slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
+        return [*(slot.prompt for slot in slots), *self.stored.newest]
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    def place(self, sequence: Sequence) -> Place | Wait:
+        """Put a sequence into an idle slot, with its longest cached prefix there, unless it should wait
+        for one that is being computed. What is lost by that is stored first."""
+        tokens = sequence.reusable
+        n_stored, stored = self.stored.longest(tokens)
+        choice = self.table.choose(tokens, n_stored)
+        if isinstance(choice, Wait):
+            return choice
+        if choice.stored and stored is not None:
+            self.stored.used(stored)
+        self.store(choice.slot, self.table.loses(choice))
+        n_cached = self._fill(choice, stored)
+        if sequence.trace.admitted is None:  # one that was preempted was counted before
+            self.begun.append(packed(sequence.request.prompt))
+        return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence leaves its slot, which keeps what others may start from."""
+        slot = self.table.slots[sequence.slot_id]
+        self.table.release(slot)
+        if sequence.n_exact is not None:
+            del slot.idle_tokens[self._keep(slot, len(slot.idle_tokens)) :]
+
+    def evict_idle(self) -> bool:
+        """Empty the idle slot that nobody has used for longest; False if there is none with tokens."""
+        slot = self.table.least_used()
+        if slot is None:
+            return False
+        self._empty(slot)
+        return True
+
+    def make_way(self, n_sequences: int) -> None:
+        """Empty the idle slots that so many sequences will get, if the cache is unified: until then every
+        row would be computed with what is there."""
+        if self._backend.mode.kv_unified:
+            n_empty = sum(slot.idle and not slot.idle_tokens for slot in self.table.slots)
+            while n_empty < n_sequences and self.evict_idle():
+                n_empty += 1
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's slot away; what it has in the cache is stored."""
+        slot = self.table.slots[sequence.slot_id]
+        self.store(slot, slot.tokens[: slot.n_past])
+        self._backend.truncate(slot.id, 0)
+        sequence.preempt()
+        self.table.release(slot)
+
+    def store(self, slot: Slot, tokens: list[int]) -> None:
+        """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
+        there yet."""
+        n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
+        settled = slot.id not in self._backend.unsettled
+        if tokens and settled and self.stored.wants(tokens, n_bytes):
+            self.stored.put(tokens, self._backend.save(slot.id))
+
+    @property
+    def behind(self) -> Slot | None:
+        """The idle slot used last of those that could be stored without another prefix giving way."""
+        per_token = self._backend.memory.cache_bytes_per_token
+        for slot in sorted(self.table.slots, key=lambda slot: -slot.last_used):
+            n_bytes = len(slot.idle_tokens) * per_token
+            free = slot.idle and slot.idle_tokens and slot.id not in self._backend.unsettled
+            if (
+                free
+                and self.stored.has_room(n_bytes)
+                and self.stored.wants(slot.idle_tokens, n_bytes)
+            ):
+                return slot
+        return None
+
+    def store_ahead(self) -> None:
+        """Save what one idle slot has, so that it need not be when somebody wants the slot."""
+        slot = self.behind
+        if slot is not None:
+            self.store(slot, slot.idle_tokens)
+
+    def store_all(self) -> None:
+        """Save what every idle slot has, the least used first."""
+        for slot in sorted(self.table.slots, key=lambda slot: slot.last_used):
+            if slot.idle:
+                self.store(slot, slot.idle_tokens)
+
+    # -- when somebody asks -----------------------------------------------------------------------
+
+    def save(self, slot_id: int) -> StoredPrefix:
+        """What an idle slot has. Raises InvalidRequestError, EngineUnavailableError like all of these."""
+        slot = self._at_rest(slot_id)
+        return StoredPrefix(list(slot.idle_tokens), self._backend.save(slot.id))
+
+    def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
+        """Have a prefix in an idle slot; what is lost by that is stored first."""
+        slot = self._at_rest(slot_id)
+        self.erase(slot_id)
+        try:
+            self._backend.restore(slot.id, prefix.state)
+        except DecodeError as error:
+            raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
+        slot.idle_tokens = list(prefix.tokens)
+
+    def erase(self, slot_id: int) -> int:
+        """Empty an idle slot; returns the tokens that it had. The prefix store may have them still."""
+        slot = self._at_rest(slot_id)
+        n_tokens = len(slot.idle_tokens)
+        self._empty(slot)
+        return n_tokens
+
+    # -- for other engines ------------------------------------------------------------------------
+
+    @property
+    def held(self) -> list[Held]:
+        """What prompts could start from now."""
+        per_token = self._backend.memory.cache_bytes_per_token
+        return [
+            *(Held(one.tokens[: one.n_past], one.n_past * per_token) for one in self.table.slots),
+            *(Held(one.tokens, len(one.state)) for one in self.stored),
+        ]
+
+    def lend(self, tokens: list[int], most_s: float | None) -> StoredPrefix | None:
+        """The shortest prefix that begins with these tokens. None if there is none any more, or if saving
+        it would probably keep running sequences waiting for longer than that."""
+        n = len(tokens)
+        stored = [one for one in self.stored if one.tokens[:n] == tokens]
+        slots = [
+            one
+            for one in self.table.slots
+            if one.id not in self._backend.unsettled
+            and one.n_past >= n
+            and one.tokens[:n] == tokens
+        ]
+        found = min(stored, key=lambda one: len(one.tokens), default=None)
+        slot = min(slots, key=lambda one: one.n_past, default=None)
+        if slot is not None and (found is None or slot.n_past < len(found.tokens)):
+            most_s = most_s if self.table.busy else None
+            found = self._saved(slot, most_s) or found
+        if found is not None:
+            self.exchanged["handed_over_prefixes"] += 1
+            self.exchanged["handed_over_bytes"] += len(found.state)
+        return found
+
+    def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
+        """What a slot has, unless that would take too long."""
+        n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
+        if most_s is not None and n_bytes * self._save_byte_s > most_s:
+            return None
+        began = time.monotonic()
+        state = self._backend.save(slot.id)
+        self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
+        return StoredPrefix(slot.tokens[: slot.n_past], state)
+
+    def adopt(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
+        """Store another engine's prefix; returns what is stored, None if the store does not want it. If a
+        slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut off. Raises
+        DecodeError if the backend refuses the state then; else that shows when it is needed."""
+        empty = [
+            slot
+            for slot in self.table.slots
+            if slot.idle and not slot.idle_tokens and slot.id not in self._backend.unsettled
+        ]
+        if n_wanted < len(prefix.tokens) and empty and not self.table.busy:
+            prefix = self._cut(empty[0], prefix, n_wanted)
+        if not self.stored.wants(prefix.tokens, len(prefix.state)):
+            return None
+        self.stored.put(prefix.tokens, prefix.state)
+        self.exchanged["received_prefixes"] += 1
+        self.exchanged["received_bytes"] += len(prefix.state)
+        return prefix
+
+    def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
+        """Its first tokens, by way of an empty slot; all if the model's memory cannot be cut there."""
+        self._backend.restore(slot.id, prefix.state)
+        n_kept = self._keep(slot, n_wanted)
+        if n_kept:
+            prefix = StoredPrefix(prefix.tokens[:n_kept], self._backend.save(slot.id))
+            self._backend.truncate(slot.id, 0)
+        return prefix
+
+    def _at_rest(self, slot_id: int) -> Slot:
+        slots = self.table.slots
+        if slot_id not in range(len(slots)) or slots[slot_id].pinned:
+            raise InvalidRequestError(f"There is no slot {slot_id}.", "id_slot")
+        if not slots[slot_id].idle or slot_id in self._backend.unsettled:
+            raise EngineUnavailableError(f"Slot {slot_id} is busy.")
+        return slots[slot_id]
+
+    # -- in a lane --------------------------------------------------------------------------------
+
+    def _empty(self, slot: Slot) -> None:
+        """Store what an idle slot has, and drop it."""
+        self.store(slot, slot.idle_tokens)
+        self._backend.truncate(slot.id, 0)
+        slot.idle_tokens, slot.n_shared = [], 0
+
+    def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
+        """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest
+        up, all is to be computed again."""
+        lane = sequence.slot_id
+        try:
+            if lane in self._backend.unsettled:
+                raise DecodeError("The lane is still to be written.")
+            self._backend.shift(lane, n_keep, n_discard)
+        except DecodeError:
+            self._backend.truncate(lane, 0)
+            sequence.shift(n_keep, n_discard, cached=False)
+            return
+        self.table.slots[lane].n_shared = 0
+        sequence.shift(n_keep, n_discard, cached=True)
+
+    def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
+        """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
+        slot = choice.slot
+        slot.n_shared = min(slot.n_shared, choice.n_cached) if choice.in_place else 0
+        if choice.stored and stored is not None:
+            if slot.id in self._backend.unsettled:  # a copy would be of what is written now
+                return self._keep(slot, 0)
+            try:
+                self._backend.restore(slot.id, stored.state)
+            except DecodeError as error:
+                logger.warning("A stored prefix is computed again: %s", error)
+                return self._keep(slot, 0)
+        elif choice.copy_from is not None:
+            self._backend.copy(choice.copy_from.id, slot.id)
+            if self._backend.mode.kv_unified:
+                slot.n_shared = choice.n_cached
+        return self._keep(slot, choice.n_cached)
+
+    def _keep(self, slot: Slot, n_cached: int) -> int:
+        """Drop all but the slot's first `n_cached` tokens, or all of them if the model's memory
+        cannot be cut there; returns how many it kept."""
+        try:
+            self._backend.truncate(slot.id, n_cached)
+        except DecodeError:
+            self._backend.truncate(slot.id, 0)
+            return 0
+        return n_cached

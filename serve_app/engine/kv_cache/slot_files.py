@@ -1,0 +1,96 @@
+"""Slots saved to files, and filled from them, when somebody asks for it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from serve_app.engine.commands import Errand
+from serve_app.engine.kv_cache import state_format
+from serve_app.engine.kv_cache.manager import Lanes
+from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.types import SlotAction
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+class SlotFiles:
+    """The files of one folder. Any thread but the decoder's; every call waits for it, and for the disk.
+
+    `ask` has an errand done. A file is good only for the model, cache formats and version of llama.cpp
+    that `state_key` stands for. Raises InvalidRequestError for what cannot be done, and
+    EngineUnavailableError while the slot is busy."""
+
+    def __init__(
+        self, folder: Path | None, state_key: bytes, ask: Callable[[Errand], None]
+    ) -> None:
+        self._folder = folder
+        self._key = state_format.key_of(state_key)
+        self._ask = ask
+
+    def act(self, action: str, slot_id: int, name: str) -> SlotAction:
+        """`save`, `restore` or `erase`."""
+        if action == "erase":
+            return self.erase(slot_id)
+        return (self.save if action == "save" else self.restore)(slot_id, name)
+
+    def save(self, slot_id: int, name: str) -> SlotAction:
+        """Write what an idle slot has."""
+        path = self._path(name)
+        began = time.monotonic()
+        prefix = self._done(lambda lanes: lanes.save(slot_id))
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            n_bytes = state_format.write(path, self._key, prefix)
+        except OSError as error:
+            raise CorralError(f"The slot cannot be written: {error.strerror}.") from error
+        return SlotAction(slot_id, len(prefix.tokens), n_bytes, time.monotonic() - began)
+
+    def restore(self, slot_id: int, name: str) -> SlotAction:
+        """Fill an idle slot from a file."""
+        path = self._path(name)
+        began = time.monotonic()
+        try:
+            size = path.stat().st_size
+            prefix = state_format.read(path, self._key, size)
+        except OSError as error:
+            message = f"The file {name!r} cannot be read: {error.strerror}."
+            raise InvalidRequestError(message, "filename") from error
+        except state_format.RefusedFileError as error:
+            message = f"The file {name!r} cannot be used: {error}."
+            raise InvalidRequestError(message, "filename") from error
+        assert prefix is not None  # its state is smaller than the file
+        self._done(lambda lanes: lanes.restore(slot_id, prefix))
+        return SlotAction(slot_id, len(prefix.tokens), size, time.monotonic() - began)
+
+    def erase(self, slot_id: int) -> SlotAction:
+        """Empty an idle slot."""
+        self._check_allowed()
+        began = time.monotonic()
+        n_tokens = self._done(lambda lanes: lanes.erase(slot_id))
+        return SlotAction(slot_id, n_tokens, 0, time.monotonic() - began)
+
+    def _done(self, run: Callable[[Lanes], Any]) -> Any:
+        errand = Errand(run)
+        self._ask(errand)
+        return errand.future.result()
+
+    def _check_allowed(self) -> Path:
+        if self._folder is None:
+            raise InvalidRequestError(
+                "Slots cannot be saved, restored or erased here: engine.slot_folder is not set.",
+                "action",
+            )
+        return self._folder
+
+    def _path(self, name: str) -> Path:
+        folder = self._check_allowed()
+        if not _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                "filename: up to 128 letters, digits, '-', '_' and '.', without a '.' in front.",
+                "filename",
+            )
+        return folder / name

@@ -1,0 +1,106 @@
+"""A prefix's file: its tokens, and what llama.cpp knows of them.
+
+It is what `_FIELDS` names, a checksum of all the rest, the tokens, and the state. It is checked before
+any of it is used: llama.cpp believes what a state says.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from serve_app.engine.backends.base import State
+from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+
+UNFINISHED = ".unfinished"
+"""How names of files end that are being written."""
+KEY_BYTES = 32
+
+_MAGIC = b"CorralPx"
+_VERSION = 1
+_FIELDS = struct.Struct("<8sI32sIQ")  # magic, version, fingerprint, tokens, bytes of state
+_DIGEST_BYTES = 32
+TOKEN_BYTES = 4
+"""Of a packed token."""
+
+
+class RefusedFileError(Exception):
+    """A file must not be used; the message says why."""
+
+
+def key_of(fingerprint: bytes) -> bytes:
+    """What a file is marked with, of all that its state depends on."""
+    return blake2b(fingerprint, digest_size=KEY_BYTES).digest()
+
+
+def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
+    """The prefix in a file, None if its state takes more than `room_bytes`. Raises RefusedFileError,
+    OSError."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise RefusedFileError("it is not a file")
+    with path.open("rb") as file:
+        fields, checksum = file.read(_FIELDS.size), file.read(_DIGEST_BYTES)
+        if len(checksum) < _DIGEST_BYTES or not fields.startswith(_MAGIC):
+            raise RefusedFileError("it is not a stored prefix, or cut off in its header")
+        _, version, found_key, n_tokens, n_state = _FIELDS.unpack(fields)
+        if version != _VERSION:
+            raise RefusedFileError(f"it is of version {version}, this program reads {_VERSION}")
+        if found_key != key:
+            raise RefusedFileError("it is of another model, context or version of llama.cpp")
+        n_bytes = _FIELDS.size + _DIGEST_BYTES + n_tokens * TOKEN_BYTES + n_state
+        if status.st_size != n_bytes:
+            raise RefusedFileError(f"it has {status.st_size} bytes, its header says {n_bytes}")
+        if n_state > room_bytes:
+            return None
+        tokens, state = file.read(n_tokens * TOKEN_BYTES), file.read(n_state)
+    if _checksum(fields, tokens, state) != checksum:
+        raise RefusedFileError("its checksum is wrong")
+    return StoredPrefix(unpacked(tokens), state)
+
+
+def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
+    """Make a file, whole or not at all, which nobody but the owner can read; returns its bytes. Raises
+    OSError."""
+    tokens = packed(prefix.tokens)
+    fields = _FIELDS.pack(_MAGIC, _VERSION, key, len(prefix.tokens), len(prefix.state))
+    checksum = _checksum(fields, tokens, prefix.state)
+    descriptor, unfinished = tempfile.mkstemp(UNFINISHED, dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines((fields, checksum, tokens, prefix.state))
+            file.flush()
+            os.fsync(descriptor)
+            n_bytes = file.tell()
+        Path(unfinished).replace(path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+    return n_bytes
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Tokens as bytes, four each."""
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def n_tokens(tokens: bytes) -> int:
+    """How many `packed` made bytes of."""
+    return len(tokens) // TOKEN_BYTES
+
+
+def unpacked(tokens: bytes) -> list[int]:
+    """What `packed` made bytes of."""
+    return list(struct.unpack(f"<{n_tokens(tokens)}i", tokens))
+
+
+def _checksum(*parts: State) -> bytes:
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""What an engine tells about itself and its requests."""

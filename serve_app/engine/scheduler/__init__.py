@@ -1,0 +1,1 @@
+"""What each step computes, and who is next for a slot."""

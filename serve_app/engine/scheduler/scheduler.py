@@ -1,0 +1,267 @@
+"""Which rows go into the next batches. Pure: no model, no threads, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.scheduler.batch import Pass, Turn, plan_pass
+from serve_app.engine.sequence import Sequence
+
+# Of the stall budget, what passes are first planned for; and how fast that follows what they take.
+_FIRST_MARGIN = 0.92
+_TOO_LONG, _IN_TIME = 0.97, 1.0003  # balanced when one step in a hundred takes too long
+# How much longer than its fair share a prompt may be held back: shares are forecasts.
+_PATIENCE = 1.5
+# Drafts that are tried, and how many drafted rows one step may have in all.
+_DRAFTS = (1, 2, 3, 5, 7)
+MAX_DRAFTED_ROWS = 16
+# Prompt rows of one pass whose logits are wanted: each takes memory for the whole vocabulary.
+MAX_SCORED_ROWS = 32
+# What speculation must promise to be tried.
+_LEAST_GAIN = 0.05
+
+
+class Scheduler:
+    """Plans steps over the running sequences: passes over every decoding one's next token, then a pass
+    over at most `n_batch` prompt tokens.
+
+    Decoding sequences share one pass, unless the cost model says that several are faster. Where it says
+    that it pays, some of them have drafted tokens verified in a pass of their own. With `mixed`, decoding
+    sequences and prompts share one pass, if there are both.
+
+    While sequences decode, prompts get as much of a step as keeps it within `max_stall_s`, by the cost
+    model: so long at most a stream waits between two tokens. Where decoding alone takes more than half of
+    that, prompts may take as long as it takes; and one of them always gets on.
+
+    Before the first stream begins, nobody waits between two tokens, and prompts are computed in chunks as
+    large as pays, which is faster for all. One that is done but for its last token holds that back while
+    others catch up, for as long as it would have taken had all shared the machine alike. As long as every
+    step finds somebody new, steps are short, so that whoever belongs to a burst is seen before its first
+    stream begins; and a chunk ends where a prefix ends that others wait for.
+
+    The prompt goes first that has waited longest for what it needs (highest response ratio next): short
+    ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
+    Scheduling", 1971.
+    """
+
+    def __init__(
+        self,
+        n_batch: int,
+        costs: CostModel | None = None,
+        max_stall_s: float | None = None,
+        *,
+        speculate: bool = False,
+        n_ctx_slot: int = 0,
+        mixed: bool = False,
+    ) -> None:
+        """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a pass into pieces.
+        Without anything measured or without a bound, only `n_batch` limits the prompts."""
+        self._n_batch = n_batch
+        self._costs = costs or CostModel(Measurements())
+        self._max_stall_s = max_stall_s
+        self._speculate = speculate and bool(self._costs)
+        self._n_ctx_slot = n_ctx_slot
+        self._mixed = mixed
+        self._n_cells = 0
+        self._lane_ends: Mapping[int, int] | None = None
+        self._beside_s = 0.0
+        self._margin = _FIRST_MARGIN
+        self._running: list[Sequence] = []
+        self._has_news = False
+        """Whether somebody came since the last step."""
+        self._planned = 0.0
+        """When that was."""
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence got a slot; it is served in the next step if there is room."""
+        self._running.append(sequence)
+        self._has_news |= sequence.trace.submitted > self._planned
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence ended, or lost its slot."""
+        self._running.remove(sequence)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """The sequences that have a slot, in the order in which they got it."""
+        return tuple(self._running)
+
+    def schedule(
+        self,
+        now: float,
+        n_cells: int = 0,
+        lane_ends: Mapping[int, int] | None = None,
+        beside_s: float = 0.0,
+    ) -> list[Pass]:
+        """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
+        `n_cells` are in use, if the cache is unified. `lane_ends` are the tokens in the cache of each lane
+        that has room for one more and could drop it again; None if that does not matter. `beside_s` were
+        spent on embeddings: prompts get less of the step."""
+        self._n_cells = n_cells if self._mixed else 0
+        self._lane_ends, self._beside_s = lane_ends, beside_s
+        decoding = [sequence for sequence in self._running if sequence.n_pending == 1]
+        decoding.sort(key=lambda sequence: sequence.slot_id)
+        rest_s = 0.0 if any(one.n_generated for one in decoding) else self._catch_up_s()
+        held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
+        groups = [] if held else self._decode_turns(decoding)
+        prompts = self._prompt_turns(groups, now)
+        self._has_news, self._planned = False, now
+        if held:
+            prompts = self._without_last_tokens(prompts, rest_s, now)
+        if self._mixed and prompts:
+            return [plan_pass([*chain(*groups), *prompts], self._n_cells)]
+        passes = [self._plan(turns) for turns in groups]
+        return [*passes, plan_pass(prompts)] if prompts else passes
+
+    def took(self, passes: list[Pass], seconds: float) -> None:
+        """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
+        both = any(one.decodes for one in passes) and any(one.prefills for one in passes)
+        if self._max_stall_s is not None and both:
+            change = _IN_TIME if seconds <= self._max_stall_s else _TOO_LONG
+            self._margin = min(1.0, max(0.5, self._margin * change))
+
+    def _depth(self, sequences: Iterable[Sequence]) -> float:
+        """Tokens that a row of these attends past."""
+        depths = [sequence.n_past for sequence in sequences]
+        return self._costs.attended(sum(depths) / len(depths), self._n_cells)
+
+    # -- before the first stream ------------------------------------------------------------------
+
+    def _catch_up_s(self) -> float:
+        """Seconds until all prompts are done; 0 if that does not matter."""
+        if self._max_stall_s is None:
+            return 0.0
+        n_pending = sum(one.n_pending for one in self._running if one.n_pending > 1)
+        return n_pending * self._costs.prompt_token_s
+
+    def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
+        """Whether it would have waited that long if all shared the machine alike. Before it got its slot
+        it may have waited for a prefix that it need not compute now: that does not count."""
+        own_s = sequence.n_computed * self._costs.prompt_token_s
+        since = (
+            sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
+        )
+        return now - since + rest_s <= _PATIENCE * len(self._running) * own_s
+
+    def _without_last_tokens(self, prompts: list[Turn], rest_s: float, now: float) -> list[Turn]:
+        """The same, but prompts that can wait stop before their last token; unless all are done now."""
+        n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
+        if n_done == sum(one.n_pending > 1 for one in self._running):
+            return prompts
+        return [
+            turn._replace(n_rows=turn.n_rows - 1)
+            if turn.n_rows == turn.sequence.n_pending and self._can_wait(turn.sequence, rest_s, now)
+            else turn
+            for turn in prompts
+        ]
+
+    # -- decoding ---------------------------------------------------------------------------------
+
+    def _decode_turns(self, decoding: list[Sequence]) -> list[list[Turn]]:
+        """The passes for the decoding sequences' next tokens."""
+        if not decoding:
+            return []
+        n_past = self._depth(decoding)
+        drafting = self._drafting(decoding, n_past) if self._speculate else {}
+        plain = [sequence for sequence in decoding if sequence.id not in drafting]
+        parts = iter(plain)
+        groups = [
+            [Turn(next(parts), 1) for _ in range(size)] for size in self._split(plain, n_past)
+        ]
+        if drafting:
+            groups.append(
+                [Turn(one, 1, drafting[one.id]) for one in decoding if one.id in drafting]
+            )
+        return groups
+
+    def _plan(self, turns: list[Turn]) -> Pass:
+        """A pass over decoding sequences."""
+        fills = bool(self._costs) and not turns[0].draft
+        return plan_pass(turns, self._n_cells, self._lane_ends if fills else None)
+
+    def _split(self, decoding: list[Sequence], n_past: float) -> tuple[int, ...]:
+        """How many of these, ordered by lane, each pass computes."""
+        if not decoding:
+            return ()
+        lanes = tuple(sequence.slot_id for sequence in decoding)
+        if self._mixed:  # all lanes are computed together
+            lanes = tuple(range(len(lanes)))
+        between = set(range(lanes[0], lanes[-1])).difference(lanes)
+        return self._costs.split(
+            lanes, n_past, frozenset(between.difference(self._lane_ends or ()))
+        )
+
+    def _drafting(self, decoding: list[Sequence], n_past: float) -> dict[str, tuple[int, ...]]:
+        """Whose drafts are worth a pass of their own, and the drafts: all of one length."""
+        drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot) for one in decoding}
+        best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
+        best: dict[str, tuple[int, ...]] = {}
+        for n_drafted in _DRAFTS:
+            group = [one for one in decoding if len(drafts[one.id]) >= n_drafted]
+            if not group or len(group) * n_drafted > MAX_DRAFTED_ROWS:
+                continue
+            rest = len(decoding) - len(group)
+            seconds = self._costs.verify_s(len(group), n_drafted, n_past)
+            seconds += self._costs.steps_s(rest, n_past) if rest else 0.0
+            rate = (rest + sum(one.lookup.expected(n_drafted) for one in group)) / seconds
+            if rate > best_rate:
+                best_rate = rate
+                best = {one.id: drafts[one.id][:n_drafted] for one in group}
+        for one in decoding:
+            if drafts[one.id] and one.id not in best:
+                one.lookup.passed()
+        return best
+
+    # -- prompts ----------------------------------------------------------------------------------
+
+    def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
+        """Which prompts get on in this step, and by how many rows."""
+        decode_s = spent_s = sum(self._pass_s(turns) for turns in decoding)
+        n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
+        bounded = self._max_stall_s is not None and bool(self._costs)
+        bounded = bounded and (bool(decoding) or self._has_news)
+        within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
+        left, left_scored = self._n_batch, MAX_SCORED_ROWS
+        turns: list[Turn] = []
+        prompts = [sequence for sequence in self._running if sequence.n_pending > 1]
+        for sequence in sorted(prompts, key=lambda one: self._urgency(one, now), reverse=True):
+            depth, n_rows = self._depth([sequence]), min(left, sequence.n_pending)
+            if sequence.n_past < sequence.n_awaited:
+                n_rows = min(n_rows, sequence.n_awaited - sequence.n_past)
+            if sequence.unscored:
+                if not left_scored:
+                    continue
+                n_rows = min(n_rows, left_scored)
+                left_scored -= n_rows
+            if bounded and self._mixed:
+                n_beside = n_decoding + self._n_batch - left
+                n_rows = self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
+            elif bounded:
+                rest_s = within_s - spent_s
+                n_rows = self._costs.chunk(n_rows, depth, within_s=rest_s, beside_s=spent_s)
+            if bounded and sequence.unscored:  # their logits take as long again at most
+                n_rows = -(-n_rows // 2)
+            if n_rows == 0 and turns:
+                break
+            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, sequence.n_pending))
+            turns.append(Turn(sequence, n_rows))
+            left -= n_rows
+            if left <= 0:
+                break
+            spent_s += self._costs.prefill_s(n_rows, depth)
+        return turns
+
+    def _pass_s(self, turns: list[Turn]) -> float:
+        n_past = self._depth(turn.sequence for turn in turns)
+        if turns[0].draft or self._mixed or self._lane_ends is None:
+            return self._costs.verify_s(len(turns), len(turns[0].draft), n_past)
+        return self._costs.decode_s(
+            turns[-1].sequence.slot_id - turns[0].sequence.slot_id + 1, n_past
+        )
+
+    def _urgency(self, sequence: Sequence, now: float) -> float:
+        """How long it has waited, by how long it needs."""
+        needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
+        return (now - sequence.trace.submitted) / (needs_s or sequence.n_pending)

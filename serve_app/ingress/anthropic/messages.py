@@ -1,0 +1,143 @@
+"""A chat's turns, as Anthropic's clients send them.
+
+Source: Anthropic's API reference, "Messages".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
+
+
+class Block(StrictModel):
+    """A block of content. Prompts are cached anyway, so where to cache says nothing new."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "citations": (None, []),
+        "caller": (None, {"type": "direct"}),
+        "toolset_name": (None,),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+
+class TextBlock(Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _blocks(value: object) -> object:
+    """A text is short for one block of it; other media are refused by their names."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    for block in value if isinstance(value, list) else ():
+        name = block.get("type") if isinstance(block, dict) else None
+        if name in ("image", "document", "search_result"):
+            message = f"Content of the type {name!r} is not supported: these models read text."
+            raise InvalidRequestError(message, "messages")
+    return value
+
+
+Texts = Annotated[
+    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
+
+
+def joined(blocks: list[TextBlock]) -> str:
+    """The blocks as one text."""
+    return "".join(block.text for block in blocks)
+
+
+class ToolUseBlock(Block):
+    """A call that the assistant made in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+    def as_call(self) -> MessageToolCall:
+        """The call as OpenAI has it."""
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        return MessageToolCall(
+            id=self.id, function=FunctionCall(name=self.name, arguments=arguments)
+        )
+
+
+class ToolResultBlock(Block):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts = Field(default=[])
+    is_error: bool = False
+
+    def as_message(self) -> ChatMessage:
+        """The result as a turn of its own. Templates know no errors, so the text says it."""
+        text = ("Error: " if self.is_error else "") + joined(self.content)
+        return ChatMessage(role="tool", tool_call_id=self.tool_use_id, content=text)
+
+
+class ThinkingBlock(BaseModel):
+    """Thoughts of an earlier turn. What is redacted cannot be read; signatures are not looked at."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+
+
+Content = list[
+    Annotated[
+        TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+    ]
+]
+
+
+class Message(BaseModel):
+    """One turn."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["user", "assistant"]
+    content: Annotated[Content, BeforeValidator(_blocks, json_schema_input_type=str | Content)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        foreign = ToolUseBlock if self.role == "user" else ToolResultBlock
+        for block in self.content:
+            if isinstance(block, foreign):
+                message = (
+                    f"No block of the type {block.type!r} can be in a turn of the {self.role}."
+                )
+                raise InvalidRequestError(message, "messages")
+        return self
+
+    def as_messages(self, *, thoughts: bool) -> list[ChatMessage]:
+        """The turn as OpenAI has it: tools' results are turns of their own; `thoughts` keeps those of the
+        assistant."""
+        results = [b.as_message() for b in self.content if isinstance(b, ToolResultBlock)]
+        calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
+        parts = [
+            TextPart(type="text", text=block.text)
+            for block in self.content
+            if isinstance(block, TextBlock)
+        ]
+        if results and not parts:
+            return results
+        thought = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
+        turn = ChatMessage(
+            role=self.role,
+            content=parts,
+            tool_calls=calls or None,
+            reasoning_content=thought if thoughts and self.role == "assistant" else None,
+        )
+        return [*results, turn]

@@ -1,0 +1,223 @@
+"""Anthropic's requests as types, and as the chats that they are.
+
+Source: Anthropic's API reference, "Messages" and "Count tokens in a Message".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.anthropic.messages import Message, Texts, joined
+from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
+from serve_app.ingress.openai.protocol import (
+    ChatCompletionRequest,
+    Finite,
+    NamedFunction,
+    NamedToolChoice,
+    Stop,
+)
+
+
+class AnthropicTool(StrictModel):
+    """One of `tools`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "defer_loading": (None, False),
+        "allowed_callers": (None, ["direct"]),
+        "input_examples": (None, []),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    """Whether the input is held to the schema."""
+
+    def as_tool(self) -> Tool:
+        """The tool as OpenAI has it."""
+        given: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            given["description"] = self.description
+        function = FunctionDefinition(**given, parameters=self.input_schema, strict=self.strict)
+        return Tool(type="function", function=function)
+
+
+class ToolChoice(BaseModel):
+    """`tool_choice`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """Of the tool that must be called, with the type `tool`."""
+    disable_parallel_tool_use: bool = False
+    """Allows one call in a turn."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolChoice:
+        if (self.type == "tool") is (self.name is None):
+            message = "'name' goes with the type \"tool\", and with no other."
+            raise InvalidRequestError(message, "tool_choice")
+        return self
+
+    def as_choice(self) -> Literal["auto", "none", "required"] | NamedToolChoice:
+        """The choice as OpenAI has it."""
+        if self.name is not None:
+            return NamedToolChoice(type="function", function=NamedFunction(name=self.name))
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
+
+
+class Thinking(BaseModel):
+    """`thinking`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    """`adaptive` is for any model: whether it thinks is its own business."""
+    budget_tokens: Annotated[int, Field(ge=1024)] | None = None
+    """What thoughts should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted` leaves the thoughts out of the answer; otherwise they are given as they are."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Thinking:
+        if (self.type == "enabled") is (self.budget_tokens is None):
+            message = "'budget_tokens' goes with the type \"enabled\", and with no other."
+            raise InvalidRequestError(message, "thinking")
+        return self
+
+
+class Metadata(BaseModel):
+    """`metadata`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    user_id: str | None = None
+    """Whose request it is: slots are shared fairly among users."""
+
+
+class CountTokensRequest(StrictModel):
+    """POST /v1/messages/count_tokens: what makes the prompt."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "output_config": (None, {}),
+        "context_management": (None,),
+        "mcp_servers": (None, []),
+        "speed": (None, "standard"),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: Texts = Field(default=[])
+    tools: list[AnthropicTool] = Field(default=[])
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    """Whether the model thinks before it answers, if its chat template has thoughts; without this, it is
+    asked not to."""
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        forced = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
+        if self.thinks and forced:
+            raise InvalidRequestError(
+                "A forced call begins right away: 'thinking' is not supported together with it.",
+                "thinking",
+            )
+        return self
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    @field_validator("messages")
+    @classmethod
+    def _refuse_prefill(cls, messages: list[Message]) -> list[Message]:
+        if messages[-1].role == "assistant":
+            raise InvalidRequestError(
+                "The last message is the assistant's: to begin an answer for the model (prefill) is "
+                "not supported.",
+                "messages",
+            )
+        return messages
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """The same for OpenAI's chat. Raises InvalidRequestError."""
+        told = joined(self.system)
+        system = [ChatMessage(role="system", content=told)] if told else []
+        choice = self.tool_choice
+        turns = [turn for one in self.messages for turn in one.as_messages(thoughts=self.thinks)]
+        return ChatCompletionRequest(
+            messages=system + turns,
+            tools=[tool.as_tool() for tool in self.tools],
+            tool_choice=choice.as_choice() if choice else None,
+            parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            chat_template_kwargs={"enable_thinking": self.thinks},
+            **self._sampling(),
+        )
+
+    def _sampling(self) -> dict[str, Any]:
+        """The chat's other fields."""
+        return {}
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CountTokensRequest.NEUTRAL,
+        "service_tier": (None, "auto", "standard_only"),
+        "container": (None,),
+        "inference_geo": (None,),
+        "diagnostics": (None,),
+    }
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """0 keeps all tokens."""
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool = False
+    metadata: Metadata | None = None
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        budget = self.thinking.budget_tokens if self.thinking else None
+        if budget is not None and budget >= self.max_tokens:
+            message = "'budget_tokens' must be less than 'max_tokens'."
+            raise InvalidRequestError(message, "thinking")
+        return self
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+            "user": self.metadata.user_id if self.metadata else None,
+        }
+
+
+class AnthropicErrorBody(BaseModel):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody

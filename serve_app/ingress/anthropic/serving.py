@@ -1,0 +1,169 @@
+"""A sequence's deltas as Anthropic's message: whole, or as server-sent events.
+
+Source: Anthropic's API reference, "Messages" and "Streaming Messages".
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from serve_app.ingress.generation import chat
+from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.http import sse
+from serve_app.ingress.http.errors import anthropic_error_body
+from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.tool_calls import ToolCall
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
+
+Json = dict[str, Any]
+
+
+@dataclass
+class MessageAnswer:
+    """One message on its way."""
+
+    id: str
+    model: str
+    n_prompt: int
+    parser: AnswerParser
+    """Finds the thoughts in the text, and the tool calls where there are tools."""
+    shows_thoughts: bool
+    _blocks: list[Json] = field(default_factory=list)
+    """Those that are complete."""
+    _open: Literal["text", "thinking"] | None = None
+    """What kind of block is not."""
+    _pieces: list[str] = field(default_factory=list)
+    """What it has so far."""
+
+    def opening(self) -> list[Json]:
+        """The events before any text. How much of the prompt was cached is told at the end."""
+        usage = usage_body(Usage(self.n_prompt, 0, 0))
+        return [{"type": "message_start", "message": self._message(None, usage)}, {"type": "ping"}]
+
+    def events(self, delta: TokenDelta) -> list[Json]:
+        """One delta's events; the last one's tell the end."""
+        events: list[Json] = []
+        for part in chat.parts(self.parser, delta):
+            if isinstance(part, ToolCall):
+                events += self._called(part)
+            elif isinstance(part, str):
+                events += self._said("text", part)
+            elif self.shows_thoughts:
+                events += self._said("thinking", part.text)
+        if delta.end is not None:
+            events += [
+                *self._end_of_block(),
+                {
+                    "type": "message_delta",
+                    "delta": self._stop(delta.end),
+                    "usage": usage_body(delta.end.usage),
+                },
+                {"type": "message_stop"},
+            ]
+        return events
+
+    def whole(self, end: SequenceEnd) -> Json:
+        """The message, when all of its events were made."""
+        return self._message(end, usage_body(end.usage))
+
+    def _said(self, kind: Literal["text", "thinking"], text: str) -> list[Json]:
+        opening: list[Json] = []
+        if self._open != kind:
+            opening = [*self._end_of_block(), self._start(_block(kind, ""))]
+            self._open = kind
+        self._pieces.append(text)
+        return [*opening, self._delta({"type": f"{kind}_delta", kind: text})]
+
+    def _called(self, call: ToolCall) -> list[Json]:
+        block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
+        return [
+            *self._end_of_block(),
+            self._start(block | {"input": {}}),
+            self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
+            self._end(block | {"input": json.loads(call.arguments)}),
+        ]
+
+    def _end_of_block(self) -> list[Json]:
+        """A thought is signed before it ends; nobody checks that here, so the signature is empty."""
+        if self._open is None:
+            return []
+        signing = [self._delta({"type": "signature_delta", "signature": ""})]
+        ended = _block(self._open, "".join(self._pieces))
+        before = signing if self._open == "thinking" else []
+        self._open = None
+        self._pieces.clear()
+        return [*before, self._end(ended)]
+
+    def _start(self, block: Json) -> Json:
+        return {
+            "type": "content_block_start",
+            "index": len(self._blocks),
+            "content_block": block,
+        }
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self._blocks), "delta": delta}
+
+    def _end(self, block: Json) -> Json:
+        self._blocks.append(block)
+        return {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _message(self, end: SequenceEnd | None, usage: Json) -> Json:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": list(self._blocks),
+            **self._stop(end),
+            "usage": usage,
+        }
+
+    def _stop(self, end: SequenceEnd | None) -> Json:
+        reason = None
+        if end is not None:
+            reason = "max_tokens" if end.reason == FinishReason.LENGTH else "end_turn"
+            if end.stop is not None:
+                reason = "stop_sequence"
+            elif reason == "end_turn" and any(b["type"] == "tool_use" for b in self._blocks):
+                reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": end.stop if end else None}
+
+
+def _block(kind: Literal["text", "thinking"], text: str) -> Json:
+    return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def usage_body(usage: Usage) -> Json:
+    """Anthropic's `usage`, whose `input_tokens` are those that were not cached."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+async def collect(answer: MessageAnswer, deltas: Deltas) -> Json:
+    """Read the sequence to its end."""
+    found: SequenceEnd | None = None
+    async for _, delta in deltas:
+        answer.events(delta)
+        found = delta.end
+    assert found is not None
+    return answer.whole(found)
+
+
+def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[str]:
+    """The sequence as server-sent events. A failure on the way is the last of them."""
+    return sse.events(
+        deltas,
+        lambda _, delta: answer.events(delta),
+        lambda error: anthropic_error_body(error, error.status),
+        opening=answer.opening(),
+        write=sse.named,
+    )

@@ -1,0 +1,71 @@
+"""The page in the browser: static files, which need no key, and what browsers may do with them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.ingress.http.auth import came_to_loopback
+
+FOLDER = Path(__file__).parents[2] / "ui"
+
+# The second line of defence against what models write; the first is that the page makes no HTML of it.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-cache",  # it may be kept, and is asked about each time
+}
+
+
+class Page:
+    """ASGI middleware before the guard. Answers `/` and `/ui/...` if there is a page for who asks."""
+
+    def __init__(self, app: ASGIApp, switch: bool | Literal["auto"]) -> None:
+        self._app = app
+        self._switch = switch
+        self._files = StaticFiles(directory=FOLDER)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        name = self._name(scope)
+        if name is not None:
+            with suppress(HTTPException):  # no such file: the rest of the application answers
+                response = await self._files.get_response(name, scope)
+                response.headers.update(_HEADERS)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _name(self, scope: Scope) -> str | None:
+        """The file that is asked for; None if none is."""
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            return None
+        if not (came_to_loopback(scope) if self._switch == "auto" else self._switch):
+            return None
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in ("", "/"):
+            return "index.html"
+        folder, _, name = path.removeprefix("/").partition("/")
+        return name if folder == "ui" else None

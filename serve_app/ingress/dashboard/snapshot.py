@@ -1,0 +1,237 @@
+"""What the replicas do, in the form in which watchers are told. Pure: no engine, no clock."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve_app.routing.slot_wait import slot_wait_s
+from serve_app.types import ReplicaStats
+
+Json = dict[str, Any]
+
+# Seconds over which rates are told, and those over which prompts are looked at for what caches had.
+_RATE_S = 3.0
+_HITS_S = 60.0
+# A replica that does not answer so many times in a row is gone.
+_MISSES = 3
+_N_EVENTS = 200
+# Counters of EngineStats whose growth is an event, and how that is told.
+_NOTED = {"preemptions": "preempted", "failovers": "resumed"}
+_COUNTERS = (
+    "generated_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "passes",
+    "busy_lanes",
+    "decode_s",
+)
+_QUANTILES = (0.5, 0.95, 0.99)
+
+NOTHING: Json = {}
+"""The view before the first look."""
+
+
+@dataclass
+class _Replica:
+    """One replica, as far as it has been seen."""
+
+    model: str
+    stats: ReplicaStats
+    misses: int = 0
+    samples: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
+
+    def saw(self, stats: ReplicaStats, now: float) -> None:
+        self.stats, self.misses = stats, 0
+        self.samples.append((now, {name: stats.engine[name] for name in _COUNTERS}))
+        while now - self.samples[0][0] > _HITS_S:
+            self.samples.popleft()
+
+    def grown(self, within_s: float) -> tuple[float, dict[str, float]]:
+        """The seconds between the last sample and one as long ago as that, and what was counted in them."""
+        now, last = self.samples[-1]
+        then, first = next(one for one in self.samples if now - one[0] <= within_s)
+        return now - then, {name: last[name] - first[name] for name in _COUNTERS}
+
+
+class Board:
+    """All models' replicas, and what has happened. `look` takes in what they told; `view` is the board as
+    flat as possible, so that `difference` of two of them is small."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, _Replica] = {}
+        self._states: dict[str, dict[str, int]] = {}
+        self._began = False
+        self._events: deque[Json] = deque(maxlen=_N_EVENTS)
+        self._n_events = 0
+        self.view = NOTHING
+
+    def look(
+        self,
+        found: Mapping[str, Iterable[ReplicaStats]],
+        states: Mapping[str, Mapping[str, int]],
+        now: float,
+        wall_s: float,
+    ) -> None:
+        """What each model's replicas told at this moment, and how many are in which of Serve's states."""
+        told = {stats.replica_id for of_model in found.values() for stats in of_model}
+        for model, of_model in found.items():
+            for stats in of_model:
+                self._saw(model, stats, now, wall_s)
+        for replica_id in [one for one in self._replicas if one not in told]:
+            self._missed(replica_id, wall_s)
+        self._follow_states(states, wall_s)
+        self._began = True
+        self.view = {
+            "at": round(wall_s, 3),
+            "models": {model: self._model(model) for model in found},
+            "replicas": {key: _told(one) for key, one in sorted(self._replicas.items())},
+            "events": {str(event["n"]): event for event in self._events},
+        }
+
+    def _saw(self, model: str, stats: ReplicaStats, now: float, wall_s: float) -> None:
+        known = self._replicas.get(stats.replica_id)
+        if known is None:
+            known = self._replicas[stats.replica_id] = _Replica(model, stats)
+            if self._began:
+                self._note("came", model, wall_s, stats.replica_id)
+        before = known.stats.engine
+        for counter, kind in _NOTED.items():
+            more = stats.engine.get(counter, 0) - before.get(counter, 0)
+            if more > 0:
+                self._note(kind, model, wall_s, stats.replica_id, more)
+        if stats.engine["draining"] and not before["draining"]:
+            self._note("draining", model, wall_s, stats.replica_id)
+        known.saw(stats, now)
+
+    def _missed(self, replica_id: str, wall_s: float) -> None:
+        replica = self._replicas[replica_id]
+        replica.misses += 1
+        if replica.misses >= _MISSES:
+            del self._replicas[replica_id]
+            self._note("gone", replica.model, wall_s, replica_id)
+
+    def _follow_states(self, states: Mapping[str, Mapping[str, int]], wall_s: float) -> None:
+        for model, counts in states.items():
+            before = self._states.get(model, {})
+            for state, kind in (("STARTING", "starting"), ("STOPPING", "draining")):
+                more = counts.get(state, 0) - before.get(state, 0)
+                if more > 0:
+                    self._note(kind, model, wall_s, None, more)
+            self._states[model] = dict(counts)
+
+    def _note(
+        self, kind: str, model: str, wall_s: float, replica_id: str | None, count: int = 1
+    ) -> None:
+        self._n_events += 1
+        self._events.append(
+            {
+                "n": self._n_events,
+                "at": round(wall_s, 3),
+                "kind": kind,
+                "model": model,
+                "replica": replica_id,
+                "count": count,
+            }
+        )
+
+    def _model(self, model: str) -> Json:
+        latencies = [one.stats.latencies for one in self._replicas.values() if one.model == model]
+        return {"states": self._states.get(model, {}), **_quantiles(latencies)}
+
+
+def _told(replica: _Replica) -> Json:
+    """One replica's fields."""
+    stats, engine = replica.stats, replica.stats.engine
+    seconds, grown = replica.grown(_RATE_S)
+    _, lately = replica.grown(_HITS_S)
+    n_prompt = lately["prompt_tokens"] + lately["cached_tokens"]
+    n_live = engine["running"] + engine["waiting"]
+    return {
+        "model": replica.model,
+        "state": "silent" if replica.misses else "draining" if engine["draining"] else "up",
+        "node": stats.node_id,
+        "cores": stats.cores,
+        "numa_node": stats.numa_node,
+        **{name: engine[name] for name in ("threads", "n_slots", "n_ctx_slot", "kv_unified")},
+        **{name: engine[name] for name in ("running", "waiting", "preemptions", "ended")},
+        "wait_s": round(slot_wait_s(engine["backlog_s"], n_live, engine["n_slots"]), 2),
+        "backlog_s": round(engine["backlog_s"], 2),
+        "generated_per_s": _rate(grown["generated_tokens"], seconds),
+        "prompt_per_s": _rate(grown["prompt_tokens"], seconds),
+        "hits": round(lately["cached_tokens"] / n_prompt, 3) if n_prompt else None,
+        "stored_mib": engine["stored_bytes"] >> 20,
+        "curve": engine["step_time"].get("decode_ms", {}),
+        "point": _point(grown),
+        **_quantiles([stats.latencies]),
+        "slots": {str(slot["id"]): _lane(slot) for slot in engine["slots"]},
+        "requests": {str(slot["id"]): slot["request_id"] for slot in engine["slots"]},
+    }
+
+
+def _rate(n: float, seconds: float) -> float:
+    return round(n / seconds, 1) if seconds else 0.0
+
+
+def _point(grown: Mapping[str, float]) -> list[float] | None:
+    """The sequences of an average pass, and its milliseconds; None if there was none."""
+    n_passes = grown["passes"]
+    if not n_passes:
+        return None
+    lanes, seconds = grown["busy_lanes"] / n_passes, grown["decode_s"] / n_passes
+    return [round(lanes, 2), round(1000 * seconds, 2)]
+
+
+def _lane(slot: Mapping[str, Any]) -> list[Any]:
+    """A slot's state; its tokens in the cache that were found there, prefilled and generated; those of its
+    prompt that are missing. What an idle one keeps counts as found."""
+    n_past, n_prompt = slot["n_past"], slot["n_prompt"]
+    if slot["request_id"] is None:
+        return [slot["state"], n_past, 0, 0, 0]
+    n_cached = min(slot["n_cached"], n_past)
+    n_prefilled = min(n_past, n_prompt) - n_cached
+    n_missing = max(0, n_prompt - n_past) if slot["state"] == "prefill" else 0
+    n_generated = n_past - n_cached - n_prefilled
+    return [slot["state"], n_cached, n_prefilled, n_generated, n_missing]
+
+
+def _quantiles(latencies: Iterable[Mapping[str, Mapping[float, int]]]) -> Json:
+    """Milliseconds of `ttft` and `itl` at 50, 95 and 99 in 100, and how many there were."""
+    summed = {"ttft_s": Counter[float](), "itl_s": Counter[float]()}
+    for one in latencies:
+        for kind, counts in one.items():
+            summed[kind].update(counts)
+    return {
+        kind.removesuffix("_s"): [
+            *(_quantile(counts, q) for q in _QUANTILES),
+            counts.total(),
+        ]
+        for kind, counts in summed.items()
+    }
+
+
+def _quantile(counts: Mapping[float, int], q: float) -> float | None:
+    """The bound below which so much of the histogram is, in milliseconds; None if it is empty."""
+    left = q * sum(counts.values())
+    for bound in sorted(counts):
+        left -= counts[bound]
+        if left <= 0:
+            return round(1000 * bound, 1)
+    return None
+
+
+def difference(before: Json, after: Json) -> Json:
+    """What to change in `before` to get `after`: objects key by key, what is gone as null, all else whole.
+
+    As JSON merge patch (RFC 7396): a null in `after` means that it is not there."""
+    changed: Json = {}
+    for key in before.keys() | after.keys():
+        old, value = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            if inner := difference(old, value):
+                changed[key] = inner
+        elif value != old:
+            changed[key] = value
+    return changed

@@ -1,0 +1,105 @@
+"""Requests for embeddings and rankings as types.
+
+Sources: OpenAI's API reference, "Embeddings"; llama.cpp, tools/server/README.md; Jina's reranker API.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.llama_server.protocol import Mixed, TokenId, several
+from serve_app.ingress.openai.protocol import Text, Tokens
+
+MAX_TEXTS = 2048
+"""Texts in one request, as at OpenAI."""
+_Batch = Field(min_length=1, max_length=MAX_TEXTS)
+
+
+class EmbeddingsRequest(BaseModel):
+    """POST /v1/embeddings."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    input: Text | Tokens | Annotated[list[Text], _Batch] | Annotated[list[Tokens], _Batch]
+    """A text, or a text's token ids; or several of either."""
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or base64 of little-endian 32-bit floats."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    user: str | None = None
+    """Accepted and not used."""
+
+    @field_validator("input", mode="wrap")
+    @classmethod
+    def _say_what_it_may_be(cls, value: object, check: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return check(value)
+        except ValidationError:
+            raise InvalidRequestError(
+                f"'input' must be a text, a list of token ids, or a list of up to {MAX_TEXTS} of "
+                "either; none may be empty.",
+                "input",
+            ) from None
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """One or several."""
+        if isinstance(self.input, str):
+            return [self.input]
+        numbers = [one for one in self.input if isinstance(one, int)]
+        return [numbers] if numbers else [one for one in self.input if not isinstance(one, int)]
+
+
+class LlamaEmbeddingRequest(BaseModel):
+    """POST /embedding, llama-server's."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    content: Annotated[
+        Text | list[Mixed | Text | TokenId],
+        Field(validation_alias=AliasChoices("content", "input")),
+    ]
+    """A text, or token ids and texts mixed; or several of either."""
+    embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
+    """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
+    encoding_format: Literal["float"] | None = None
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> LlamaEmbeddingRequest:
+        if not self.texts or not all(self.texts):
+            raise InvalidRequestError("A text is empty.", "content")
+        if len(self.texts) > MAX_TEXTS:
+            raise InvalidRequestError(f"More than {MAX_TEXTS} texts are given.", "content")
+        return self
+
+    @property
+    def texts(self) -> list[str | list[int | str]]:
+        """One or several."""
+        return several(self.content)
+
+
+class RerankRequest(BaseModel):
+    """POST /v1/rerank."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    query: Text
+    documents: Annotated[list[Text], _Batch]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    """How many of the most relevant to give; all by default."""
+    model: str | None = None

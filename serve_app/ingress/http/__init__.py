@@ -1,0 +1,1 @@
+"""What every HTTP request passes: keys, limits, bodies, errors, server-sent events."""

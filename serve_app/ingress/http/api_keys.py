@@ -1,0 +1,184 @@
+"""API keys from a file, and what each may use and has used."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from serve_app.config import validation
+from serve_app.errors import AuthenticationError, ConfigError, KeyLimitError, RateLimitError
+
+logger = logging.getLogger("corral.ingress")
+
+Clock = Callable[[], float]
+
+
+class ApiKey(BaseModel):
+    """One entry of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    """Whose it is: slots are shared fairly among names."""
+    key: Annotated[str, Field(min_length=16, repr=False)]
+    """The secret; short ones can be guessed."""
+    max_concurrent_requests: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    """Of prompts and answers together."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Of all prompts of a request together."""
+
+
+class KeyFile(BaseModel):
+    """The file: YAML, or JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keys: Annotated[list[ApiKey], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> KeyFile:
+        for values in ([key.name for key in self.keys], [key.key for key in self.keys]):
+            if len(set(values)) != len(values):
+                raise ValueError("two keys have the same name, or are the same")
+        return self
+
+
+class Account:
+    """What a key uses. Only in the ingress's event loop, and for its replica only.
+
+    The tokens of a minute are a bucket that fills all the time. Answers, whose length nobody knows
+    before, may overdraw it; the next request waits until it is filled again.
+    """
+
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
+        self.key = key
+        self._clock = clock
+        self._n_running = 0
+        self._spent = 0.0
+        """Tokens that are missing in the bucket."""
+        self._filled = clock()
+
+    def enter(self) -> None:
+        """A request begins. Raises RateLimitError if too many are running; else `leave` ends it."""
+        most = self.key.max_concurrent_requests
+        if most is not None and self._n_running >= most:
+            raise RateLimitError(
+                f"This API key may have {most} requests at once, and has {self._n_running}.", 1
+            )
+        self._n_running += 1
+
+    def leave(self) -> None:
+        """A request has ended."""
+        self._n_running -= 1
+
+    def admit(self, n_prompt: int) -> None:
+        """Charge a request's prompts. Raises KeyLimitError if they are longer than this key's may be,
+        RateLimitError if there are not so many tokens left."""
+        key = self.key
+        if key.max_prompt_tokens is not None and n_prompt > key.max_prompt_tokens:
+            raise KeyLimitError(
+                f"The request has {n_prompt} prompt tokens; with this API key, "
+                f"{key.max_prompt_tokens} are the most."
+            )
+        if key.tokens_per_minute is not None:
+            self._refill(key.tokens_per_minute)
+            wanted = min(n_prompt, key.tokens_per_minute)
+            missing = self._spent + wanted - key.tokens_per_minute
+            if missing > 0:
+                raise RateLimitError(
+                    f"This API key may use {key.tokens_per_minute} tokens per minute, and has.",
+                    math.ceil(60 * missing / key.tokens_per_minute),
+                )
+        self.charge(n_prompt)
+
+    def charge(self, n_tokens: int) -> None:
+        """So many tokens were used."""
+        if self.key.tokens_per_minute is not None:
+            self._spent += n_tokens
+
+    def _refill(self, per_minute: int) -> None:
+        now = self._clock()
+        self._spent = max(0.0, self._spent - (now - self._filled) * per_minute / 60)
+        self._filled = now
+
+
+class Accounts:
+    """The accounts of a key file, which is read again when it has changed. Only in one event loop.
+
+    Raises ConfigError if the file cannot be read or is none; when that happens later, the keys stay what
+    they were, and the log says why."""
+
+    def __init__(self, path: Path, clock: Clock = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._digests: Sequence[tuple[bytes, Account]] = ()
+        self._stamp = self._read_stamp()
+        self._load()
+
+    def find(self, secret: str | None) -> Account:
+        """Whose key this is. Raises AuthenticationError. How long that takes does not depend on how much
+        of a key is right."""
+        self._follow()
+        if secret is None:
+            raise AuthenticationError(
+                "No API key was sent: use the header 'Authorization: Bearer KEY'."
+            )
+        digest = _digest(secret)
+        found = [account for own, account in self._digests if hmac.compare_digest(own, digest)]
+        if not found:
+            raise AuthenticationError("The API key is not valid here.")
+        return found[0]
+
+    def _follow(self) -> None:
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._load()
+        except ConfigError as error:
+            logger.error("%s. The keys of before stay valid.", error)
+        else:
+            logger.info("%s: %d API keys.", self._path, len(self._digests))
+
+    def _read_stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)  # noqa: PTH116
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _load(self) -> None:
+        keys = read(self._path)
+        before, self._accounts = self._accounts, {}
+        for key in keys:
+            account = self._accounts[key.name] = before.get(key.name) or Account(key, self._clock)
+            account.key = key
+        self._digests = [(_digest(key.key), self._accounts[key.name]) for key in keys]
+
+
+def read(path: Path) -> list[ApiKey]:
+    """The keys in a file. Raises ConfigError, which does not show them."""
+    try:
+        return KeyFile.model_validate(yaml.safe_load(path.read_text())).keys
+    except (OSError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
+        raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
+    except ValidationError as error:
+        raise ConfigError(f"ingress.api_key_file: {path}: {validation.told(error)}") from None
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()

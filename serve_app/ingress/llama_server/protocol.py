@@ -1,0 +1,227 @@
+"""llama-server's own requests as types.
+
+Source: llama.cpp, tools/server/README.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http.strict import name_what_is_taken
+from serve_app.ingress.openai.messages import ChatMessage, Tool
+from serve_app.ingress.openai.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationParams, Text
+from serve_app.types import SamplingParams
+
+TokenId = Annotated[int, Field(ge=0)]
+Mixed = list[TokenId | Text]
+"""Token ids and texts, side by side."""
+Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
+
+
+def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int | str]]:
+    """One prompt, or several: a list of texts only, or with a list in it, is of several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if any(isinstance(one, list) for one in prompt):
+        return [[one] if isinstance(one, int) else one for one in prompt]
+    if all(isinstance(one, str) for one in prompt):
+        return [one for one in prompt if isinstance(one, str)]
+    return [[one for one in prompt if not isinstance(one, list)]]
+
+
+def _describe(schema: dict[str, Any], model: type[Any]) -> None:
+    """`token_bias` is a second form of `logit_bias`, and not a name of its own."""
+    name_what_is_taken(schema, model)
+    pairs = schema["properties"].pop("token_bias")
+    schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
+
+
+class LlamaParams(GenerationParams):
+    """What `/completion` and `/infill` share. Samplers that Corral does not have are refused, unless they
+    are switched off."""
+
+    model_config = ConfigDict(json_schema_extra=_describe)
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "dynatemp_range": (None, 0),
+        "dry_multiplier": (None, 0),
+        "xtc_probability": (None, 0),
+        "mirostat": (None, 0),
+        "top_n_sigma": (None, -1),
+        "tfs_z": (None, 1),
+        "penalize_nl": (None, False),
+        "n_indent": (None, 0),
+        "n_cache_reuse": (None, 0),
+        "min_keep": (None, 0),
+        "t_max_predict_ms": (None, 0),
+        "id_slot": (None, -1),
+        "cache_prompt": (None, True),
+        "return_progress": (None, False),
+        "timings_per_token": (None, False),
+        "post_sampling_probs": (None, False),
+        "lora": (None, []),
+        "samplers": (
+            None,
+            ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+            ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+            ["penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        ),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {
+            "dynatemp_exponent",
+            "dry_base",
+            "dry_allowed_length",
+            "dry_penalty_last_n",
+            "dry_sequence_breakers",
+            "xtc_threshold",
+            "mirostat_tau",
+            "mirostat_eta",
+            "sse_ping_interval",
+        }
+    )
+
+    n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""
+    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to every prompt."""
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    """How many most likely tokens to tell with every token's log probability; 0 for neither."""
+    return_tokens: bool = False
+    """Whether to give the generated token ids."""
+    response_fields: list[str] | None = None
+    """Only these fields of the answer; `a/b` is the field b of a, put beside the others."""
+    token_bias: list[tuple[TokenId | Text, Bias]] | None = Field(default=None, exclude=True)
+    """`logit_bias` in llama-server's form: pairs of a token, or of a text's tokens, and a value; false bans
+    it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bias_in_pairs(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "token_bias" in data:
+            raise InvalidRequestError("Unknown parameter: 'token_bias'.", "token_bias")
+        if isinstance(data, dict) and isinstance(data.get("logit_bias"), list):
+            data = dict(data)
+            data["token_bias"] = data.pop("logit_bias")
+        return data
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _no_stop(cls, value: object) -> object:
+        return None if value == [] else value
+
+    @field_validator("grammar", mode="before")
+    @classmethod
+    def _no_grammar(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """See GenerationParams."""
+        return self.n_probs or None
+
+    @property
+    def n_answers(self) -> int:
+        """To every prompt."""
+        return self.n_cmpl or self.n or 1
+
+    def llama_sampling(self) -> SamplingParams:
+        """The engine's parameters. Raises InvalidRequestError."""
+        most = self.max_tokens if self.n_predict is None else self.n_predict
+        sampling = self.sampling(None if most is None or most < 0 else most)
+        return dataclasses.replace(sampling, seed=None) if self.seed == -1 else sampling
+
+
+class LlamaCompletionRequest(LlamaParams):
+    """POST /completion."""
+
+    prompt: Text | list[Mixed | Text | TokenId]
+    """A text, or token ids and texts mixed; or several of either."""
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> LlamaCompletionRequest:
+        if not self.prompts or not all(self.prompts):
+            raise InvalidRequestError("The prompt is empty.", "prompt")
+        n = len(self.prompts) * self.n_answers
+        if n > MAX_CHOICES:
+            raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
+        if self.stream and n > 1:
+            raise InvalidRequestError("Several answers cannot be streamed.", "stream")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int | str]]:
+        """The prompt, or the prompts."""
+        return several(self.prompt)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the answer is a list."""
+        several = isinstance(self.prompt, list) and any(
+            isinstance(one, list) for one in self.prompt
+        )
+        return several or len(self.prompts) * self.n_answers > 1
+
+
+class InfillFile(BaseModel):
+    """One of `input_extra`. Editors send more about it."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    text: str
+    filename: str = "tmp"
+    """Shown to models that have a token for it."""
+
+
+class InfillRequest(LlamaParams):
+    """POST /infill."""
+
+    input_prefix: str
+    """The text before."""
+    input_suffix: str
+    """The text after."""
+    prompt: str = ""
+    """More text before the answer."""
+    input_extra: list[InfillFile] | None = None
+    """Other files that help, the most important one last: of all that does not fit, the beginning is left
+    out."""
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    content: str
+    add_special: bool = False
+    """Whether to begin with BOS, if the model wants it."""
+    parse_special: bool = True
+    """Whether control tokens written out in the text are those."""
+    with_pieces: bool = False
+    """Whether to give each token's text, or its bytes if they are none."""
+    model: str | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class ApplyTemplateRequest(BaseModel):
+    """POST /apply-template."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] = Field(default=[])
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None

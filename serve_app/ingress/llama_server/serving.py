@@ -1,0 +1,177 @@
+"""Sequences' deltas as llama-server's own answers.
+
+Source: llama.cpp, tools/server/README.md, "POST /completion".
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve_app.ingress.generation import generation
+from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.http import sse
+from serve_app.ingress.http.errors import error_body
+from serve_app.ingress.http.timings import timings
+from serve_app.ingress.llama_server.protocol import LlamaParams
+from serve_app.ingress.openai.logprobs import Piece
+from serve_app.types import FinishReason, SamplingParams, SequenceEnd, TokenDelta
+
+Json = dict[str, Any]
+
+
+@dataclass
+class LlamaAnswer:
+    """One text on its way."""
+
+    index: int
+    model: str
+    prompt: str
+    """As the model got it."""
+    n_prompt: int
+    n_ctx_slot: int
+    body: LlamaParams
+    sampling: SamplingParams
+    piece: Piece
+    _text: list[str] = field(default_factory=list)
+    _n_tokens: int = 0
+
+    def whole(self, deltas: Sequence[TokenDelta]) -> Json:
+        """The answer to a request without `stream`."""
+        end = deltas[-1].end
+        assert end is not None
+        self._text = [delta.text for delta in deltas]
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        answer = self._final("".join(self._text), tokens if self.body.return_tokens else [], end)
+        probabilities = [entry for delta in deltas for entry in self._probabilities(delta)]
+        if probabilities:
+            answer["completion_probabilities"] = probabilities
+        return self._selected(answer)
+
+    def events(self, delta: TokenDelta) -> list[Json]:
+        """One delta's events: its text, and at the end what there is to tell of the whole."""
+        self._text.append(delta.text)
+        self._n_tokens += len(delta.token_ids)
+        events: list[Json] = []
+        if delta.text or delta.logprobs or delta.end is None:
+            event = {
+                "index": self.index,
+                "content": delta.text,
+                "tokens": list(delta.token_ids),
+                "stop": False,
+                "id_slot": -1,
+                "tokens_predicted": self._n_tokens,
+                "tokens_evaluated": self.n_prompt,
+            }
+            if probabilities := self._probabilities(delta):
+                event["completion_probabilities"] = probabilities
+            events.append(event)
+        if delta.end is not None:
+            events.append(self._selected(self._final("", [], delta.end)))
+        return events
+
+    def _final(self, content: str, tokens: list[int], end: SequenceEnd) -> Json:
+        usage = end.usage
+        return {
+            "index": self.index,
+            "content": content,
+            "tokens": tokens,
+            "id_slot": -1,
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": generation_settings(
+                self.sampling, self.n_ctx_slot, self.model, self.body
+            ),
+            "prompt": self.prompt,
+            "has_new_line": "\n" in "".join(self._text),
+            "truncated": self._is_truncated(end),
+            "stop_type": _stop_type(end),
+            "stopping_word": end.stop or "",
+            "tokens_cached": usage.cached_tokens,
+            "timings": timings(end),
+        }
+
+    def _is_truncated(self, end: SequenceEnd) -> bool:
+        used = end.usage.prompt_tokens + end.usage.completion_tokens
+        return end.reason == FinishReason.LENGTH and used >= self.n_ctx_slot
+
+    def _probabilities(self, delta: TokenDelta) -> list[Json]:
+        return [
+            self._entry(token, found.logprob)
+            | {"top_logprobs": [self._entry(*one) for one in found.top]}
+            for token, found in zip(delta.token_ids, delta.logprobs, strict=False)
+        ]
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        piece = self.piece(token)
+        text = piece.decode(errors="replace")
+        return {"id": token, "token": text, "bytes": list(piece), "logprob": logprob}
+
+    def _selected(self, answer: Json) -> Json:
+        """Only the `response_fields`, if the request names some."""
+        if self.body.response_fields is None:
+            return answer
+        found: Json = {}
+        for path in self.body.response_fields:
+            value: Any = answer
+            *_, name = names = path.split("/")
+            for one in names:
+                value = value.get(one, _MISSING) if isinstance(value, dict) else _MISSING
+            if value is not _MISSING:
+                found[name] = value
+        return found
+
+
+_MISSING = object()
+
+
+def _stop_type(end: SequenceEnd) -> str:
+    if end.stop is not None:
+        return "word"
+    return "limit" if end.reason == FinishReason.LENGTH else "eos"
+
+
+def generation_settings(
+    sampling: SamplingParams, n_ctx_slot: int, model: str, body: LlamaParams | None = None
+) -> Json:
+    """What a request is generated with, in llama-server's words."""
+    n_predict = -1 if sampling.max_tokens is None else sampling.max_tokens
+    bias = [{"token": t, "bias": b if b > float("-inf") else None} for t, b in sampling.logit_bias]
+    return {
+        "n_ctx": n_ctx_slot,
+        "model": model,
+        "seed": -1 if sampling.seed is None else sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repeat_last_n": sampling.repeat_last_n,
+        "repeat_penalty": sampling.repeat_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": list(sampling.stop),
+        "max_tokens": n_predict,
+        "n_predict": n_predict,
+        "n_keep": (body.n_keep if body else None) or 0,
+        "ignore_eos": sampling.ignore_eos,
+        "stream": bool(body and body.stream),
+        "logit_bias": bias,
+        "n_probs": sampling.logprobs or 0,
+        "grammar": (body.grammar if body else None) or "",
+        "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+    }
+
+
+async def collect(choices: Sequence[LlamaAnswer], deltas: Deltas) -> list[Json]:
+    """Read all sequences to their ends."""
+    found = await generation.collected(deltas, len(choices))
+    return [choice.whole(own) for choice, own in zip(choices, found, strict=True)]
+
+
+def events(choice: LlamaAnswer, deltas: Deltas) -> AsyncIterator[str]:
+    """A sequence as server-sent events; the last one has `stop`, or is an error."""
+    return sse.events(deltas, lambda _, delta: choice.events(delta), error_body)

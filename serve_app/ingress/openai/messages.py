@@ -1,0 +1,144 @@
+"""A chat's turns and tools, as OpenAI's clients send them.
+
+Source: OpenAI's API reference, "Chat".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http import json_body
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; none means no parameters."""
+    strict: bool | None = None
+    """Whether arguments are held to the schema; where calls are forced, they always are."""
+
+
+class Tool(BaseModel):
+    """One of `tools`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates read: the fields that were given, in the order they were."""
+        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+
+
+class FunctionCall(BaseModel):
+    """The function and the arguments of an earlier call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates read: the arguments as an object. Raises InvalidRequestError."""
+        try:
+            arguments = json_body.loads(self.arguments or "{}")
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"The arguments of the call of {self.name!r} are not JSON: {error}", "messages"
+            ) from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(
+                f"The arguments of the call of {self.name!r} are no JSON object.", "messages"
+            )
+        return {"name": self.name, "arguments": arguments}
+
+
+class MessageToolCall(BaseModel):
+    """A call that the assistant made in an earlier turn."""
+
+    model_config = ConfigDict(extra="ignore")  # the openai package echoes a stream's `index`
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, []]}}
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatMessage:
+        # The openai package echoes an assistant's turn with all of its fields, empty ones too.
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, []):
+                raise InvalidRequestError(f"{name!r} is not supported in a message.", "messages")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError("Only an assistant's message has 'tool_calls'.", "messages")
+        if self.reasoning_content and self.role != "assistant":
+            raise InvalidRequestError(
+                "Only an assistant's message has 'reasoning_content'.", "messages"
+            )
+        if (self.role == "tool") is (self.tool_call_id is None):
+            raise InvalidRequestError(
+                "A tool's message, and no other, has a 'tool_call_id'.", "messages"
+            )
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequestError("A message has no 'content'.", "messages")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates read. A developer is what newer clients call the system."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        return message
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""

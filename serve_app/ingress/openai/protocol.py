@@ -1,0 +1,413 @@
+"""OpenAI's requests and answers as types.
+
+Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters that it lacks have
+llama-server's names and defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.openai.messages import ChatMessage, Tool
+from serve_app.prompt import grammars
+from serve_app.types import SamplingParams
+
+_DEFAULTS = SamplingParams()
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[Stop], Field(max_length=16)]
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+MAX_CHOICES = 32
+"""Answers that one request may ask for, over all of its prompts."""
+MAX_LOGPROBS = 20
+
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Batch = Field(min_length=1, max_length=MAX_CHOICES)
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    """Send one more chunk, with the usage and no choices, before the end."""
+
+
+class GenerationParams(StrictModel):
+    """What completions and chat completions share."""
+
+    # OpenAI's fields that change nothing at these values.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "prediction": (None,),
+    }
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Tokens that the three penalties look back on, prompt included; -1 means the whole context."""
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[int, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    """Token id to what is added to its logit; -100 bans the token."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: (
+        Annotated[Stops, BeforeValidator(_one_or_many, json_schema_input_type=Stop | Stops)] | None
+    ) = None
+    """One string, or up to 16."""
+    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to every prompt; with a `seed`, each next one has the next seed."""
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """llama-server's: a GBNF grammar that the text must match."""
+    json_schema: dict[str, Any] | None = None
+    """llama-server's: a JSON schema that the text must validate against."""
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    """A regular expression that the whole text must match."""
+    timings: bool = False
+    """Whether to tell, at the end, what the request waited for and how long; only with one answer."""
+    user: str | None = None
+    """Whose request it is: slots are shared fairly among users."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    """vLLM's: lower ones get a slot first."""
+    context_shift: bool | None = None
+    """Whether to go on when the context is full, with its oldest tokens dropped, up to `max_tokens`."""
+    n_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
+    metadata: dict[str, Any] | None = None
+    """Accepted and not used."""
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationParams:
+        if self.timings and (self.n or 1) > 1:
+            raise InvalidRequestError("'timings' is for one answer only.", "timings")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("'stream_options' needs 'stream': true.", "stream_options")
+        return self
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many most likely tokens are to be told with every token's log probability; None if not
+        even that."""
+        return None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether there is something that the text must match."""
+        return any((self.grammar, self.json_schema is not None, self.regex))
+
+    def constraint(self) -> str | None:
+        """What the text must match, for the engine. Raises InvalidRequestError."""
+        makers: dict[str, Callable[[Any, str], str]] = {
+            "grammar": grammars.from_gbnf,
+            "json_schema": grammars.from_json_schema,
+            "regex": grammars.from_regex,
+        }
+        given = [name for name in makers if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequestError(f"Only one of {', '.join(given)} can be given.", given[1])
+        return makers[given[0]](getattr(self, given[0]), given[0]) if given else None
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        """The engine's parameters; what the request leaves open has Corral's defaults. Raises
+        InvalidRequestError."""
+        given = {
+            name: value
+            for name in (
+                "temperature",
+                "top_p",
+                "min_p",
+                "typical_p",
+                "repeat_penalty",
+                "repeat_last_n",
+                "frequency_penalty",
+                "presence_penalty",
+                "seed",
+            )
+            if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(
+            **given,
+            top_k=_DEFAULTS.top_k if self.top_k is None else max(0, self.top_k),
+            logit_bias=tuple(
+                (token, float("-inf") if bias == -100 else bias)
+                for token, bias in (self.logit_bias or {}).items()
+            ),
+            max_tokens=max_tokens,
+            stop=tuple(self.stop or ()),
+            ignore_eos=self.ignore_eos,
+            grammar=self.constraint(),
+            logprobs=self.n_logprobs,
+        )
+
+
+class CompletionRequest(GenerationParams):
+    """POST /v1/completions."""
+
+    prompt: Text | Tokens | Annotated[list[Text], _Batch] | Annotated[list[Tokens], _Batch]
+    """A text or a list of token ids, or several of either."""
+    suffix: str | None = None
+    """What comes after the answer, for models with infill tokens."""
+    echo: bool = False
+    """Whether answers begin with their prompt."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """So many answers are made; the `n` with the highest log probability per token are given."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """How many most likely tokens to tell with every token's log probability; with `echo`, the prompt's are
+    told, too, but for the first."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    """OpenAI's default; null means up to the end of the context, 0 generates nothing."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> CompletionRequest:
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequestError("'best_of' is less than 'n'.", "best_of")
+        if self.stream and (self.best_of or n) > n:
+            raise InvalidRequestError("'best_of' above 'n' cannot be streamed.", "best_of")
+        if self.echo and self.suffix:
+            raise InvalidRequestError("'echo' is not supported together with 'suffix'.", "echo")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise InvalidRequestError("'suffix' needs one text as 'prompt'.", "suffix")
+        if self.timings and len(self.prompts) * (self.best_of or n) > 1:
+            raise InvalidRequestError("'timings' is for one answer only.", "timings")
+        if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
+            raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
+        return self
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        """See GenerationParams."""
+        of_prompt = self.echo and self.logprobs is not None
+        return dataclasses.replace(super().sampling(max_tokens), prompt_logprobs=of_prompt)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompt, or the prompts."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """See GenerationParams; the best of several are found by their log probabilities."""
+        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
+
+
+class NamedFunction(BaseModel):
+    """`tool_choice.function`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """`tool_choice` that names a function."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class NamedSchema(BaseModel):
+    """`response_format.json_schema`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default={}, alias="schema")
+    """A JSON schema; without one, any JSON value will do."""
+    strict: bool | None = None
+    """Answers are always held to the schema."""
+
+
+class ResponseFormat(BaseModel):
+    """`response_format`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") is (self.json_schema is None):
+            raise InvalidRequestError(
+                "'json_schema' goes with the type \"json_schema\", and with no other.",
+                "response_format",
+            )
+        return self
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that answers must validate against, if there is one."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class ChatCompletionRequest(GenerationParams):
+    """POST /v1/chat/completions."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationParams.NEUTRAL,
+        "functions": (None, []),
+        "function_call": (None, "auto", "none"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "web_search_options": (None,),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: bool | None = None
+    """Whether to tell every token's log probability."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And those of so many most likely tokens."""
+    response_format: ResponseFormat | None = None
+    """What the answer is: text, any JSON object, or JSON that a schema validates."""
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The newer name of max_tokens; counts before it."""
+    tools: list[Tool] = Field(default=[])
+    """Functions that the model may call, if its chat template asks for calls in a format that is known."""
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    """`none` hides the tools from the model; `required`, or a function's name, makes it call some, or that
+    one, with arguments that its schema validates."""
+    parallel_tool_calls: bool | None = None
+    """False allows one call in a turn."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    """llama-server's: `none` leaves thoughts and their tags in the content."""
+
+    @field_validator("tools", mode="before", json_schema_input_type=list[Tool] | None)
+    @classmethod
+    def _null_is_none(cls, value: object) -> object:
+        return [] if value is None else value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        self.forced_tools()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+        return self
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """See GenerationParams."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def is_constrained(self) -> bool:
+        """See GenerationParams."""
+        return not self.may_think or self.holds_calls
+
+    @property
+    def may_think(self) -> bool:
+        """Whether nothing says what the text begins with."""
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        return not (formatted or self.forced_tools() or super().is_constrained)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls must be as the request says, if there are any."""
+        if not self.tools_for_template():
+            return False
+        strict = any(tool.function.strict for tool in self.tools)
+        return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
+
+    def constraint(self) -> str | None:
+        """See GenerationParams."""
+        given = super().constraint()
+        schema = self.response_format.schema_of_answer() if self.response_format else None
+        if schema is None:
+            own = given
+        elif given is not None:
+            raise InvalidRequestError(
+                "'response_format' is not supported together with 'grammar', 'json_schema' or 'regex'.",
+                "response_format",
+            )
+        else:
+            own = grammars.from_json_schema(schema, "response_format")
+        if own is not None and self.tools_for_template():
+            raise InvalidRequestError(
+                "A format for the answer is not supported together with 'tools'.", "tools"
+            )
+        return own
+
+    def forced_tools(self) -> list[Tool]:
+        """Those that the model must call; empty if it may do without. Raises InvalidRequestError."""
+        if self.tool_choice is None or self.tool_choice in ("auto", "none"):
+            return []
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            found = [tool for tool in self.tools if tool.function.name == name]
+            if not found:
+                raise InvalidRequestError(f"'tools' has no function {name!r}.", "tool_choice")
+            return found
+        if not self.tools:
+            raise InvalidRequestError("'tool_choice' needs 'tools'.", "tool_choice")
+        return self.tools
+
+    def tools_for_template(self) -> list[dict[str, Any]]:
+        """What chat templates read; empty if the model shall call nothing."""
+        return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools]
+
+
+class ModelCard(BaseModel):
+    """One entry of /v1/models."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """Unix time at which the ingress started."""
+    owned_by: Literal["corral"] = "corral"
+    n_ctx_slot: int
+    """Tokens, prompt and answer together, that one request may have."""
+
+
+class ModelList(BaseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorBody(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorBody

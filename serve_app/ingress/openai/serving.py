@@ -1,0 +1,253 @@
+"""Sequences' deltas as OpenAI's answers: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from serve_app import __version__
+from serve_app.ingress.generation import chat
+from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.http import sse
+from serve_app.ingress.http.errors import error_body
+from serve_app.ingress.http.timings import timings
+from serve_app.ingress.openai import logprobs
+from serve_app.prompt.answer import AnswerParser, Part, Thought
+from serve_app.prompt.tool_calls import ToolCall
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Choice:
+    """One of an answer's texts, on its way."""
+
+    index: int
+    kind: Literal["chat", "text"]
+    piece: logprobs.Piece | None = None
+    """If log probabilities are wanted."""
+    parser: AnswerParser | None = None
+    """Finds the thoughts and the tool calls in a chat's text."""
+    echo: str = ""
+    """What the text begins with."""
+    prompt: tuple[int, ...] = ()
+    """The tokens of `echo`, if their log probabilities are wanted."""
+    end: SequenceEnd | None = None
+    _n_calls: int = 0
+    _offset: int = 0
+    _begun: bool = False
+    """Whether the prompt's log probabilities were told."""
+
+    def whole(self, deltas: Sequence[TokenDelta]) -> Json:
+        """The choice of an answer without `stream`."""
+        self.end = deltas[-1].end
+        all_at_once = TokenDelta(
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.token_ids),
+            self.end,
+            tuple(found for delta in deltas for found in delta.logprobs),
+            tuple(found for delta in deltas for found in delta.prompt_logprobs),
+        )
+        parts = self._split(all_at_once)
+        if self.kind == "chat":
+            return self._body({"message": _message(parts)}, all_at_once)
+        return self._body({"text": self.echo + all_at_once.text}, all_at_once)
+
+    def opening(self) -> Json | None:
+        """What comes before any text: a chat's says who speaks."""
+        if self.kind == "chat":
+            return self._body({"delta": {"role": "assistant", "content": ""}}, None)
+        return self._body({"text": self.echo}, None) if self.echo and not self.prompt else None
+
+    def chunks(self, delta: TokenDelta) -> list[Json]:
+        """One delta's chunks; none if there is nothing to tell yet. The last one tells the end."""
+        self.end = delta.end
+        parts = self._split(delta)
+        if self.kind == "text":
+            lead = self.echo if self.prompt and not self._begun else ""
+            contents: list[Json] = [{"text": lead + delta.text}]
+        else:
+            contents = [
+                {"delta": part if isinstance(part, dict) else {"content": part}} for part in parts
+            ]
+            contents = contents or [{"delta": {}}]
+        if not parts and delta.end is None and not (self.piece and delta.logprobs):
+            return []
+        *others, last = contents
+        return [*(self._body(content, None) for content in others), self._body(last, delta)]
+
+    def _split(self, delta: TokenDelta) -> list[str | Json]:
+        """The delta's text as prose, and thoughts and calls in the shape that they have in a stream."""
+        if self.parser is None:
+            return [delta.text] if delta.text else []
+        return [self._shaped(part) for part in chat.parts(self.parser, delta)]
+
+    def _shaped(self, part: Part) -> str | Json:
+        if isinstance(part, Thought):
+            return {"reasoning_content": part.text}
+        return self._call(part) if isinstance(part, ToolCall) else part
+
+    def _call(self, call: ToolCall) -> Json:
+        self._n_calls += 1
+        return {
+            "tool_calls": [
+                {
+                    "index": self._n_calls - 1,
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+            ]
+        }
+
+    def _body(self, content: Json, delta: TokenDelta | None) -> Json:
+        """The choice with this content, which is, or ends with, this delta's."""
+        reason = None if delta is None or delta.end is None else delta.end.reason.value
+        if reason == FinishReason.STOP and self._n_calls:
+            reason = "tool_calls"
+        found = None if delta is None or self.piece is None else self._logprobs(delta, self.piece)
+        return {"index": self.index, **content, "logprobs": found, "finish_reason": reason}
+
+    def _logprobs(self, delta: TokenDelta, piece: logprobs.Piece) -> Json:
+        if self.kind == "chat":
+            return logprobs.of_chat(delta, piece)
+        offset, every = len(self.echo) + self._offset, bool(self.prompt)
+        found = logprobs.of_text(delta, piece, offset, every=every)
+        self._offset += logprobs.n_chars(delta, piece)
+        if self.prompt and not self._begun:
+            self._begun = True
+            of_prompt = logprobs.of_prompt(self.prompt, delta.prompt_logprobs, piece, self.echo)
+            found = {name: of_prompt[name] + found[name] for name in found}
+        return found
+
+
+@dataclass
+class Answer:
+    """One answer on its way: which endpoint asked, which model speaks."""
+
+    kind: Literal["chat", "text"]
+    id: str
+    model: str
+    choices: list[Choice]
+    """Those of one prompt after those of another."""
+    n_per_prompt: int = 1
+    n_best: int | None = None
+    """How many of a prompt's choices are given, if not all."""
+    with_timings: bool = False
+    """Only with one choice."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def opening(self) -> list[Json]:
+        """The chunks before any text."""
+        bodies = [choice.opening() for choice in self.choices]
+        return [self._chunk(body) for body in bodies if body is not None]
+
+    def chunks(self, index: int, delta: TokenDelta) -> list[Json]:
+        """The chunks of one choice's delta."""
+        found = [self._chunk(body) for body in self.choices[index].chunks(delta)]
+        if self.with_timings and delta.end is not None:
+            found[-1]["timings"] = timings(delta.end)
+        return found
+
+    def whole(self, deltas: Sequence[Sequence[TokenDelta]]) -> Json:
+        """The answer to a request without `stream`, from each choice's deltas."""
+        bodies = [choice.whole(own) for choice, own in zip(self.choices, deltas, strict=True)]
+        if self.n_best is not None:
+            bodies = self._best(bodies, deltas, self.n_best)
+        object_name = "chat.completion" if self.kind == "chat" else "text_completion"
+        answer = self._envelope(object_name, bodies) | {"usage": self.usage()}
+        end = self.choices[0].end
+        if self.with_timings and end is not None:
+            answer["timings"] = timings(end)
+        return answer
+
+    def _best(
+        self, bodies: list[Json], deltas: Sequence[Sequence[TokenDelta]], n_best: int
+    ) -> list[Json]:
+        """Of each prompt's, those with the highest log probability per token."""
+        found = []
+        for start in range(0, len(bodies), self.n_per_prompt):
+            group = range(start, start + self.n_per_prompt)
+            ranked = sorted(group, key=lambda i: -_mean_logprob(deltas[i]))
+            found += [bodies[i] for i in ranked[:n_best]]
+        return [body | {"index": i} for i, body in enumerate(found)]
+
+    def usage(self) -> Json:
+        """All choices' tokens; a prompt counts once."""
+        usages = [choice.end.usage for choice in self.choices if choice.end is not None]
+        firsts = usages[:: self.n_per_prompt]
+        return usage_body(
+            Usage(
+                prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+                completion_tokens=sum(usage.completion_tokens for usage in usages),
+                cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            )
+        )
+
+    def usage_chunk(self) -> Json:
+        """The chunk that `stream_options.include_usage` asks for."""
+        return self._envelope(self._chunk_name, []) | {"usage": self.usage()}
+
+    @property
+    def _chunk_name(self) -> str:
+        return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+
+    def _chunk(self, choice: Json) -> Json:
+        return self._envelope(self._chunk_name, [choice])
+
+    def _envelope(self, object_name: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"corral-{__version__}",
+            "choices": choices,
+        }
+
+
+def _mean_logprob(deltas: Iterable[TokenDelta]) -> float:
+    found = [one.logprob for delta in deltas for one in delta.logprobs]
+    return sum(found) / len(found) if found else float("-inf")
+
+
+def _message(parts: list[str | Json]) -> Json:
+    """A whole answer's message. A stream's chunks number their calls, a message does not."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    others = [part for part in parts if isinstance(part, dict)]
+    calls = [call for part in others for call in part.get("tool_calls", ())]
+    for call in calls:
+        del call["index"]
+    thoughts = "".join(part.get("reasoning_content", "") for part in others)
+    message: Json = {"role": "assistant", "content": text}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
+    return message
+
+
+def usage_body(usage: Usage) -> Json:
+    """OpenAI's `usage`."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[str]:
+    """The sequences as server-sent events. A failure on the way is the last event, in the shape of an
+    error; only a complete answer ends with [DONE]."""
+
+    def closing() -> list[str]:
+        usage = [sse.data(answer.usage_chunk())] if include_usage else []
+        return [*usage, "data: [DONE]\n\n"]
+
+    opening = answer.opening()
+    return sse.events(deltas, answer.chunks, error_body, opening=opening, closing=closing)

@@ -1,0 +1,188 @@
+"""The API's description: what FastAPI cannot know of the routes, in one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+
+from serve_app.ingress.anthropic.protocol import AnthropicErrorResponse
+from serve_app.ingress.openai.protocol import ErrorResponse, ModelCard, ModelList
+from serve_app.ingress.openapi import response_schemas as d
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one route's function answers."""
+
+    answer: Any
+    """Its type; `str` is plain text, and None nothing but events."""
+    example: Json | None = None
+    """A body that the built-in model answers."""
+    streams: bool = False
+    """Whether `stream` asks for server-sent events."""
+    asks_engine: bool = True
+    """Whether it fails without one."""
+
+
+_ASKED = {"role": "user", "content": "What is the capital of Portugal?"}
+_CHAT = {"messages": [_ASKED], "max_tokens": 32}
+
+ROUTES = {
+    "completions": Route(
+        d.Completion, {"prompt": "The capital of Portugal is", "max_tokens": 8}, streams=True
+    ),
+    "chat_completions": Route(d.ChatCompletion, _CHAT, streams=True),
+    "responses": Route(
+        d.Response, {"input": "Tell me a story.", "max_output_tokens": 32}, streams=True
+    ),
+    "messages": Route(d.AnthropicMessage, _CHAT, streams=True),
+    "count_tokens": Route(
+        dict[Literal["input_tokens"], int], {"messages": [_ASKED]}, asks_engine=False
+    ),
+    "embeddings": Route(d.Embeddings, {"input": ["A fox.", "A brave fox."]}),
+    "embedding": Route(list[d.LlamaEmbedding], {"content": "A fox."}),
+    "rerank": Route(
+        d.Ranking, {"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]}
+    ),
+    "completion": Route(
+        d.LlamaCompletion | list[d.LlamaCompletion],
+        {"prompt": "The capital of Portugal is", "n_predict": 8},
+        streams=True,
+    ),
+    "infill": Route(
+        d.LlamaCompletion,
+        {
+            "input_prefix": "def one():\n",
+            "input_suffix": "\n",
+            "input_extra": [{"filename": "two.py", "text": "def two():\n    return 2\n"}],
+            "n_predict": 8,
+        },
+        streams=True,
+    ),
+    "tokenize": Route(d.TokenList, {"content": "A fox.", "with_pieces": True}, asks_engine=False),
+    "detokenize": Route(d.Content, {"tokens": [65, 66]}, asks_engine=False),
+    "apply_template": Route(d.Prompt, {"messages": [_ASKED]}, asks_engine=False),
+    "list_models": Route(ModelList, asks_engine=False),
+    "get_model": Route(ModelCard, asks_engine=False),
+    "stats": Route(Json),
+    "explain": Route(Json),
+    "live": Route(None, asks_engine=False),
+    "health": Route(dict[Literal["status"], Literal["ok"]], asks_engine=False),
+    "props": Route(Json, asks_engine=False),
+    "metrics": Route(str),
+    "slots": Route(list[Json]),
+    "act_on_slot": Route(Json),
+    "lora_adapters": Route(list[Json], asks_engine=False),
+    "scale_lora_adapters": Route(dict[Literal["success"], bool], asks_engine=False),
+}
+"""By the names of the functions that answer them."""
+
+_STATUSES = {
+    400: "The request is wrong: the same request will never work.",
+    401: "No API key, or none that is valid here.",
+    404: "No such model, or no such request.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The API key has used up what it may, or the queue is full.",
+    500: "The server failed to handle this request.",
+    503: "No engine is up, or one does not answer.",
+}
+_RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
+_EVENTS = {
+    "schema": {
+        "type": "object",
+        "description": "One server-sent event; of routes that take it, with `stream`.",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+        "required": ["data"],
+    }
+}
+_SECURITY: Json = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "OpenAI's way to send a key."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Without an API key file, nobody needs a key."""
+
+
+def install(app: FastAPI) -> None:
+    """Describe the routes of this app as they are."""
+
+    def describe() -> Json:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(app)
+        return app.openapi_schema
+
+    app.openapi = describe  # type: ignore[method-assign]
+
+
+def _described(app: FastAPI) -> Json:
+    found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = found["components"]
+    components["securitySchemes"] = _SECURITY
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which are never given
+        components["schemas"].pop(name, None)
+    for route in app.routes:
+        if not isinstance(route, APIRoute):
+            continue
+        method = min(route.methods or ())
+        operation = found["paths"][route.path_format][method.lower()]
+        about = ROUTES[route.name]
+        if about.example is not None:
+            operation["requestBody"]["content"]["application/json"]["example"] = about.example
+        if route.name != "health":
+            operation["security"] = [{name: []} for name in _SECURITY] + [{}]
+        operation["responses"] = {
+            "200": {"description": "Success.", "content": _content(about, components["schemas"])},
+            **_errors(route, operation, components["schemas"]),
+        }
+    return found
+
+
+def _content(about: Route, schemas: Json) -> Json:
+    if about.answer is str:
+        return {"text/plain": {"schema": {"type": "string"}}}
+    if about.answer is None:
+        return {"text/event-stream": _EVENTS}
+    content = {"application/json": {"schema": _schema(about.answer, schemas)}}
+    return content | {"text/event-stream": _EVENTS} if about.streams else content
+
+
+def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
+    """By status: those that the route can give."""
+    given = {408, 413, 500}
+    if route.name != "health":
+        given |= {401, 429}
+    if "requestBody" in operation or route.name == "slots":
+        given |= {400}
+    if "requestBody" in operation or operation.get("parameters"):
+        given |= {404}
+    if ROUTES[route.name].asks_engine:
+        given |= {503}
+    is_anthropics = route.path.startswith("/v1/messages")
+    schema = _schema(AnthropicErrorResponse if is_anthropics else ErrorResponse, schemas)
+    return {
+        str(status): {
+            "description": _STATUSES[status],
+            "content": {"application/json": {"schema": schema}},
+            **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
+        }
+        for status in sorted(given)
+    }
+
+
+def _schema(answer: Any, schemas: Json) -> Json:
+    """The JSON schema of a type, whose parts are put among the others."""
+    reference = "#/components/schemas/{model}"
+    schema = TypeAdapter(answer).json_schema(mode="serialization", ref_template=reference)
+    schemas.update(schema.pop("$defs", {}))
+    title = schema.get("title")
+    if isinstance(answer, type) and title is not None:
+        schemas[title] = schema
+        return {"$ref": reference.format(model=title)}
+    return schema

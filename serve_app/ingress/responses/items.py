@@ -1,0 +1,124 @@
+"""What a response is asked about: messages, calls and their outputs, as items of one list.
+
+Source: OpenAI's API reference, "Responses", `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
+
+
+class Part(StrictModel):
+    """A part of a message's content, or of a call's output."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+def _parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
+
+
+class Item(StrictModel):
+    """One of `input`. Clients send items of earlier answers as they got them."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "namespace": (None,),
+        "caller": (None, {"type": "direct"}),
+    }
+
+
+class MessageItem(Item):
+    """A turn's text."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+    def as_message(self) -> ChatMessage:
+        """The turn as the chat has it."""
+        parts = [TextPart(type="text", text=part.text) for part in self.content]
+        return ChatMessage(role=self.role, content=parts)
+
+
+class FunctionCallItem(Item):
+    """A call that the assistant made in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+    def as_call(self) -> MessageToolCall:
+        """The call as the chat has it."""
+        function = FunctionCall(name=self.name, arguments=self.arguments)
+        return MessageToolCall(id=self.call_id, function=function)
+
+
+class FunctionCallOutputItem(Item):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+
+    def as_message(self) -> ChatMessage:
+        """The output as the chat has it."""
+        parts = [TextPart(type="text", text=part.text) for part in self.output]
+        return ChatMessage(role="tool", tool_call_id=self.call_id, content=parts)
+
+
+class ReasoningItem(BaseModel):
+    """Thoughts of an earlier turn, which are dropped."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["reasoning"]
+
+
+def _items(value: object) -> object:
+    """A text is short for one message of it; messages need not say that they are some."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [
+        {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
+        for item in value
+    ]
+
+
+AnyItem = Annotated[
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+    Field(discriminator="type"),
+]
+Items = Annotated[
+    list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem])
+]
+
+
+def turns(items: Iterable[AnyItem]) -> list[ChatMessage]:
+    """The items as the chat has them: an assistant's calls belong to its turn. Raises
+    InvalidRequestError."""
+    found: list[ChatMessage] = []
+    for item in items:
+        if isinstance(item, MessageItem | FunctionCallOutputItem):
+            found.append(item.as_message())
+        elif isinstance(item, FunctionCallItem):
+            before = found.pop() if found and found[-1].role == "assistant" else None
+            calls = [*((before.tool_calls if before else None) or []), item.as_call()]
+            content = before.content if before else None
+            found.append(ChatMessage(role="assistant", content=content, tool_calls=calls))
+    return found

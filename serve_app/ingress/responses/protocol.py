@@ -1,0 +1,145 @@
+"""OpenAI's requests for responses as types, and as the chats that they are.
+
+Source: OpenAI's API reference, "Responses". Nothing is stored, so nothing stored can be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, Tool
+from serve_app.ingress.openai.protocol import (
+    ChatCompletionRequest,
+    Finite,
+    NamedFunction,
+    NamedSchema,
+    NamedToolChoice,
+)
+from serve_app.ingress.responses.items import Items, turns
+
+
+class FunctionTool(FunctionDefinition):
+    """One of `tools`."""
+
+    type: Literal["function"]
+
+    def as_tool(self) -> Tool:
+        """The tool as the chat has it."""
+        given = self.model_dump(exclude_unset=True, exclude={"type"})
+        return Tool(type="function", function=FunctionDefinition(**given))
+
+
+class FunctionChoice(BaseModel):
+    """`tool_choice` that names a function."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    name: str
+
+    def as_choice(self) -> NamedToolChoice:
+        """The choice as the chat has it."""
+        return NamedToolChoice(type="function", function=NamedFunction(name=self.name))
+
+
+class AnyFormat(BaseModel):
+    """`text.format` without a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object"] = "text"
+
+
+class SchemaFormat(NamedSchema):
+    """`text.format` with a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextConfig(StrictModel):
+    """`text`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": (None, "medium")}
+
+    format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] = Field(
+        default=AnyFormat()
+    )
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that answers must validate against, if there is one."""
+        if isinstance(self.format, SchemaFormat):
+            return self.format.schema_
+        return {"type": "object"} if self.format.type == "json_object" else None
+
+
+class ResponsesRequest(StrictModel):
+    """POST /v1/responses."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (None, False),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "include": (None, []),
+        "max_tool_calls": (None,),
+        "moderation": (None,),
+        "previous_response_id": (None,),
+        "prompt": (None,),
+        "reasoning": (None, {}),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, True, False),
+        "stream_options": (None, {}, {"include_obfuscation": False}),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {"prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+    )
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    input: Items
+    """A text, or a list of items."""
+    instructions: str | None = None
+    """What the system says, before everything else."""
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    tools: list[FunctionTool] = Field(default=[])
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig = Field(default=TextConfig())
+    stream: bool = False
+    user: str | None = None
+    """Whose request it is: slots are shared fairly among users."""
+    metadata: dict[str, str] | None = None
+    """Given back with the answer."""
+
+    @field_validator("tools", mode="before", json_schema_input_type=list[FunctionTool] | None)
+    @classmethod
+    def _null_is_none(cls, value: object) -> object:
+        return [] if value is None else value
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """The same for OpenAI's chat. Raises InvalidRequestError."""
+        messages = turns(self.input)
+        if not messages:
+            raise InvalidRequestError("'input' has no message.", "input")
+        if self.instructions:
+            messages.insert(0, ChatMessage(role="system", content=self.instructions))
+        choice = self.tool_choice
+        return ChatCompletionRequest(
+            messages=messages,
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            json_schema=self.text.schema_of_answer(),
+            tools=[tool.as_tool() for tool in self.tools],
+            tool_choice=choice.as_choice() if isinstance(choice, FunctionChoice) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            user=self.user,
+        )

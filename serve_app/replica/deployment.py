@@ -1,0 +1,286 @@
+"""The engine as a Serve deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray import serve
+
+from serve_app.config.model_files import cache_folder, locate
+from serve_app.config.resolved import ResolvedModel
+from serve_app.engine import Engine, TokenStream
+from serve_app.errors import ConfigError, CorralError, EngineFailedError, ModelReplacedError
+from serve_app.logs import forward_to_serve
+from serve_app.placement import leases, topology
+from serve_app.placement.machine import cpu_quota, oversubscription, own_cores, throttled_s
+from serve_app.placement.place import Place, settle, unpinned
+from serve_app.placement.throttling import ThrottleWatch
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.replica.kv_transfer import Handover, Heir, Offer
+from serve_app.replica.metrics import ReplicaMetrics
+from serve_app.routing.reporter import Reporter, pressure
+from serve_app.types import (
+    GenerationRequest,
+    ReplicaStats,
+    RequestRecord,
+    SequenceEnd,
+    SlotAction,
+    TokenDelta,
+)
+
+logger = logging.getLogger("corral.replica")
+
+
+@serve.deployment
+class EngineReplica:
+    """One engine. Its methods run in the replica's event loop; decoding has a thread of its own."""
+
+    async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
+        forward_to_serve()
+        path = locate(model.source)
+        self._place, threads = settle_in(model, _reserved_cpus())
+        self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
+        options = dataclasses.replace(
+            model.options,
+            threads=threads,
+            pinned=_prefixes(path, model.system_prompts),
+            sweep_folder=cache_folder() / "sweeps",
+        )
+        self._engine = Engine.load(path, options)
+        self._vocabulary_key = self._engine.vocabulary_key
+        self._metrics = ReplicaMetrics(model.id)
+        self._reporter = Reporter()
+        batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
+        for batching in batched:
+            batching.set_max_batch_size(options.n_slots + options.max_waiting)
+            batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
+        logger.info(
+            "Model %s: %d slots x %d tokens, %d threads, %s.",
+            model.id,
+            options.n_slots,
+            options.n_ctx_slot,
+            options.threads,
+            self._place.report,
+        )
+        logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
+        self._handover = Handover(self._engine)
+        await self._handover.receive()
+
+    async def generate(
+        self, request: GenerationRequest, vocabulary_key: bytes
+    ) -> AsyncGenerator[TokenDelta | CorralError]:
+        """Run a request to its end, whose tokens are of that vocabulary. Cancelling frees its slot. What
+        goes wrong with it is the last item: what is raised, Serve takes for an error of the replica, and
+        logs it with its traceback."""
+        try:
+            self._refuse_strange_tokens(vocabulary_key)
+            if request.sampling.grammar is not None:
+                await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
+            stream = await self._enter(request)
+            if isinstance(stream, CorralError):
+                raise stream
+            async for delta in stream:
+                if delta.end is not None:
+                    self._metrics.ended(delta.end)
+                    _log(request, delta.end)
+                yield delta
+        except EngineFailedError:
+            # Serve would go on sending requests here until three health checks have failed.
+            logger.error("The replica ends, as its engine failed.")
+            os._exit(1)
+        except CorralError as error:
+            logger.info("%s is refused or failed: %s", request.id, error)
+            yield error
+        finally:
+            self._engine.abort(request.id)
+
+    # Serve gives every caller the same exception if this raises, so refusals are returned.
+    @serve.batch
+    async def _enter(self, requests: list[GenerationRequest]) -> list[TokenStream | CorralError]:
+        """Submit what arrived together in one go."""
+        return self._engine.submit_many(requests)
+
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], vocabulary_key: bytes
+    ) -> NDArray[np.float32] | CorralError:
+        """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
+        computed. What goes wrong is returned."""
+        try:
+            self._refuse_strange_tokens(vocabulary_key)
+            return await self._embed(texts)
+        except CorralError as error:
+            logger.info("Texts are refused or failed: %s", error)
+            return error
+
+    async def _embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+        entering = asyncio.ensure_future(self._enter_texts(texts))
+        try:
+            outcome = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            entering.add_done_callback(_give_up)
+            raise
+        if isinstance(outcome, CorralError):
+            raise outcome
+        return await asyncio.wrap_future(outcome)
+
+    @serve.batch
+    async def _enter_texts(
+        self, requests: list[tuple[tuple[int, ...], ...]]
+    ) -> list[Future[NDArray[np.float32]] | CorralError]:
+        """Submit what arrived together in one go: one pass computes what fits of all of it."""
+        return self._engine.embed_many(requests)
+
+    def _refuse_strange_tokens(self, vocabulary_key: bytes) -> None:
+        """A `serve deploy` with another model replaces replicas one by one. Raises ModelReplacedError."""
+        if vocabulary_key != self._vocabulary_key:
+            raise ModelReplacedError("The model is being replaced by one with another vocabulary.")
+
+    async def stats(self) -> ReplicaStats:
+        """What this replica is doing."""
+        replica_id, node_id = _whereabouts()
+        return ReplicaStats(
+            replica_id=replica_id,
+            node_id=node_id,
+            engine=dataclasses.asdict(self._engine.stats()),
+            cores=self._place.cores,
+            numa_node=self._place.numa_node,
+            latencies=self._engine.latencies(),
+        )
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction | CorralError | None:
+        """See SlotFiles; None if another replica is meant. What goes wrong is returned."""
+        if replica_id != _whereabouts()[0]:
+            return None
+        try:
+            return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
+        except CorralError as error:
+            return error
+
+    async def explain(self, wanted: str) -> list[RequestRecord]:
+        """See Engine.explain."""
+        replica_id, node_id = _whereabouts()
+        return [
+            dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
+            for record in self._engine.explain(wanted)
+        ]
+
+    async def offer_prefixes(self, asker: str) -> Offer | None:
+        """See Handover.offer."""
+        return await self._handover.offer(asker)
+
+    async def send_prefix(self, giver: str, tokens: bytes) -> list[Any] | None:
+        """See Handover.send."""
+        return await self._handover.send(giver, tokens)
+
+    async def lack_prefixes(self, asker: str, prefixes: list[bytes]) -> Heir | None:
+        """See Handover.lacks."""
+        return await self._handover.lacks(asker, prefixes)
+
+    async def take_prefix(self, heir: str, sent: list[Any]) -> int | None:
+        """See Handover.take."""
+        return await self._handover.take(heir, sent)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook: what `serve_app.routing.request_router` learns of this replica."""
+        return self._reporter.report(self._engine.stats(), self._engine.holdings())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
+        return pressure(self._engine.stats(), self._engine.options.n_ctx)
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises; the metrics follow as often as it asks."""
+        self._engine.check_health()
+        throttled = self._throttling.look(throttled_s(), cpu_quota(), time.monotonic())
+        if throttled is not None:
+            logger.warning("%s", throttled)
+        self._metrics.update(self._engine.stats())
+
+    async def __del__(self) -> None:
+        """Serve's destructor hook; before it, Serve has let running requests finish."""
+        await self._handover.bequeath()
+        self._engine.close(timeout_s=0)
+
+
+def _whereabouts() -> tuple[str, str]:
+    """The ids of this replica and of its node."""
+    replica_id = serve.get_replica_context().replica_id.unique_id
+    return replica_id, ray.get_runtime_context().get_node_id()
+
+
+def _give_up(entering: asyncio.Future[Future[NDArray[np.float32]] | CorralError]) -> None:
+    """Nobody waits any more for texts that have just been accepted."""
+    if not entering.cancelled() and entering.exception() is None:
+        outcome = entering.result()
+        if isinstance(outcome, Future):
+            outcome.cancel()
+
+
+def _log(request: GenerationRequest, end: SequenceEnd) -> None:
+    """One line for a request; Serve adds its `x-request-id`."""
+    usage, spent = end.usage, end.timings
+    logger.info(
+        "%s ended (%s): %d prompt tokens, %d of them cached, %d generated; queue %.3f s, prefill %.3f s, "
+        "decode %.3f s, stalled %.3f s.",
+        request.id,
+        end.reason.value,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        spent.queue_s,
+        spent.prefill_s,
+        spent.decode_s,
+        spent.stalled_s,
+    )
+
+
+def _prefixes(path: Path, system_prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """What chats with these system prompts begin with, as tokens."""
+    if not system_prompts:
+        return ()
+    tokenizer = Tokenizer(path)
+    return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
+
+
+def _reserved_cpus() -> float:
+    """What Ray has reserved for this replica."""
+    context: Any = ray.get_runtime_context()
+    return float(context.get_assigned_resources().get("CPU", 0.0))
+
+
+def settle_in(model: ResolvedModel, reserved: float) -> tuple[Place, int]:
+    """A replica's place on its node and its threads, with so many reserved CPUs. Before anything starts
+    threads: they inherit the place. Raises ConfigError for more threads than cores, unless the
+    configuration allows them."""
+    cores, numa = own_cores(reserved), model.options.numa
+    threads = model.threads or cores
+    complaint = oversubscription(
+        max(threads, model.options.threads_batch or 0),
+        cores,
+        "all that this replica may use (affinity mask, CPU quota, num_cpus)",
+    )
+    if complaint and not model.allow_oversubscription:
+        raise ConfigError(f"models ({model.id}): {complaint}")
+    if complaint:
+        logger.warning("Model %s: %s", model.id, complaint)
+        return unpinned("it has more threads than cores"), threads
+    if numa is not None and len(topology.read().nodes) == 1:
+        logger.info("Model %s: engine.numa has no effect: there is one NUMA node.", model.id)
+    elif numa in ("distribute", "isolate"):
+        return unpinned(f"engine.numa: {numa} places its threads"), threads
+    if not model.pin_cores:
+        return unpinned("engine.pin_cores is false"), threads
+    return settle(reserved, leases.default_folder()), threads

@@ -1,0 +1,94 @@
+"""Serve's HAProxy in the place of its own proxy, with `cluster/haproxy.env`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from loadtests.common.servers import haproxy_settings
+from tests.e2e.conftest import Corral, model, settings, sse, wait_until
+
+KEY = "somebody-secret-0123456789"
+N_INGRESSES = 3
+LONG = {
+    "prompt": "x",
+    "max_tokens": 200_000,
+    "ignore_eos": True,
+    "context_shift": True,
+    "stream": True,
+}
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def corral(gguf: Path) -> Iterator[Corral]:
+    """Behind HAProxy, with several ingress replicas and keys."""
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    keys = directory / "keys.yaml"
+    keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
+    with settings(haproxy_settings()):
+        entry = model(gguf, "m", n_slots=4, n_ctx_slot=2048)
+        replicas = {"num_replicas": N_INGRESSES}
+        server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)
+    server.http.headers["Authorization"] = f"Bearer {KEY}"
+    try:
+        server.wait_ready()
+        wait_until(lambda: len(ingresses(server)) == N_INGRESSES, 60, "all ingress replicas up")
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def ingresses(corral: Corral) -> list[int]:
+    return corral.pids("ServeReplica:corral:Ingress")
+
+
+def answered_by(corral: Corral) -> list[str]:
+    """The ingress replicas that have answered a completion, by their logs."""
+    logs = (corral.directory / "ray").glob("session_2*/logs/serve/replica_corral_Ingress_*.log")
+    return [log.name for log in logs if "POST /v1/completions" in log.read_text()]
+
+
+def test_streams_come_token_by_token_and_leavers_free_their_slots(corral: Corral) -> None:
+    assert corral.pids("haproxy")
+    with corral.http.stream("POST", "/v1/completions", json=LONG) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()  # kept: without it, httpx would leave
+        assert any(line and sse(line)["choices"][0]["text"] for line in lines)
+        assert corral.stats()["running"] == 1  # the first token is here, the last is far away
+    wait_until(lambda: corral.stats()["running"] == 0, 30, "slot free")
+    stats = corral.stats()
+    assert stats["ended"] == {"abort": 1}
+    assert stats["generated_tokens"] < LONG["max_tokens"]
+
+
+def test_streams_end_whole_and_are_shared_among_ingress_replicas(corral: Corral) -> None:
+    def stream(_: int) -> str:
+        body = LONG | {"max_tokens": 50}
+        with corral.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = [line for line in response.iter_lines() if line]
+        reason: str = sse(lines[-2])["choices"][0]["finish_reason"]
+        return f"{reason} {lines[-1]}"
+
+    def are_shared() -> bool:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(stream, range(16))) == {"length data: [DONE]"}
+        return len(answered_by(corral)) >= 2
+
+    # HAProxy learns of the replicas one by one, and some time after they are up.
+    wait_until(are_shared, 30, "two ingress replicas have answered")
+
+
+def test_keys_are_asked_for(corral: Corral) -> None:
+    answer = httpx.post(f"{corral.url}/v1/completions", json=LONG)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{corral.url}/health").status_code == 200

@@ -1,0 +1,108 @@
+"""Prefixes from one real engine to another."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.engine.kv_cache.transfer import Parcel, RefusedPrefixError
+
+# Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
+OPTIONS = EngineOptions(
+    n_slots=2,
+    n_ctx_slot=256,
+    threads=1,
+    n_batch=64,
+    flash_attn=False,
+    cache_ram_bytes=64 * 2**20,
+    sweep_limit_s=0,
+)
+SYSTEM = (
+    "Everybody who asks here is told about the old house by the sea, at length and in the end. "
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "exact.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "q8_0")
+    return path
+
+
+async def tell(engine: Engine, prompt: str) -> tuple[list[int], int]:
+    """The tokens that follow, and the prompt's cached ones."""
+    sampling = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    request = GenerationRequest(prompt, engine.tokenize(prompt), sampling)
+    deltas = [delta async for delta in engine.submit(request)]
+    assert deltas[-1].end is not None
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    return tokens, deltas[-1].end.usage.cached_tokens
+
+
+@asynccontextmanager
+async def opened(path: Path, **changed: Any) -> AsyncIterator[Engine]:
+    engine = Engine.load(path, replace(OPTIONS, **changed))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def sent(path: Path, **changed: Any) -> tuple[Parcel, int]:
+    """What two prompts share, as another process gets it from an engine, and how many tokens that is."""
+    async with opened(path, **changed) as elder:
+        for end in ("One", "Two"):
+            await tell(elder, SYSTEM + end)
+        (hottest,) = elder.prefixes.offers(2)
+        parcel: Parcel = pickle.loads(pickle.dumps(elder.prefixes.lend(hottest.tokens), protocol=5))
+    return parcel, len(hottest.tokens) // 4
+
+
+@pytest.mark.parametrize("kv_unified", [False, True])
+@pytest.mark.parametrize("formats", [{}, {"cache_type_k": "q8_0"}])
+async def test_the_answer_is_the_same(
+    path: Path, kv_unified: bool, formats: dict[str, Any]
+) -> None:
+    mode = {"kv_unified": kv_unified, **formats}
+    async with opened(path, **mode) as cold:
+        expected, cached = await tell(cold, SYSTEM + "Six")
+    assert cached == 0
+    parcel, n_shared = await sent(path, **mode)
+    async with opened(path, **mode) as fresh:
+        n_bytes = fresh.prefixes.adopt(parcel, n_shared)
+        assert 0 < n_bytes < parcel.state.size  # the answer is cut off
+        assert await tell(fresh, SYSTEM + "Six") == (expected, n_shared)
+        stats = fresh.stats()
+    assert (stats.received_prefixes, stats.received_bytes) == (1, n_bytes)
+    assert stats.restored_tokens == n_shared > 16
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda state: state[: state.size // 2], lambda state: np.zeros(100, np.uint8)]
+)
+async def test_a_damaged_state_is_refused(
+    path: Path, damage: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+) -> None:
+    parcel, n_shared = await sent(path)
+    async with opened(path) as fresh:
+        with pytest.raises(RefusedPrefixError, match="does not take back"):
+            fresh.prefixes.adopt(replace(parcel, state=damage(parcel.state)), n_shared)
+        _, cached = await tell(fresh, SYSTEM + "Six")
+    assert cached == 0
+
+
+@pytest.mark.parametrize("changed", [{"cache_type_k": "q8_0"}, {"kv_unified": True}])
+async def test_another_kind_of_cache_is_refused(path: Path, changed: dict[str, Any]) -> None:
+    parcel, n_shared = await sent(path, kv_unified=False)
+    async with opened(path, **{"kv_unified": False, **changed}) as fresh:
+        with pytest.raises(RefusedPrefixError, match="another model"):
+            fresh.prefixes.adopt(parcel, n_shared)

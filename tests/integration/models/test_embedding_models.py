@@ -1,0 +1,134 @@
+"""Models that are made for embeddings, or to rank, with llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+from gguf import PoolingType
+from numpy.typing import NDArray
+
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
+from serve_app.errors import TextTooLongError
+from serve_app.prompt.tokenizer import Tokenizer
+from tests.integration.models.embedding_models import N_CTX_BERT, write_bert, write_reranker
+from tests.integration.reference import reference
+
+OPTIONS = EngineOptions(
+    n_slots=4, n_ctx_slot=256, threads=1, n_batch=32, flash_attn=False, sweep_limit_s=0
+)
+TEXTS = ["the fox", "a cat story " * 8, "x", "the story", "abc fox cat"]
+DOCUMENTS = ["a fox", "an animal that lives in the woods " * 9, "no"]
+
+
+@contextmanager
+def running(path: Path, options: EngineOptions = OPTIONS) -> Iterator[Engine]:
+    engine = Engine.load(path, options)
+    try:
+        yield engine
+    finally:
+        engine.close(0)
+
+
+def both_ways(
+    engine: Engine, texts: Sequence[tuple[int, ...]]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Together, and one by one."""
+    alone = [engine.embed([text]).result(60) for text in texts]
+    return engine.embed(texts).result(60), np.vstack(alone)
+
+
+def reference_vectors(path: Path, texts: Sequence[str]) -> NDArray[np.float64]:
+    """What llama-cpp-python's own class finds, with the model's own pooling."""
+    with reference(path, 256, embedding=True) as llama:
+        return np.array([llama.embed(text) for text in texts])
+
+
+def reference_scores(path: Path, pairs: Sequence[tuple[int, ...]]) -> list[float]:
+    """The same of a reranking model, of which that class would read more numbers than there are."""
+    scores = []
+    with reference(path, 256, embedding=True) as llama:
+        for pair in pairs:
+            llama._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
+            llama._batch.reset()  # type: ignore[no-untyped-call]
+            llama._batch.add_sequence(pair, 0, True)
+            llama._ctx.decode(llama._batch)
+            scores.append(float(llama_cpp.llama_get_embeddings_seq(llama._ctx.ctx, 0)[0]))
+    return scores
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.CLS, PoolingType.MEAN], ids=lambda one: one.name)
+def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) -> None:
+    path = tmp_path / "bert.gguf"
+    write_bert(path, pooling)
+    tokenizer = Tokenizer(path)
+    with running(path) as engine:
+        before = engine.stats().embedding_passes
+        together, alone = both_ways(engine, [tokenizer.encode(text) for text in TEXTS])
+        assert engine.stats().embedding_passes - before == 1 + len(TEXTS)
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert together == pytest.approx(reference_vectors(path, TEXTS), abs=1e-4)
+    assert together.shape == (len(TEXTS), tokenizer.n_embd)
+
+
+def test_the_table_of_positions_ends_before_the_slot(tmp_path: Path) -> None:
+    path = tmp_path / "bert.gguf"
+    write_bert(path, PoolingType.CLS)
+    with running(path) as engine:
+        assert engine.embed([(2,) * N_CTX_BERT]).result(60).shape[0] == 1
+        with pytest.raises(TextTooLongError, match=f"takes {N_CTX_BERT}"):
+            engine.embed([(2,) * (N_CTX_BERT + 1)])
+
+
+def test_such_a_model_does_not_generate(tmp_path: Path) -> None:
+    path = tmp_path / "bert.gguf"
+    write_bert(path, PoolingType.CLS)
+    with running(path) as engine:
+        with pytest.raises(InvalidRequestError, match="cannot generate"):
+            engine.submit_callback(GenerationRequest("a", (2, 5)), lambda _: None)
+        assert engine.embed([(2, 5)]).result(60).shape[0] == 1
+
+
+def test_a_reranker_with_an_encoder(tmp_path: Path) -> None:
+    path = tmp_path / "bert.gguf"
+    write_bert(path, PoolingType.RANK)
+    tokenizer = Tokenizer(path)
+    assert tokenizer.reranks
+    cls, sep = 2, 3
+    fox, cat = (tokenizer.tokenize(text, False, False) for text in ("the fox", "a cat"))
+    pair = tokenizer.encode_pair("the fox", "a cat")
+    assert pair == (cls, *fox, sep, *cat)  # llama-server's rule for such a vocabulary
+    with running(path) as engine:
+        pairs = [tokenizer.encode_pair("the fox", text) for text in TEXTS]
+        together, alone = both_ways(engine, pairs)
+    assert together.shape == (len(TEXTS), 1)
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert len(np.unique(together.round(5))) == len(TEXTS)
+
+
+def test_a_reranker_with_a_decoder(tmp_path: Path) -> None:
+    """Its score is the last token's: a pair that is longer than a pass goes on in the next one."""
+    path = tmp_path / "reranker.gguf"
+    write_reranker(path, template="Q: {query} D: {document} A:")
+    tokenizer = Tokenizer(path)
+    pairs = [tokenizer.encode_pair("What is a fox?", text) for text in DOCUMENTS]
+    texts = [f"Q: What is a fox? D: {text} A:" for text in DOCUMENTS]
+    assert [tokenizer.decode(pair) for pair in pairs] == texts
+    assert max(map(len, pairs)) > OPTIONS.n_batch
+    with running(path) as engine:
+        together, alone = both_ways(engine, pairs)
+    assert together == pytest.approx(alone, abs=1e-5)
+    # Of the two probabilities, the first one is the score.
+    assert together[:, 0] == pytest.approx(reference_scores(path, pairs), abs=1e-4)
+
+
+def test_without_a_template_a_pair_is_joined_by_the_vocabularys_rules(tmp_path: Path) -> None:
+    path = tmp_path / "reranker.gguf"
+    write_reranker(path, template=None)
+    tokenizer = Tokenizer(path)
+    parts = [tokenizer.tokenize(text, False, False) for text in ("a fox", "an animal")]
+    assert tokenizer.encode_pair("a fox", "an animal") == (*parts[0], *parts[1])

@@ -1,0 +1,120 @@
+"""Embeddings with llama.cpp and the built-in model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import llama_cpp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from serve_app.config.model_files import locate
+from serve_app.config.schema import ModelSource
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.llama.formats import EmbeddingPooling
+from tests.integration.reference import reference
+
+PATH = locate(ModelSource(builtin=True))
+OPTIONS = EngineOptions(
+    n_slots=4, n_ctx_slot=512, threads=1, n_batch=64, flash_attn=False, sweep_limit_s=0
+)
+TEXTS = [
+    "Hello there!",
+    "What is the capital of Portugal?",
+    "Tell me a story about a brave fox. " * 12,  # longer than a pass
+    "x",
+    *(f"List {n} fruits, and {n + 1} animals." for n in range(2, 12)),
+]
+POOLINGS: dict[EmbeddingPooling, int] = {
+    "mean": llama_cpp.LLAMA_POOLING_TYPE_MEAN,
+    "cls": llama_cpp.LLAMA_POOLING_TYPE_CLS,
+    "last": llama_cpp.LLAMA_POOLING_TYPE_LAST,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine.load(PATH, OPTIONS)
+    yield engine
+    engine.close(0)
+
+
+def embed(engine: Engine, texts: Sequence[str]) -> NDArray[np.float32]:
+    return engine.embed([engine.tokenize(text) for text in texts]).result(60)
+
+
+def cosines(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (a, b)]
+    found: NDArray[np.float32] = (unit[0] * unit[1]).sum(axis=1)
+    return found
+
+
+def test_batched_vectors_are_those_of_each_text_alone(engine: Engine) -> None:
+    before = engine.stats()
+    together = embed(engine, TEXTS)
+    after = engine.stats()
+    n_passes = after.embedding_passes - before.embedding_passes
+    assert n_passes < len(TEXTS)
+    assert after.embedded_texts - before.embedded_texts == len(TEXTS)
+    alone = np.vstack([embed(engine, [text]) for text in TEXTS])
+    assert together.shape == alone.shape
+    assert cosines(together, alone).min() > 0.9999
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_vectors_are_llama_cpps(pooling: EmbeddingPooling) -> None:
+    engine = Engine.load(PATH, replace(OPTIONS, embedding_pooling=pooling))
+    try:
+        with reference(PATH, 512, embedding=True, pooling_type=POOLINGS[pooling]) as llama:
+            expected = np.array([llama.embed(text) for text in TEXTS], np.float32)
+            found = embed(engine, TEXTS)
+    finally:
+        engine.close(0)
+    assert cosines(found, expected).min() > 0.9999
+    assert np.linalg.norm(found, axis=1) == pytest.approx(
+        np.linalg.norm(expected, axis=1), rel=0.01
+    )
+
+
+def test_longer_texts_than_a_pass_need_several(engine: Engine) -> None:
+    before = engine.stats().embedding_passes
+    text = engine.tokenize(TEXTS[2])
+    assert len(text) > OPTIONS.n_batch
+    engine.embed([text]).result(60)
+    assert engine.stats().embedding_passes - before == -(-len(text) // OPTIONS.n_batch)
+
+
+async def test_generation_beside_it_keeps_its_text(engine: Engine) -> None:
+    prompts = ["Tell me a story about a cat.", "Once upon a time", "List three animals."]
+    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+    async def say(name: str, prompt: str) -> str:
+        request = GenerationRequest(name, engine.tokenize(prompt), sampling)
+        return "".join([delta.text async for delta in engine.submit(request)])
+
+    alone = [await say(f"alone-{i}", prompt) for i, prompt in enumerate(prompts)]
+    vectors = embed(engine, TEXTS)
+    streams = [asyncio.create_task(say(f"b-{i}", prompt)) for i, prompt in enumerate(prompts)]
+    steps, beside = engine.stats().steps, []
+    while not all(stream.done() for stream in streams):
+        texts = [engine.tokenize(text) for text in TEXTS]
+        beside.append(await asyncio.wrap_future(engine.embed(texts)))
+    assert [await stream for stream in streams] == alone
+    assert engine.stats().steps - steps >= 60
+    assert beside
+    assert all(cosines(found, vectors).min() > 0.9999 for found in beside)
+
+
+def test_who_never_asks_pays_nothing(engine: Engine) -> None:
+    """Neither memory nor time: the second context is made at the first request."""
+    fresh = Engine.load(PATH, OPTIONS)
+    try:
+        backend = fresh._loop._backend
+        assert backend._embedder is None  # type: ignore[attr-defined]
+        fresh.embed([(1, 2)]).result(60)
+        assert backend._embedder is not None  # type: ignore[attr-defined]
+    finally:
+        fresh.close(0)

@@ -1,0 +1,109 @@
+"""Anthropic's `thinking` with a model whose chat template has thoughts, through the `anthropic` package."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+from anthropic.types import ThinkingConfigParam
+
+from loadtests.compare.bare_server import LocalClient
+from serve_app.demo_model import gguf_file
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.engine import Engine, EngineOptions
+from serve_app.ingress.api import build_api
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.prompt.tokenizer import Tokenizer
+
+# The end of Qwen3's template, and that of its models that think always: they begin the thought.
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.reasoning_content %}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+    {{- '<think>\\n\\n</think>\\n\\n' }}
+{%- else %}
+    {{- '<think>\\n' }}
+{%- endif %}
+"""
+N_CTX_SLOT = 256
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "thinking.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_file, "CHAT_TEMPLATE", TEMPLATE)
+        write_random_gguf(made, SHAPES["tiny"], "f16")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[ServedModel]:
+    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, sweep_limit_s=0)
+    engine = Engine.load(path, options)
+    yield ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
+    engine.close(0)
+
+
+@pytest.fixture
+async def package(model: ServedModel) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    transport = httpx2.ASGITransport(build_api({"m": model}))
+    async with anthropic.AsyncAnthropic(
+        base_url="http://127.0.0.1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx2.AsyncClient(transport=transport),
+    ) as made:
+        yield made
+
+
+async def test_a_thought_that_the_template_begins(package: anthropic.AsyncAnthropic) -> None:
+    """A random model never ends it, so all is thought; asked not to think, it says as much."""
+    thinking: ThinkingConfigParam = {"type": "enabled", "budget_tokens": 1024}
+    async with package.messages.stream(**ASK, max_tokens=1025, thinking=thinking) as events:
+        deltas = [event.thinking async for event in events if event.type == "thinking"]
+        thought = await events.get_final_message()
+    (block,) = thought.content
+    assert block.type == "thinking"
+    assert (block.thinking, block.signature) == ("".join(deltas), "")
+    assert block.thinking
+    plain = await package.messages.create(**ASK, max_tokens=20)
+    (text,) = plain.content
+    assert text.type == "text"
+    assert "<think>" not in text.text
+
+
+async def test_earlier_thoughts_are_the_templates_business(
+    package: anthropic.AsyncAnthropic, model: ServedModel
+) -> None:
+    said = [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "Hello."},
+    ]
+    turns = [*ASK["messages"], {"role": "assistant", "content": said}, *ASK["messages"]]
+    counts = []
+    for kind in ("adaptive", "disabled"):
+        counted = await package.messages.count_tokens(
+            model="m",
+            messages=turns,
+            thinking={"type": kind},  # type: ignore[arg-type]
+        )
+        counts.append(counted.input_tokens)
+    before = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    after = "Hello.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    texts = [
+        f"{before}<think>\nHm.\n</think>\n\n{after}",
+        f"{before}{after}\n</think>\n\n",
+    ]
+    assert counts == [len(model.tokenizer.tokenize(text, True, True)) for text in texts]

@@ -1,0 +1,141 @@
+"""What a configuration may say, and what Serve gets of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.app import engine_options, ingress_options, resolve
+from serve_app.config import schema
+from serve_app.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+def model(**fields: Any) -> dict[str, Any]:
+    sizes = {"n_slots": 4, "n_ctx_slot": 256, "threads": 1}
+    return {"id": "m", "source": {"builtin": True}, "engine": sizes, **fields}
+
+
+def test_the_shipped_file_is_valid() -> None:
+    app = schema.load(ROOT / "serve_config.yaml")
+    assert [model.id for model in app.models] == ["corral-demo"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "models: Field required"),
+        ({"models": []}, "models: List should have at least 1 item"),
+        ({"model": []}, "model: Extra inputs"),
+        ({"models": [model(), model()]}, "two models have the same id"),
+        ({"models": [model(id="a b")]}, "models.0.id: String should match"),
+        ({"models": [model(source={})]}, "models.0.source: Value error, give exactly one"),
+        ({"models": [model(source={"repo_id": "a/b"})]}, "repo_id and filename belong together"),
+        ({"models": [model(engine={"n_slots": 0})]}, "models.0.engine.n_slots: "),
+        ({"models": [model(engine={"slots": 4})]}, "models.0.engine.slots: Extra inputs"),
+        (
+            {"models": [model(deployment={"max_ongoing_request": 1})]},
+            "models.0.deployment.max_ongoing_request: Extra",
+        ),
+        (
+            {"models": [model(deployment={"autoscaling_config": {"max_replica": 1}})]},
+            "models.0.deployment.autoscaling_config.max_replica: Extra",
+        ),
+        (
+            {"models": [model(deployment={"autoscaling_config": {"min_replicas": -1}})]},
+            "models.0.deployment.autoscaling_config.min_replicas: ",
+        ),
+        (
+            {"models": [model(deployment={"ray_actor_options": {"num_cpu": 1}})]},
+            "models.0.deployment.ray_actor_options.num_cpu: Extra",
+        ),
+        (
+            {"models": [model(deployment={"num_replicas": 1, "autoscaling_config": {}})]},
+            "autoscaling_config or num_replicas, not both",
+        ),
+    ],
+)
+def test_faults_are_named(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        schema.parse(args)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_checking_a_file_prints_one_line_and_fails(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"applications": [{"args": {"models": [model(id="")]}}]}))
+    command = [sys.executable, "-m", "serve_app.config", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.startswith("invalid configuration: models.0.id: ")
+    assert result.stderr.count("\n") == 1
+
+
+SCALING = {
+    "min_replicas": 1,
+    "max_replicas": 1,
+    "target_ongoing_requests": 4,
+    "policy": {"policy_function": "serve_app.routing.autoscaling:by_pressure"},
+    "look_back_period_s": 15,
+    "upscale_delay_s": 10,
+}
+
+
+def test_serve_gets_explicit_options() -> None:
+    configured = schema.parse({"models": [model()]}).models[0]
+    options = engine_options(configured, resolve(configured, share=1))
+    assert options == {
+        "name": "engine-m",
+        "max_ongoing_requests": 4 + 8 + 16,
+        "max_queued_requests": 64,
+        "autoscaling_config": SCALING,
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+        "graceful_shutdown_timeout_s": 30,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "max_constructor_retry_count": 3,
+        "ray_actor_options": {"num_cpus": 1},
+        "request_router_config": options["request_router_config"],
+    }
+
+
+def test_configured_options_win() -> None:
+    deployment = {
+        "autoscaling_config": {"max_replicas": 9, "upscale_delay_s": 3},
+        "max_ongoing_requests": 5,
+        "ray_actor_options": {"num_cpus": 2, "resources": {"big": 1}},
+    }
+    configured = schema.parse({"models": [model(deployment=deployment)]}).models[0]
+    options = engine_options(configured, resolve(configured, share=1))
+    assert options["max_ongoing_requests"] == 5
+    assert options["ray_actor_options"] == {"num_cpus": 2, "resources": {"big": 1}}
+    assert options["autoscaling_config"] == SCALING | {"max_replicas": 9, "upscale_delay_s": 3}
+
+
+@pytest.mark.parametrize(
+    ("cores", "n_models", "num_cpus", "threads"),
+    [(8, 1, 8, 8), (8, 2, 4, 4), (8, 3, 2, 2), (2, 3, 0.66, 1)],
+)
+def test_models_share_the_machine(
+    monkeypatch: pytest.MonkeyPatch, cores: int, n_models: int, num_cpus: float, threads: int
+) -> None:
+    monkeypatch.setattr("serve_app.app.usable_cores", lambda: cores)
+    sizes = {"n_slots": 4, "n_ctx_slot": 256}
+    configured = schema.parse({"models": [model(engine=sizes)]}).models[0]
+    resolved = resolve(configured, share=1 / n_models)
+    assert engine_options(configured, resolved)["ray_actor_options"] == {"num_cpus": num_cpus}
+    assert resolved.options.threads == threads
+
+
+def test_fixed_replicas_switch_autoscaling_off() -> None:
+    ingress = schema.parse({"models": [model()], "ingress": {"deployment": {"num_replicas": 2}}})
+    options = ingress_options(ingress.ingress.deployment)
+    assert options["num_replicas"] == 2
+    assert "autoscaling_config" not in options

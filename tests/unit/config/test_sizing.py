@@ -1,0 +1,84 @@
+"""Slots and context that fit a model and a machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serve_app.config.schema import EngineConfig
+from serve_app.config.sizing import ModelNeeds, resolve
+from serve_app.errors import ConfigError
+
+GIB = 2**30
+# The cache of Qwen3-0.6B: 28 layers x 8 heads x 128 elements, keys and values, 112 KiB a token as F16.
+SMALL = ModelNeeds(32768, (28672, 28672), (128, 128), weight_bytes=GIB // 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "memory", "expected"),
+    [
+        ({}, 2, 24 * GIB, (8, 4096)),
+        ({}, 4, 24 * GIB, (16, 4096)),
+        ({}, 64, 256 * GIB, (32, 4096)),
+        ({}, 2, 4 * GIB, (8, 2145)),
+        ({}, 2, 1 * GIB, (3, 1024)),
+        ({}, 2, GIB // 4, (1, 1024)),
+        ({"n_slots": 4}, 2, 2 * GIB, (4, 1950)),
+        ({"n_ctx_slot": 8192}, 2, 8 * GIB, (4, 8192)),
+        ({"n_slots": 3, "n_ctx_slot": 99}, 2, 0, (3, 99)),
+        ({"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 2, 4 * GIB, (8, 4038)),
+        ({"system_prompts": ["a", "b"]}, 2, 4 * GIB, (8, 1716)),
+    ],
+    ids=[
+        "roomy",
+        "more cores",
+        "32 at most",
+        "context gives way first",
+        "then slots",
+        "never nothing",
+        "slots set",
+        "context set",
+        "both set",
+        "a quantised cache holds more",
+        "pinned prompts have lanes too",
+    ],
+)
+def test_fits_machine(
+    config: dict[str, Any], cores: int, memory: int, expected: tuple[int, int]
+) -> None:
+    options = resolve(EngineConfig.model_validate(config), SMALL, cores=cores, memory_bytes=memory)
+    assert (options.n_slots, options.n_ctx_slot) == expected
+    assert options.threads == cores
+    assert options.max_waiting == 2 * options.n_slots
+
+
+def test_context_is_never_longer_than_the_models() -> None:
+    needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=1)
+    options = resolve(EngineConfig(), needs, cores=2, memory_bytes=GIB)
+    assert options.n_ctx_slot == 512
+
+
+def test_without_a_model_both_sizes_must_be_set() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.n_slots and engine\.n_ctx_slot"):
+        resolve(EngineConfig(n_slots=4), None, cores=2, memory_bytes=GIB)
+
+
+def test_a_format_must_divide_the_heads() -> None:
+    odd = ModelNeeds(512, (80, 80), (80, 80), weight_bytes=1)
+    config = EngineConfig(cache_type_v="q8_0")
+    with pytest.raises(ConfigError, match=r"cache_type_v: q8_0 packs 32 .* heads have 80"):
+        resolve(config, odd, cores=2, memory_bytes=GIB)
+
+
+def test_quantised_values_need_flash_attention() -> None:
+    config = EngineConfig(cache_type_v="q4_0", flash_attn=False)
+    with pytest.raises(ConfigError, match=r"cache_type_v: q4_0 needs engine\.flash_attn"):
+        resolve(config, SMALL, cores=2, memory_bytes=GIB)
+
+
+@pytest.mark.parametrize(("mib", "expected"), [(None, GIB // 2), (0, 0), (100, 100 * 2**20)])
+def test_memory_for_prefixes_without_a_slot(mib: int | None, expected: int) -> None:
+    needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=4 * GIB)
+    config = EngineConfig(cache_ram_mib=mib)
+    assert resolve(config, needs, cores=2, memory_bytes=8 * GIB).cache_ram_bytes == expected

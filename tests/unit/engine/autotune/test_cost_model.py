@@ -1,0 +1,213 @@
+"""How long a step takes, by what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engine.autotune.cost_model import CostModel, Measurements
+
+MEASURED = Measurements(
+    decode_s={1: 0.02, 4: 0.05, 16: 0.11},
+    prefill_s={16: 0.1, 32: 0.11, 64: 0.2, 128: 0.38},
+    verify_s={2: 0.03, 4: 0.04},
+    depth=1000,
+    deep_decode_s={1: 0.03, 16: 0.27},
+    deep_prefill_s={16: 0.26, 32: 0.43, 128: 1.66},
+    copy_s=0.006,
+)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "expected"), [(1, 0.02), (2, 0.03), (4, 0.05), (10, 0.08), (16, 0.11), (32, 0.22)]
+)
+def test_decode_is_straight_between_measured_points(n_rows: int, expected: float) -> None:
+    assert CostModel(MEASURED).decode_s(n_rows) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_past", "expected"),
+    [
+        (32, 0, 0.11),
+        (48, 0, 0.155),
+        (8, 0, 0.1),
+        (256, 0, 0.76),
+        (32, 1000, 0.43),
+        (32, 500, 0.27),
+        (64, 1000, 0.2 + 0.32 + (1.28 - 0.32) / 3),
+    ],
+)
+def test_prefill_grows_with_rows_and_depth(n_rows: int, n_past: int, expected: float) -> None:
+    assert CostModel(MEASURED).prefill_s(n_rows, n_past) == pytest.approx(expected)
+
+
+def test_decode_grows_with_depth() -> None:
+    model = CostModel(MEASURED)
+    assert model.decode_s(1, 1000) == pytest.approx(0.03)
+    assert model.decode_s(16, 500) == pytest.approx(0.19)
+
+
+def test_cells_of_others_count_as_far_as_they_cost() -> None:
+    model = CostModel(replace(MEASURED, masked=0.25))
+    assert model.attended(500, 0) == model.attended(500, 500) == 500  # split, or all its own
+    assert model.attended(500, 2500) == 1000
+    assert CostModel(MEASURED).attended(500, 2500) == 2500
+
+
+@pytest.mark.parametrize(
+    ("n_sequences", "n_drafted", "expected"),
+    [(1, 0, 0.02), (1, 1, 0.03), (1, 3, 0.04), (2, 1, 0.05)],
+)
+def test_verifying_drafts(n_sequences: int, n_drafted: int, expected: float) -> None:
+    """One sequence's drafts were measured; several are taken to cost what as many sequences do."""
+    assert CostModel(MEASURED).verify_s(n_sequences, n_drafted, 0) == pytest.approx(expected)
+
+
+def test_a_chunk_beside_other_rows() -> None:
+    model = CostModel(MEASURED)
+    assert model.mixed_chunk(500, 16, 0, within_s=0.2) == 48
+    assert model.mixed_chunk(20, 16, 0, within_s=0.2) == 20  # all that is left
+    assert model.mixed_chunk(500, 56, 0, within_s=0.2) == 8
+    assert model.mixed_chunk(500, 16, 0, within_s=0.05) == 0
+
+
+@pytest.mark.parametrize(
+    ("n_pending", "beside_s", "within_s", "expected"),
+    [
+        (1000, 0.02, 0.23, 64),
+        (1000, 0.02, 0.12, 32),
+        (1000, 0.02, 0.08, 0),
+        (1000, 0.0, 0.16, 48),
+        (40, 0.02, 0.23, 40),
+        (128, 0.0, 9.9, 128),
+        (20, 0.02, 0.12, 20),
+    ],
+)
+def test_chunk_is_the_one_that_gets_on_fastest(
+    n_pending: int, beside_s: float, within_s: float, expected: int
+) -> None:
+    model = CostModel(MEASURED)
+    assert model.chunk(n_pending, 0, beside_s=beside_s, within_s=within_s) == expected
+
+
+@given(st.integers(1, 3000), st.integers(0, 4000), st.floats(0.01, 2), st.floats(0.0, 0.5))
+def test_a_chunk_fits_or_is_nothing(
+    n_pending: int, n_past: int, within_s: float, beside_s: float
+) -> None:
+    model = CostModel(MEASURED)
+    size = model.chunk(n_pending, n_past, beside_s=beside_s, within_s=within_s)
+    assert 0 <= size <= n_pending
+    assert size == 0 or model.prefill_s(size, n_past) <= within_s
+
+
+def test_nothing_measured_costs_nothing() -> None:
+    model = CostModel(Measurements())
+    assert not model
+    assert model.decode_s(4) == model.prefill_s(100, 100) == model.prompt_token_s == 0.0
+    assert model.chunk(100, 0, within_s=0.1) == 100
+    assert model.smallest_chunk(100) == 100
+    model.saw_decode(4, 4, 0, 1.0)
+    model.saw_prefill(4, 0, 1.0)
+    assert model.curve() == {"decode_ms": {}, "prefill_ms": {}, "verify_ms": {}}
+
+
+def test_it_learns_what_passes_really_take() -> None:
+    model = CostModel(MEASURED)
+    for _ in range(200):
+        model.saw_decode(4, 4, 0, 0.1)
+        model.saw_decode(1, 2, 0, 0.06)
+        model.saw_prefill(32, 1000, 0.86)
+    assert model.decode_s(4) == pytest.approx(0.1, rel=0.01)
+    assert model.decode_s(1) == pytest.approx(0.02)  # not seen, not changed
+    assert model.verify_s(1, 1, 0) == pytest.approx(0.06, rel=0.01)
+    assert model.prefill_s(32, 1000) == pytest.approx(0.86, rel=0.01)
+    assert model.prefill_s(128, 0) == pytest.approx(0.38)
+
+
+def test_a_hiccup_counts_little_and_a_wrong_measurement_is_forgotten() -> None:
+    model = CostModel(MEASURED)
+    model.saw_decode(4, 4, 0, 50.0)
+    assert 0.05 < model.decode_s(4) < 0.055
+    wrong = CostModel(Measurements({4: 9.0}, {16: 9.0}))
+    for _ in range(200):
+        wrong.saw_decode(4, 4, 0, 0.05)
+    assert wrong.decode_s(4) == pytest.approx(0.05, rel=0.01)
+
+
+def test_what_was_badly_measured_and_is_seldom_tried_is_soon_known() -> None:
+    """Something else ran when 16 rows were measured: four passes of 4 seem faster, until one is tried."""
+    model, true_s = CostModel(Measurements({4: 0.045, 16: 0.203}, {16: 0.1})), {4: 0.045, 16: 0.14}
+    lanes = tuple(range(16))
+    split = []
+    for _ in range(100):
+        parts = model.split(lanes, 0)
+        split.append(len(parts) == 4)
+        for n in parts:
+            model.saw_decode(n, n, 0, true_s[n])
+    assert split[1]
+    assert not any(split[20:])
+
+
+def test_a_batch_is_split_where_two_rows_cost_more_than_two_passes() -> None:
+    """As Q8_0 does on AVX-512; every once in a while it is one pass all the same, to see."""
+    model = CostModel(Measurements({1: 0.02, 2: 0.06, 4: 0.07, 8: 0.1}, {16: 0.1}))
+    assert model.split((4, 5), 0) == (2,)
+    assert model.split((4, 5), 0) == (1, 1)
+    assert model.steps_s(2, 0) == pytest.approx(0.04)
+    eight = tuple(range(8))
+    assert [model.split(eight, 0), model.split(eight, 0)] == [(8,), (8,)]
+    for _ in range(64):
+        model.saw_decode(1, 1, 0, 0.02)
+    assert model.split((4, 5), 0) == (2,)
+
+
+@given(
+    st.sets(st.integers(0, 15), min_size=1),
+    st.sets(st.integers(0, 15)),
+    st.lists(st.floats(0.01, 1), min_size=5, max_size=5),
+)
+def test_a_split_is_of_all_lanes_and_never_slower(
+    busy: set[int], blocked: set[int], seconds: list[float]
+) -> None:
+    """Than one pass over all, or one for each run of consecutive lanes."""
+    model = CostModel(Measurements(dict(zip((1, 2, 4, 8, 16), seconds, strict=True)), {16: 0.1}))
+    lanes, blocked = tuple(sorted(busy)), blocked - busy
+    model.split(lanes, 0)
+    rest = iter(lanes)
+    parts = [[next(rest) for _ in range(n)] for n in model.split(lanes, 0, frozenset(blocked))]
+    assert [lane for part in parts for lane in part] == list(lanes)
+    spans = [range(part[0], part[-1] + 1) for part in parts]
+    assert all(blocked.isdisjoint(span) for span in spans)
+    taken_s = sum(model.decode_s(len(span)) for span in spans)
+    runs = [[lanes[0]]]
+    for lane in lanes[1:]:
+        if lane == runs[-1][-1] + 1:
+            runs[-1].append(lane)
+        else:
+            runs.append([lane])
+    slack = 1 / (1 - 0.05)
+    assert taken_s <= slack * sum(model.decode_s(len(run)) for run in runs) + 1e-9
+    whole = range(lanes[0], lanes[-1] + 1)
+    if blocked.isdisjoint(whole):
+        assert taken_s <= slack * model.decode_s(len(whole)) + 1e-9
+
+
+def test_gaps_between_lanes_are_filled_where_that_is_faster() -> None:
+    model = CostModel(Measurements({1: 0.04, 4: 0.05, 16: 0.1}, {16: 0.1}))
+    assert model.split((0, 2, 3), 0) == (3,)
+    assert model.split((0, 2, 3), 0, frozenset({1})) == (1, 2)
+    assert model.split((0, 15), 0) == (1, 1)
+    assert model.split((0, 1, 14, 15), 0) == (2, 2)
+    assert model.split((0, 5, 9, 15), 0) == (4,)
+
+
+def test_small_things() -> None:
+    model = CostModel(MEASURED)
+    assert model.smallest_chunk(100) == 16
+    assert model.smallest_chunk(9) == 9
+    assert model.copy_s == 0.006
+    assert model.prompt_token_s == pytest.approx(0.38 / 128)
+    assert model.curve()["verify_ms"] == {2: 30.0, 4: 40.0}

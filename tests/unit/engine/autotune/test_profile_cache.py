@@ -1,0 +1,69 @@
+"""Profiles that are kept on disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from serve_app.engine.autotune import profile_cache
+from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.modes import Choice, Mode
+
+CHOICE = Choice(
+    Mode(flash_attn=True, kv_unified=False),
+    "split: as configured",
+    Measurements({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007),
+)
+
+
+def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
+    folder = tmp_path / "sweeps"
+    assert profile_cache.load(folder, "a") is None
+    profile_cache.save(folder, "a", CHOICE)
+    assert profile_cache.load(folder, "a") == CHOICE
+    assert profile_cache.load(folder, "b") is None
+    assert [path.name for path in folder.iterdir()] == ["a.json"]
+
+
+def test_other_conditions_have_another_name() -> None:
+    names = {
+        profile_cache.key(model="m", threads=2),
+        profile_cache.key(model="m", threads=4),
+        profile_cache.key(model="n", threads=2),
+        profile_cache.key(model="m", threads=2, n_batch=512),
+    }
+    assert len(names) == 4
+    assert profile_cache.key(threads=2, model="m") in names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"decode_s": {"1": 0.5}}',
+        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "measured": {"depth": "x"}}',
+        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "measured": {"decode_s": 3}}',
+        '{"mode": {"flash_attn": true, "kv_unified": "no"}, "reason": "", "measured": {}}',
+        '{"mode": {"flash_attn": true}, "reason": "", "measured": {}}',
+    ],
+)
+def test_a_damaged_file_is_said_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert profile_cache.load(tmp_path, "a") is None
+    assert "cannot be used" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_only_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        profile_cache.save(tmp_path / "file" / "sweeps", "a", CHOICE)
+    assert "cannot be kept" in caplog.text

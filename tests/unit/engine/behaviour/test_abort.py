@@ -1,0 +1,117 @@
+"""Requests that are ended from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.engine import (
+    FinishReason,
+)
+from serve_app.engine.command_queue import Mailbox
+from serve_app.engine.scheduler.backlog import Forecast
+from serve_app.engine.sequence import Sequence as EngineSequence
+from tests.unit.engine.harness import (
+    Inbox,
+    SteppedBackend,
+    WatchedBackend,
+    ask,
+    continuation,
+    options,
+    request,
+    running,
+    start,
+)
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "n_generated"),
+    [
+        pytest.param(0, 0, id="first prompt chunk"),
+        pytest.param(1, 0, id="second prompt chunk"),
+        pytest.param(2, 1, id="last prompt chunk"),
+        pytest.param(3, 2, id="first decode"),
+        pytest.param(5, 4, id="later"),
+    ],
+)
+def test_abort_while_running(n_steps: int, n_generated: int) -> None:
+    """The prompt takes three steps; the batch that waits when the abort comes is still decoded."""
+    backend = SteppedBackend(n_slots=1)
+    with running(backend, options(1, n_batch=4)) as engine:
+        (inbox,) = start(engine, request("a", "abcdefghijkl", max_tokens=None))
+        backend.wait_for_batch()
+        for _ in range(n_steps):
+            backend.step()
+        engine.abort("a")
+        engine.abort("a")
+        backend.resume()
+        end = inbox.wait()
+        assert end.reason is FinishReason.ABORT
+        assert end.error is None
+        assert end.usage.completion_tokens == n_generated
+        assert len(backend.batches) == n_steps + 1, "it ran on"
+        assert engine.stats().slots[0].state == "idle"
+    assert inbox.token_ids == continuation(b"abcdefghijkl", n_generated)
+
+
+def test_abort_while_waiting() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend, options(1, max_waiting=1)) as engine:
+        first, second = start(engine, request("a"), request("b"))
+        engine.abort("b")
+        backend.resume()
+        assert second.wait().reason is FinishReason.ABORT
+        assert second.end.usage.completion_tokens == 0
+        assert first.wait().reason is FinishReason.LENGTH
+    assert len(backend.tenancies) == 1, "compute was spent on it"
+
+
+def test_abort_shows_the_text_that_was_held() -> None:
+    letters = continuation(b"q", 1)
+    backend = SteppedBackend(n_slots=1)
+    with running(backend) as engine:
+        held = bytes(letters).decode()
+        (inbox,) = start(engine, request("a", "q", max_tokens=None, stop=(held + "\0",)))
+        backend.wait_for_batch()
+        engine.abort("a")
+        backend.resume()
+        inbox.wait()
+    assert [delta.text for delta in inbox.deltas] == ["", held]
+
+
+def test_abort_after_the_end_and_of_nobody() -> None:
+    with running(WatchedBackend(n_slots=1)) as engine:
+        ended = ask(engine, request("a"))
+        engine.abort("a")
+        engine.abort("nobody")
+        assert ask(engine, request("a")).end.reason is FinishReason.LENGTH
+        assert ended.end.reason is FinishReason.LENGTH
+
+
+FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
+
+
+def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
+    mailbox = Mailbox(1, None)
+    first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
+    assert mailbox.submit([first], FORECAST) == [None]
+    mailbox.take(0.0)
+    mailbox.abort("a")
+    mailbox.forget("a")
+    assert mailbox.submit([second], FORECAST) == [None]
+    commands = mailbox.take(0.0)
+    assert commands.submitted == [second]
+    assert not commands.aborted
+
+
+async def test_leaving_a_stream_aborts_it() -> None:
+    backend = SteppedBackend(n_slots=1)
+    with running(backend) as engine:
+        async with engine.submit(request("a", max_tokens=None)) as stream:
+            backend.wait_for_batch()
+            backend.step()
+            async for _ in stream:
+                break
+        backend.resume()
+        ask(engine, request("b"))
+        assert engine.stats().ended == {"abort": 1, "length": 1}

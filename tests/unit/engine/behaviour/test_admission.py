@@ -1,0 +1,180 @@
+"""Who gets in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from serve_app.engine import (
+    CorralError,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    SamplingParams,
+    TokenStream,
+)
+from serve_app.engine.autotune.cost_model import Measurements
+from tests.unit.engine.harness import (
+    SteppedBackend,
+    WatchedBackend,
+    ask,
+    options,
+    read,
+    request,
+    running,
+    start,
+)
+
+
+async def test_submit_many_refuses_each_for_itself() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend, options(1, max_waiting=1)) as engine:
+        good, empty, twin, waits, late = engine.submit_many(
+            [request("a"), request("b", ""), request("a"), request("c"), request("d")]
+        )
+        assert isinstance(good, TokenStream)
+        assert isinstance(empty, InvalidRequestError)
+        assert isinstance(twin, InvalidRequestError)
+        assert isinstance(waits, TokenStream)
+        assert isinstance(late, QueueFullError)
+        backend.resume()
+        assert (await read(good)).end.reason is FinishReason.LENGTH
+        assert (await read(waits)).end.reason is FinishReason.LENGTH
+
+
+def test_queue_is_bounded() -> None:
+    backend = WatchedBackend(n_slots=2)
+    backend.hold()
+    with running(backend, options(2, max_waiting=1)) as engine:
+        inboxes = start(engine, *(request(name) for name in "abc"))
+        with pytest.raises(QueueFullError) as refused:
+            start(engine, request("d"))
+        assert refused.value.retry_after_s >= 1
+        backend.resume()
+        inboxes[0].wait()
+        assert ask(engine, request("d")).end.reason is FinishReason.LENGTH
+
+
+def test_id_is_taken_while_it_lives() -> None:
+    backend = WatchedBackend(n_slots=2)
+    backend.hold()
+    with running(backend) as engine:
+        (first,) = start(engine, request("a"))
+        with pytest.raises(InvalidRequestError) as refused:
+            start(engine, request("a"))
+        assert refused.value.param == "id"
+        backend.resume()
+        first.wait()
+        assert ask(engine, request("a")).end.reason is FinishReason.LENGTH
+
+
+def test_waiting_requests_are_served_first_come() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend) as engine:
+        inboxes = start(engine, *(request(name, name) for name in "abcd"))
+        backend.resume()
+        for inbox in inboxes:
+            inbox.wait()
+    assert [bytes(tenancy.prompt) for tenancy in backend.tenancies] == [b"a", b"b", b"c", b"d"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "param"),
+    [
+        pytest.param(request("a", ""), InvalidRequestError, "prompt", id="empty prompt"),
+        pytest.param(request("a", "x" * 64), PromptTooLongError, "prompt", id="prompt too long"),
+        pytest.param(
+            GenerationRequest("a", (257,)), InvalidRequestError, "prompt", id="token past the end"
+        ),
+        pytest.param(
+            GenerationRequest("a", (-1,)), InvalidRequestError, "prompt", id="negative token"
+        ),
+        pytest.param(
+            GenerationRequest("a", (1,), SamplingParams(logit_bias=((257, 1.0),))),
+            InvalidRequestError,
+            "logit_bias",
+            id="bias of no token",
+        ),
+        pytest.param(
+            request("a", max_tokens=-1), InvalidRequestError, "max_tokens", id="less than none"
+        ),
+        pytest.param(request("a", stop=("x", "")), InvalidRequestError, "stop", id="empty stop"),
+    ],
+)
+def test_refuses_what_cannot_work(
+    bad: GenerationRequest, kind: type[CorralError], param: str
+) -> None:
+    backend = WatchedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=0)) as engine:
+        with pytest.raises(kind) as refused:
+            start(engine, bad)
+        assert refused.value.param == param
+        assert ask(engine, request("a")).end.reason is FinishReason.LENGTH, "its place was lost"
+    assert len(backend.tenancies) == 1
+
+
+def test_longest_prompt_that_fits() -> None:
+    with running(WatchedBackend(n_slots=1), options(1)) as engine:
+        inbox = ask(engine, request("a", "x" * 63, max_tokens=None))
+    assert (inbox.end.reason, len(inbox.token_ids)) == (FinishReason.LENGTH, 1)
+
+
+def test_slots_are_shared_among_clients() -> None:
+    """One slot; a has four requests there before b's one, and c's is urgent."""
+    backend = SteppedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=8)) as engine:
+        requests = [replace(request(f"a{n}", f"a{n} asks"), client="a") for n in range(4)]
+        requests.append(replace(request("b", "b asks"), client="b"))
+        requests.append(replace(request("c", "c asks"), client="c", priority=-1))
+        inboxes = start(engine, *requests[:1])
+        backend.wait_for_batch()
+        inboxes += start(engine, *requests[1:])
+        backend.resume()
+        for inbox in inboxes:
+            inbox.wait()
+    order = [bytes(tenancy.prompt).decode().split()[0] for tenancy in backend.tenancies]
+    assert order == ["a0", "c", "b", "a1", "a2", "a3"]
+
+
+def test_who_would_wait_too_long_is_refused_with_the_forecast() -> None:
+    """Eight tokens of each take 0.8 s, by what was measured: with two slots, the fourth one's wait is that
+    for two ends of three, 1.6 s."""
+    backend = WatchedBackend(n_slots=2)
+    backend.measurements = Measurements({1: 0.2, 2: 0.2}, {16: 0.16, 32: 0.32})
+    backend.hold()
+    with running(backend, options(2, max_waiting=50, max_wait_s=1.0)) as engine:
+        inboxes = start(engine, *(request(name, "h", max_tokens=8) for name in "abc"))
+        with pytest.raises(QueueFullError, match="free after 2 seconds; 1 are the most") as refused:
+            start(engine, request("d", "h", max_tokens=8))
+        assert refused.value.retry_after_s == 2
+        backend.resume()
+        for inbox in inboxes:
+            assert inbox.wait().reason is FinishReason.LENGTH
+        assert ask(engine, request("d")).end.reason is FinishReason.LENGTH
+
+
+def test_requests_can_be_asked_about() -> None:
+    backend = SteppedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=1)) as engine:
+        named = replace(request("cmpl-a.0"), http_id="web-1", client="ana")
+        first, second = start(engine, named, replace(request("cmpl-a.1"), http_id="web-1"))
+        backend.wait_for_batch()
+        backend.step()
+        states = {record.id: record.state for record in engine.explain("cmpl-a")}
+        assert states == {"cmpl-a.0": "decode", "cmpl-a.1": "waiting"}
+        assert engine.explain("cmpl") == engine.explain("") == []
+        backend.resume()
+        first.wait()
+        second.wait()
+        (record,) = engine.explain("cmpl-a.0")
+        assert (record.state, record.client, record.end) == ("ended", "ana", first.end)
+        assert [found.id for found in engine.explain("web-1")] == ["cmpl-a.0", "cmpl-a.1"]
+        waited = second.end.timings
+        assert waited.queue_s > 0
+        assert waited.mean_batch == 1
+        assert 0 <= waited.stalled_s <= waited.decode_s

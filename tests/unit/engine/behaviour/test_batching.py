@@ -1,0 +1,143 @@
+"""What lanes are fed, and when."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve_app.engine import (
+    CorralError,
+    TokenStream,
+)
+from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.command_queue import Mailbox
+from serve_app.engine.loop import DecoderLoop
+from serve_app.engine.scheduler.backlog import Forecast
+from serve_app.engine.sequence import Sequence as EngineSequence
+from tests.unit.engine.harness import (
+    PATIENCE_S,
+    WatchedBackend,
+    ask,
+    assert_only_own_tokens_were_fed,
+    continuation,
+    options,
+    read,
+    request,
+    running,
+    start,
+    start_together,
+)
+
+
+def test_lanes_are_fed_their_own_tokens_and_nothing_else() -> None:
+    """Interleaved, in chunks, with lanes used again by strangers and by relatives."""
+    backend = WatchedBackend(n_slots=3)
+    lengths = (1, 9, 17, 3, 30, 2, 11, 11, 12, 1, 25, 7)
+    prompts = ["a" * n + "b" * (n % 5) + chr(ord("A") + i) for i, n in enumerate(lengths)]
+    requests = [request(str(i), prompt, max_tokens=1 + i % 6) for i, prompt in enumerate(prompts)]
+    with running(backend, options(3, n_batch=5)) as engine:
+        inboxes = start(engine, *requests)
+        for inbox in inboxes:
+            inbox.wait()
+    assert_only_own_tokens_were_fed(backend)
+    assert len(backend.tenancies) == len(prompts)
+    for one, inbox in zip(requests, inboxes, strict=True):
+        max_tokens = one.sampling.max_tokens or 0
+        assert inbox.token_ids == continuation(one.prompt, max_tokens)
+        (tenancy,) = (t for t in backend.tenancies if t.prompt == one.prompt)
+        # All but the last token, which nothing follows.
+        assert tenancy.n_cached + len(tenancy.fed) == len(one.prompt) + max_tokens - 1
+
+
+def test_prompt_is_not_in_the_batch_with_a_stale_token_of_its_slot() -> None:
+    """The slot's last sequence leaves a sampled token behind that was never fed."""
+    backend = WatchedBackend(n_slots=1)
+    with running(backend) as engine:
+        ask(engine, request("first", "aaaa", max_tokens=3))
+        ask(engine, request("second", "zzzz", max_tokens=3))
+    second = [row for batch in backend.batches for row in batch][6:]
+    said = continuation(b"zzzz", 2)
+    assert [row[:2] for row in second] == list(zip([*b"zzzz", *said], range(6), strict=True))
+
+
+@pytest.mark.parametrize(("max_tokens", "batches"), [(1, [4]), (3, [4, 1, 1])])
+def test_first_token_comes_from_the_prompts_last_row(max_tokens: int, batches: list[int]) -> None:
+    backend = WatchedBackend(n_slots=1)
+    with running(backend) as engine:
+        inbox = ask(engine, request("a", "abcd", max_tokens=max_tokens))
+        assert engine.stats().steps == len(batches)
+    assert [len(batch) for batch in backend.batches] == batches
+    assert [row[3] for row in backend.batches[0]] == [False, False, False, True]
+    assert inbox.token_ids == continuation(b"abcd", max_tokens)
+
+
+def test_long_prompt_leaves_every_decoder_a_row() -> None:
+    backend = WatchedBackend(n_slots=2)
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=6))
+    inboxes = start_together(
+        loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
+    )
+    loop.drain(PATIENCE_S)
+    rows = [[row[2] for row in batch] for batch in backend.batches]
+    assert rows[:10] == [[0], [1] * 6] * 5
+    assert rows[10:] == [[0, 1], [0], [0]]
+    assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
+
+
+def test_prompts_that_do_not_fit_go_one_by_one() -> None:
+    backend = WatchedBackend(n_slots=3)
+    loop = DecoderLoop(lambda: backend, options(3, n_batch=4))
+    start_together(loop, *(request(name, name * 10, max_tokens=1) for name in "abc"))
+    loop.drain(PATIENCE_S)
+    rows = [[row[2] for row in batch] for batch in backend.batches]
+    assert rows == [
+        [0] * 4,
+        [0] * 4,
+        [0, 0, 1, 1],
+        [1] * 4,
+        [1] * 4,
+        [2] * 4,
+        [2] * 4,
+        [2] * 2,
+    ]
+
+
+async def test_submit_many_enters_one_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Mailbox.submit
+    sizes: list[int] = []
+
+    def watched(
+        mailbox: Mailbox, sequences: list[EngineSequence], forecast: Forecast
+    ) -> list[CorralError | None]:
+        sizes.append(len(sequences))
+        return submit(mailbox, sequences, forecast)
+
+    monkeypatch.setattr(Mailbox, "submit", watched)
+    backend = WatchedBackend(n_slots=3)
+    backend.hold()
+    with running(backend, options(3)) as engine:
+        outcomes = engine.submit_many([request(name, name) for name in "abc"])
+        backend.resume()
+        streams = [outcome for outcome in outcomes if isinstance(outcome, TokenStream)]
+        assert len(streams) == 3
+        await asyncio.gather(*map(read, streams))
+    assert sizes == [3], "the decoder thread could have come between"
+    assert [row[:3] for row in backend.batches[0]] == [(97, 0, 0), (98, 0, 1), (99, 0, 2)]
+
+
+def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
+    """10 ms for the decoder and 1 ms for each of a prompt's rows: 8 rows fit into 20 ms."""
+    backend = WatchedBackend(n_slots=2)
+    backend.measurements = Measurements({1: 0.01, 2: 0.01}, {4: 0.004, 8: 0.008, 16: 0.016})
+    loop = DecoderLoop(lambda: backend, options(2, max_stall_s=0.02))
+    inboxes = start_together(
+        loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
+    )
+    loop.drain(PATIENCE_S)
+    rows = [[row[2] for row in batch] for batch in backend.batches]
+    assert rows[:6] == [[0], [1] * 8] * 3
+    assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
+    # Passes take next to nothing here, and that is learned, a little each time.
+    assert 5 < loop.stats.step_time["decode_ms"][1] < 10
+    assert 5 < loop.stats.step_time["prefill_ms"][8] < 8

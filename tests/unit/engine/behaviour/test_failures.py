@@ -1,0 +1,156 @@
+"""Backends that fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from serve_app.engine import (
+    ConfigError,
+    DecodeError,
+    Engine,
+    EngineFailedError,
+    FinishReason,
+)
+from serve_app.engine.backends.fake import FakeBackend
+from serve_app.engine.loop import DecoderLoop
+from tests.unit.engine.harness import (
+    PATIENCE_S,
+    SteppedBackend,
+    WatchedBackend,
+    ask,
+    continuation,
+    options,
+    read,
+    request,
+    running,
+    start,
+    start_together,
+)
+
+
+def test_decode_error_ends_only_the_sequence_at_fault() -> None:
+    backend = WatchedBackend(n_slots=3, fail_on=b"!")
+    loop = DecoderLoop(lambda: backend, options(3))
+    good, bad, other = start_together(
+        loop, request("a", "abc"), request("b", "xyz!"), request("c", "c")
+    )
+    loop.drain(PATIENCE_S)
+    assert bad.end.reason is FinishReason.ERROR
+    assert isinstance(bad.end.error, DecodeError)
+    assert good.token_ids == continuation(b"abc", 4)
+    assert other.token_ids == continuation(b"c", 4)
+    assert loop.failure is None
+    assert loop.stats.ended == {"error": 1, "length": 2}
+
+
+def test_decode_error_in_the_middle_of_a_text() -> None:
+    letter = continuation(b"abc", 2)[-1]
+    innocent = next(bytes([c]) for c in b"XYZQRST" if letter not in continuation(bytes([c]), 4))
+    backend = WatchedBackend(n_slots=2, fail_on=[letter])
+    loop = DecoderLoop(lambda: backend, options(2))
+    bad, good = start_together(loop, request("a", "abc"), request("b", innocent.decode()))
+    loop.drain(PATIENCE_S)
+    assert isinstance(bad.end.error, DecodeError)
+    assert bad.token_ids == continuation(b"abc", 2)
+    assert good.token_ids == continuation(innocent, 4)
+
+
+async def test_decode_error_is_raised_by_the_stream() -> None:
+    with running(WatchedBackend(n_slots=1, fail_on=b"!")) as engine:
+        stream = engine.submit(request("a", "!"))
+        with pytest.raises(DecodeError, match="scripted failure"):
+            await read(stream)
+        assert ask(engine, request("b", "ok")).token_ids == continuation(b"ok", 4)
+
+
+def test_backend_that_decodes_nothing_any_more_is_broken() -> None:
+    with running(WatchedBackend(n_slots=1, fail_on=b"!")) as engine:
+        for i in range(3):
+            assert isinstance(ask(engine, request(f"bad{i}", "!")).end.error, DecodeError)
+        engine.check_health()
+        assert isinstance(ask(engine, request("bad3", "!")).end.error, EngineFailedError)
+        with pytest.raises(EngineFailedError, match="Nothing could be decoded"):
+            engine.check_health()
+
+
+def test_one_good_step_clears_the_backend() -> None:
+    with running(WatchedBackend(n_slots=1, fail_on=b"!")) as engine:
+        for i in range(3):
+            for bad in ("!", "!!", "a!"):
+                assert isinstance(ask(engine, request(f"bad{i}{bad}", bad)).end.error, DecodeError)
+            assert ask(engine, request(f"good{i}", "ok")).token_ids == continuation(b"ok", 4)
+        engine.check_health()
+
+
+def test_backend_lives_on_the_decoder_thread() -> None:
+    threads: list[str] = []
+
+    def open_backend() -> FakeBackend:
+        threads.append(threading.current_thread().name)
+        return FakeBackend(lambda _: ord("x"), n_slots=1)
+
+    Engine(open_backend, options(1)).close()
+    assert threads == ["corral-decoder"]
+
+
+def test_backend_that_cannot_be_opened_says_why() -> None:
+    def open_backend() -> FakeBackend:
+        raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        Engine(open_backend, options(1))
+
+
+def test_broken_backend_ends_everything() -> None:
+    backend = WatchedBackend(n_slots=1, break_after=2)
+    backend.hold()
+    with running(backend) as engine:
+        inboxes = start(engine, request("a"), request("b"))
+        engine.check_health()
+        backend.resume()
+        for inbox in inboxes:
+            assert isinstance(inbox.wait().error, EngineFailedError)
+        assert inboxes[0].token_ids == continuation(b"hello\n", 2)
+        with pytest.raises(EngineFailedError):
+            start(engine, request("c"))
+        with pytest.raises(EngineFailedError):
+            engine.check_health()
+        assert engine.stats().slots[0].state == "idle"
+
+
+def test_request_that_arrives_in_the_last_batch_gets_its_end() -> None:
+    backend = SteppedBackend(n_slots=1, break_after=0)
+    with running(backend) as engine:
+        start(engine, request("a"))
+        backend.wait_for_batch()
+        (late,) = start(engine, request("b"))
+        backend.resume()
+        assert isinstance(late.wait().error, EngineFailedError)
+
+
+@pytest.mark.parametrize("method", ["sampler", "truncate"])
+def test_backend_that_breaks_while_admitting_forgets_nobody(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("scripted break")
+
+    backend = WatchedBackend(n_slots=1)
+    monkeypatch.setattr(backend, method, fail)
+    loop = DecoderLoop(lambda: backend, options(1))
+    inboxes = start_together(loop, request("a"), request("b"))
+    for inbox in inboxes:
+        assert isinstance(inbox.wait().error, EngineFailedError)
+    loop.drain(0)
+
+
+def test_script_that_raises_breaks_the_engine_cleanly() -> None:
+    def script(tokens: Sequence[int]) -> int:
+        raise ValueError("scripted")
+
+    with running(FakeBackend(script, n_slots=2)) as engine:
+        inboxes = start(engine, request("a"))
+        assert isinstance(inboxes[0].wait().error, EngineFailedError)

@@ -1,0 +1,371 @@
+"""Prefixes kept as files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from serve_app.engine.kv_cache import state_format
+from serve_app.engine.kv_cache.disk_tier import PrefixFiles
+from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+from serve_app.errors import ConfigError
+
+HEADER = state_format._FIELDS.size + state_format._DIGEST_BYTES
+
+
+def prefix(text: str, n_bytes: int = 100) -> StoredPrefix:
+    return StoredPrefix(list(text.encode()), text[0].encode() * n_bytes)
+
+
+@contextmanager
+def opened(folder: Path, fingerprint: bytes = b"model") -> Iterator[PrefixFiles]:
+    files = PrefixFiles(folder, fingerprint)
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+def keep(folder: Path, *texts: str, fingerprint: bytes = b"model") -> list[Path]:
+    """Have each text on disk, the last one used last; returns the files."""
+    made: list[Path] = []
+    for age, text in enumerate(reversed(texts)):
+        before = on_disk(folder)
+        with opened(folder, fingerprint) as files:
+            files.add(prefix(text))
+        (path,) = on_disk(folder) - before
+        os.utime(path, ns=(0, 10**18 - age))
+        made.insert(0, path)
+    return made
+
+
+def on_disk(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def loaded(folder: Path, budget: int = 10_000, fingerprint: bytes = b"model") -> list[str]:
+    """The texts that a new start finds, the least recently used first."""
+    with opened(folder, fingerprint) as files:
+        found = files.load(budget)
+    assert all(each.state == prefix(chr(each.tokens[0])).state for each in found)
+    return [bytes(each.tokens).decode() for each in found]
+
+
+class Disk:
+    """Holds up the writer's first file until `release`."""
+
+    def __init__(self) -> None:
+        self.busy, self.released = threading.Event(), threading.Event()
+
+    def fsync(self, _descriptor: int) -> None:
+        self.busy.set()
+        assert self.released.wait(10)
+
+    def occupy(self, files: PrefixFiles) -> None:
+        files.add(prefix("occupied"))
+        assert self.busy.wait(10)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr("serve_app.engine.kv_cache.state_format.os.fsync", made.fsync)
+    return made
+
+
+# -- what a restart finds -------------------------------------------------------------------------
+
+
+def test_a_restart_finds_what_was_added_and_not_what_was_discarded(tmp_path: Path) -> None:
+    with opened(tmp_path) as files:
+        assert files.load(10_000) == []
+        a, b = prefix("a chat"), prefix("b chat")
+        files.add(a)
+        files.add(b)
+        files.discard(a)
+        files.discard(prefix("never added"))
+    assert loaded(tmp_path) == ["b chat"]
+
+
+def test_an_empty_state_and_tokens_of_all_sizes(tmp_path: Path) -> None:
+    with opened(tmp_path) as files:
+        files.add(StoredPrefix([0, 2**31 - 1, -1], b""))
+    with opened(tmp_path) as files:
+        (found,) = files.load(0)
+    assert (found.tokens, found.state) == ([0, 2**31 - 1, -1], b"")
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(300, ["a", "b", "c"]), (299, ["b", "c"]), (100, ["c"]), (99, []), (0, [])],
+)
+def test_the_newest_that_fit_are_loaded_and_others_removed(
+    tmp_path: Path, budget: int, expected: list[str]
+) -> None:
+    made = keep(tmp_path, "a", "b", "c")
+    assert loaded(tmp_path, budget) == expected
+    assert on_disk(tmp_path) == set(made[len(made) - len(expected) :])
+
+
+def test_what_is_added_again_is_the_newest_and_not_written_again(tmp_path: Path) -> None:
+    first, _ = keep(tmp_path, "a", "b")
+    inode = first.stat().st_ino
+    with opened(tmp_path) as files:
+        files.add(files.load(10_000)[0])
+    assert loaded(tmp_path) == ["b", "a"]
+    assert first.stat().st_ino == inode
+
+
+def test_models_share_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(tmp_path, "a", fingerprint=b"model")
+    keep(tmp_path, "a", "b", fingerprint=b"other")
+    assert loaded(tmp_path, fingerprint=b"model") == ["a"]
+    assert loaded(tmp_path, fingerprint=b"other") == ["a", "b"]
+    assert caplog.messages == []
+
+
+def test_nobody_else_can_read_them(tmp_path: Path) -> None:
+    old_mask = os.umask(0)
+    try:
+        (path,) = keep(tmp_path / "parent" / "cache", "secret")
+    finally:
+        os.umask(old_mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_could_read_is_made_private(tmp_path: Path) -> None:
+    (path,) = keep(tmp_path, "secret")
+    path.parent.chmod(0o755)
+    assert loaded(tmp_path) == ["secret"]
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_configuration(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Prefixes cannot be kept in .*file"):
+        PrefixFiles(tmp_path / "file", b"model")
+
+
+# -- damaged and foreign files --------------------------------------------------------------------
+
+
+def flip(at: int) -> Callable[[bytes], bytes]:
+    """Damage the byte there."""
+    return lambda data: data[:at] + bytes([data[at] ^ 0x55]) + data[at:][1:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda data: b"", "not a stored prefix"),
+        (lambda data: b"something else" * 100, "not a stored prefix"),
+        (lambda data: data[: HEADER - 1], "not a stored prefix"),
+        (lambda data: data[:-1], "bytes, its header says"),
+        (lambda data: data + b"!", "bytes, its header says"),
+        (flip(0), "not a stored prefix"),
+        (flip(8), "of version"),
+        (flip(12), "of another model"),
+        (flip(44), "bytes, its header says"),
+        (flip(47), "bytes, its header says"),  # four billion tokens
+        (flip(55), "bytes, its header says"),  # exabytes of state
+        (flip(56), "checksum"),
+        (flip(HEADER), "checksum"),
+        (flip(-2), "checksum"),
+        # A token less and four bytes of state more: the size fits.
+        (lambda data: data[:44] + b"\5\0\0\0\x68" + data[49:], "checksum"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_one_line_and_left_alone(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+    why: str,
+) -> None:
+    path, _ = keep(tmp_path, "a chat", "b chat")
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    assert loaded(tmp_path) == ["b chat"]
+    (message,) = caplog.messages
+    assert str(path) in message
+    assert why in message
+    assert path.read_bytes() == damaged
+
+
+def test_another_models_file_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (theirs,) = keep(tmp_path, "a", fingerprint=b"other")
+    (ours,) = keep(tmp_path, "b")
+    theirs.replace(ours.parent / theirs.name)
+    assert loaded(tmp_path) == ["b"]
+    assert "of another model" in caplog.text
+
+
+def test_what_is_not_under_its_own_name_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = keep(tmp_path, "a")
+    (path.parent / "backup.prefix").write_bytes(path.read_bytes())
+    (path.parent / "folder").mkdir()
+    os.mkfifo(path.parent / "pipe")  # would block whoever opens it
+    assert loaded(tmp_path) == ["a"]
+    assert len(caplog.messages) == 3
+    assert caplog.text.count("not under its own name") == 1
+    assert caplog.text.count("not a file") == 2
+
+
+def test_a_damaged_file_is_replaced_when_its_prefix_is_added(tmp_path: Path) -> None:
+    (path,) = keep(tmp_path, "a")
+    path.write_bytes(b"damaged")
+    with opened(tmp_path) as files:
+        assert files.load(10_000) == []
+        files.add(prefix("a"))
+    assert loaded(tmp_path) == ["a"]
+
+
+def test_only_unfinished_files_that_nobody_writes_any_more_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = keep(tmp_path, "a")
+    abandoned, fresh = (path.parent / f"{name}.unfinished" for name in ("abandoned", "fresh"))
+    abandoned.touch()
+    os.utime(abandoned, (0, 0))
+    fresh.touch()
+    assert loaded(tmp_path) == ["a"]
+    assert on_disk(tmp_path) == {path, fresh}
+    assert caplog.messages == []
+
+
+# -- several replicas -----------------------------------------------------------------------------
+
+
+def test_what_another_replica_discarded_is_written_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as one:
+        one.add(prefix("a"))
+    with opened(tmp_path) as one, opened(tmp_path) as other:
+        (found,) = one.load(10_000)
+        other.discard(found)
+        other.close()
+        assert on_disk(tmp_path) == set()
+        one.add(found)
+    assert loaded(tmp_path) == ["a"]
+
+
+def test_a_file_that_goes_while_others_are_read_is_no_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = keep(tmp_path, "a", "b")
+    original = PrefixFiles._newest_first
+
+    def lists_and_loses(files: PrefixFiles) -> list[Path]:
+        found = original(files)
+        first.unlink()
+        return found
+
+    monkeypatch.setattr(PrefixFiles, "_newest_first", lists_and_loses)
+    assert loaded(tmp_path) == ["b"]
+    assert caplog.messages == []
+
+
+# -- a slow disk ----------------------------------------------------------------------------------
+
+
+def test_close_waits_for_what_is_queued(tmp_path: Path, disk: Disk) -> None:
+    with opened(tmp_path) as files:
+        disk.occupy(files)
+        files.add(prefix("a"))
+        files.add(prefix("b"))
+        assert not [path for path in on_disk(tmp_path) if path.suffix == ".prefix"]
+        disk.released.set()
+    assert sorted(loaded(tmp_path)) == ["a", "b", "occupied"]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [("+", True), ("+-", False), ("+-+", True), ("+-+-", False), ("-+", True), ("++", True)],
+)
+@pytest.mark.parametrize("was_there", [False, True])
+def test_the_last_wish_counts(
+    tmp_path: Path, disk: Disk, wishes: str, expected: bool, was_there: bool
+) -> None:
+    disk.released.set()
+    if was_there:
+        keep(tmp_path, "a")
+    disk.busy.clear()
+    disk.released.clear()
+    with opened(tmp_path) as files:
+        files.load(10_000)
+        disk.occupy(files)
+        for wish in wishes:
+            (files.add if wish == "+" else files.discard)(prefix("a"))
+        disk.released.set()
+    assert ("a" in loaded(tmp_path)) is expected
+
+
+def test_what_is_being_written_can_be_discarded(tmp_path: Path, disk: Disk) -> None:
+    with opened(tmp_path) as files:
+        disk.occupy(files)
+        files.discard(prefix("occupied"))
+        disk.released.set()
+    assert on_disk(tmp_path) == set()
+
+
+def test_too_much_to_write_is_left_out(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as files:
+        disk.occupy(files)
+        for text in "abcdef":
+            files.add(prefix(text))
+        files.add(prefix("a"))  # waits already
+        expected = "A prefix is not written: 4 others wait for the disk."
+        assert caplog.messages == [expected] * 2
+        files.discard(prefix("b"))  # makes room
+        files.add(prefix("g"))
+        disk.released.set()
+    assert len(caplog.messages) == 2
+    assert sorted(loaded(tmp_path)) == ["a", "c", "d", "g", "occupied"]
+
+
+# -- a disk that fails ----------------------------------------------------------------------------
+
+
+def test_a_write_that_fails_is_told_once_a_kind_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [errno.ENOSPC, errno.ENOSPC, errno.EIO, 0, errno.EIO]
+
+    def fsync(_descriptor: int) -> None:
+        number = failures.pop(0)
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("serve_app.engine.kv_cache.state_format.os.fsync", fsync)
+    with opened(tmp_path) as files:
+        for text in "abcde":
+            files.add(prefix(text))
+            files._writer.submit(int).result()  # the queue is empty
+    assert loaded(tmp_path) == ["d"]
+    assert len(on_disk(tmp_path)) == 1
+    assert len(caplog.messages) == 2
+    assert "No space left" in caplog.messages[0]
+    assert "Input/output error" in caplog.messages[1]
+
+
+def test_a_folder_that_goes_away_harms_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as files:
+        (folder,) = tmp_path.iterdir()
+        folder.rmdir()
+        files.add(prefix("a"))
+        files.discard(prefix("a"))
+        files.add(prefix("b"))
+    assert len(caplog.messages) <= 1

@@ -1,0 +1,185 @@
+"""Which lane suits a prompt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait, common_prefix
+from serve_app.engine.sequence import Sequence
+from serve_app.types import GenerationRequest
+
+BUSY = None
+Lane = tuple[list[int], int] | None
+"""An idle lane's tokens and when it was last used; or BUSY."""
+
+
+def sequence(prompt: list[int]) -> Sequence:
+    return Sequence(GenerationRequest("a", tuple(prompt)), lambda delta: None)
+
+
+def table(lanes: list[Lane], min_copy: int = 99, *, consecutive: bool = False) -> SlotTable:
+    slots = SlotTable(len(lanes), min_copy, consecutive=consecutive)
+    for slot, lane in zip(slots.slots, lanes, strict=True):
+        if lane is BUSY:
+            slots.occupy(slot, sequence([1]))
+        else:
+            slot.idle_tokens, slot.last_used = lane
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("lanes", "prompt", "chosen", "n_cached"),
+    [
+        pytest.param([([], 0), ([], 0)], [1, 2], 0, 0, id="all new: the lowest id"),
+        pytest.param([([], 5), ([], 3), ([], 4)], [1], 1, 0, id="least recently used"),
+        pytest.param([([9], 1), ([], 0)], [1, 2], 1, 0, id="never used comes first"),
+        pytest.param([([9], 1), ([1, 2], 9)], [1, 2, 3], 1, 2, id="prefix beats recency"),
+        pytest.param([([1], 1), ([1, 2], 2)], [1, 2, 3], 1, 2, id="longest prefix"),
+        pytest.param([([1, 2], 2), ([1, 2], 1)], [1, 2, 3], 1, 2, id="same prefix: older one"),
+        pytest.param([([1, 2, 3], 1)], [1, 2, 3], 0, 2, id="last token is left to decode"),
+        pytest.param([([1, 2, 3, 4], 1)], [1, 2], 0, 1, id="prompt inside the lane: last left"),
+        pytest.param([([1], 1)], [1], 0, 0, id="prompt of one token"),
+        pytest.param([([1, 2, 8, 9], 5), ([], 1)], [1, 2, 3], 0, 2, id="half of a lane is enough"),
+        pytest.param(
+            [([1, 2, 7, 8, 9], 5), ([], 1)], [1, 2, 3], 1, 0, id="less than half is left alone"
+        ),
+        pytest.param(
+            [([1, 2, 7, 8, 9], 1), ([5], 2)], [1, 2, 3], 0, 2, id="taken by age: prefix still used"
+        ),
+        pytest.param([BUSY, ([], 7)], [1], 1, 0, id="busy lanes are not on offer"),
+    ],
+)
+def test_choose(lanes: list[Lane], prompt: list[int], chosen: int, n_cached: int) -> None:
+    slots = table(lanes)
+    assert slots.choose(prompt) == Choice(slots.slots[chosen], n_cached)
+
+
+def busy(tokens: list[int], n_past: int) -> Sequence:
+    made = sequence(tokens)
+    made.n_past = n_past
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lanes", "prompt", "expected"),
+    [
+        pytest.param([busy([1, 2, 3, 4], 4), []], [1, 2, 3, 9], (1, 3, 0), id="from a busy lane"),
+        pytest.param([busy([1, 2, 3], 3), []], [1, 2, 9], (1, 0, None), id="too short to copy"),
+        pytest.param([busy([1, 2, 3, 4], 2), []], [1, 2, 3, 9], (1, 0, None), id="soon: too short"),
+        pytest.param([busy([1, 2, 3, 4], 0), []], [1, 2, 3, 9], 3, id="wait for the whole"),
+        pytest.param([busy([1, 2, 3, 4, 5, 6], 3), []], [1, 2, 3, 4, 5, 6, 7], 6, id="for more"),
+        pytest.param(
+            [busy([1, 2, 3, 4, 5], 3), []], [1, 2, 3, 4, 5, 6], (1, 3, 0), id="not for a little"
+        ),
+        pytest.param(
+            [busy([1, 2, 3, 4], 4), [1, 2, 3]], [1, 2, 3, 4, 5], (1, 3, None), id="in place is near"
+        ),
+        pytest.param(
+            [[1, 2, 3, 4, 5, 6, 7], []], [1, 2, 3, 9], (1, 3, 0), id="from an idle lane worth more"
+        ),
+        pytest.param(
+            [[1, 2, 3, 4, 5, 6, 7], busy([9], 1)],
+            [1, 2, 3, 9],
+            (0, 3, None),
+            id="the only idle lane",
+        ),
+        pytest.param(
+            [busy([1, 2, 3, 4], 4), [8], []], [1, 2, 3, 9], (2, 3, 0), id="into the oldest lane"
+        ),
+    ],
+)
+def test_prefixes_of_other_lanes(
+    lanes: list[Sequence | list[int]],
+    prompt: list[int],
+    expected: tuple[int, int, int | None] | int,
+) -> None:
+    slots = SlotTable(len(lanes), min_copy=3)
+    for slot, lane in zip(slots.slots, lanes, strict=True):
+        if isinstance(lane, Sequence):
+            slots.occupy(slot, lane)
+        else:
+            slot.idle_tokens, slot.last_used = lane, len(lane)
+    choice = slots.choose(prompt)
+    if isinstance(expected, int):
+        assert choice == Wait(slots.slots[0], expected)
+        return
+    assert isinstance(choice, Choice)
+    source = None if choice.copy_from is None else choice.copy_from.id
+    assert (choice.slot.id, choice.n_cached, source) == expected
+
+
+def test_no_slot_when_all_are_busy() -> None:
+    assert not table([BUSY, BUSY]).has_idle
+    assert table([BUSY, ([], 0)]).has_idle
+
+
+def test_released_slot_keeps_what_is_in_the_cache() -> None:
+    slots = SlotTable(2, min_copy=99)
+    slot = slots.slots[0]
+    ended = sequence([1, 2, 3])
+    ended.n_past = 2
+    slots.occupy(slot, ended)
+    assert (slot.tokens, slot.n_past) == ([1, 2, 3], 2)
+    slots.release(slot)
+    assert (slot.sequence, slot.tokens) == (None, [1, 2])
+
+
+def test_releases_make_the_order_of_age() -> None:
+    slots = SlotTable(3, min_copy=99)
+    for slot in slots.slots:
+        slots.occupy(slot, sequence([1]))
+    for i in (1, 2, 0):
+        slots.release(slots.slots[i])
+    order = []
+    for _ in range(3):
+        choice = slots.choose([9])
+        assert isinstance(choice, Choice)
+        slots.occupy(choice.slot, sequence([9]))
+        order.append(choice.slot.id)
+    assert order == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "n"),
+    [([], [], 0), ([1], [], 0), ([1, 2], [1, 2], 2), ([1, 2], [1, 3], 1), ([1, 2, 3], [1, 2], 2)],
+    ids=str,
+)
+def test_common_prefix(a: list[int], b: list[int], n: int) -> None:
+    assert common_prefix(a, b) == common_prefix(b, a) == n
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_common_prefix_is_what_counting_finds(a: list[int], b: list[int]) -> None:
+    counted = 0
+    while counted < min(len(a), len(b)) and a[counted] == b[counted]:
+        counted += 1
+    assert common_prefix(a, b) == counted
+
+
+@pytest.mark.parametrize(
+    ("lanes", "prompt", "chosen"),
+    [
+        pytest.param([([], 0), ([], 0), BUSY, ([7], 9), BUSY, ([], 0)], [1], 3, id="between two"),
+        pytest.param([([], 0), ([], 0), BUSY, ([7], 9)], [1], 1, id="beside one: the older"),
+        pytest.param([([], 1), ([], 0), ([], 2)], [1], 1, id="none is busy: the oldest"),
+        pytest.param([([1, 2], 9), ([], 0), BUSY], [1, 2, 3], 0, id="a prefix is not moved"),
+    ],
+)
+def test_busy_lanes_are_kept_together(lanes: list[Lane], prompt: list[int], chosen: int) -> None:
+    slots = table(lanes, consecutive=True)
+    choice = slots.choose(prompt)
+    assert isinstance(choice, Choice)
+    assert choice.slot.id == chosen
+    apart = table(lanes).choose([1])
+    assert isinstance(apart, Choice)
+    assert apart.slot.last_used == min(lane[1] for lane in lanes if lane)
+
+
+def test_lane_ends_are_where_one_more_token_fits() -> None:
+    slots = table([BUSY, ([1, 2], 0), ([], 0), ([1, 2, 3], 0)])
+    busy = slots.slots[0].sequence
+    assert busy is not None
+    busy.n_past = 1
+    assert slots.lane_ends(3) == {0: 1, 1: 2, 2: 0}

@@ -1,0 +1,361 @@
+"""Anthropic's routes over a scripted engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from serve_app.errors import DecodeError, EngineUnavailableError, QueueFullError
+from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from tests.unit.ingress.generation.test_tools import CALL, script
+from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, named_events
+
+EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+TOOL = {
+    "name": "get_weather",
+    "description": "Weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "cache_control": {"type": "ephemeral"},
+}
+THINKING = {"type": "enabled", "budget_tokens": 1024}
+USAGE = {
+    "input_tokens": 2,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 3,
+    "output_tokens": 2,
+}
+
+
+def asked(content: Any = "Hi", **fields: Any) -> dict[str, Any]:
+    return {"max_tokens": 9, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    events = named_events(response)
+    for event in events:
+        if event["type"] not in ("ping", "error"):  # which the package takes before its types do
+            EVENT.validate_python(event)
+    return events
+
+
+async def prompt_of(client: httpx.AsyncClient, engine: ScriptedEngine, body: Any) -> str:
+    response = await client.post("/v1/messages", json=body)
+    assert response.status_code == 200, response.text
+    return bytes(engine.requests[-1].prompt).decode()
+
+
+async def test_a_whole_message(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    response = await client.post("/v1/messages", json=asked(model="org/second"))
+    assert response.status_code == 200
+    (request,) = engine.requests
+    assert request.id.startswith("msg_")
+    assert response.json() == {
+        "id": request.id,
+        "type": "message",
+        "role": "assistant",
+        "model": "org/second",
+        "content": [{"type": "text", "text": "Hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": USAGE,
+    }
+    assert bytes(request.prompt) == b"user:Hi"
+    Message.model_validate(response.json())
+
+
+async def test_a_streamed_message(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    events = events_of(await client.post("/v1/messages", json=asked(stream=True)))
+    assert events == [
+        {
+            "type": "message_start",
+            "message": {
+                "id": engine.requests[0].id,
+                "type": "message",
+                "role": "assistant",
+                "model": "first",
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": {
+                    "input_tokens": len("user:Hi"),
+                    "cache_creation_input_tokens": 0,
+                    "cache_read_input_tokens": 0,
+                    "output_tokens": 0,
+                },
+            },
+        },
+        {"type": "ping"},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "text_delta", "text": "Hel"},
+        },
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
+        {"type": "content_block_stop", "index": 0},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+            "usage": USAGE,
+        },
+        {"type": "message_stop"},
+    ]
+
+
+async def test_parameters_reach_the_engine(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 7}
+    neutral = {"service_tier": "auto", "thinking": {"type": "disabled"}, "container": None}
+    body = asked(stop_sequences=["END"], metadata={"user_id": "ana"}, **fields, **neutral)
+    await client.post("/v1/messages", json=body)
+    (request,) = engine.requests
+    assert {name: getattr(request.sampling, name) for name in fields} == fields
+    assert (request.sampling.max_tokens, request.sampling.stop) == (9, ("END",))
+    assert request.client == "ana"
+
+
+async def test_system_and_blocks_make_the_prompt(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    blocks = [{"type": "text", "text": "a", **cached}, {"type": "text", "text": "b"}]
+    assert await prompt_of(client, engine, asked(blocks, system="Be.")) == "system:Be.|user:ab"
+    assert await prompt_of(client, engine, asked(system=blocks)) == "system:ab|user:Hi"
+    assert await prompt_of(client, engine, asked(system="")) == "user:Hi"
+
+
+async def test_calls_and_results_of_earlier_turns(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+    result = {"type": "tool_result", "tool_use_id": "t1"}
+    body = asked()
+    body["messages"] += [
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "I"}, call]},
+        {
+            "role": "user",
+            "content": [
+                result | {"content": "one"},
+                result | {"content": [{"type": "text", "text": "2"}], "is_error": True},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+    ]
+    expected = "user:Hi|assistant:If{'x': 1}|tool:one|tool:Error: 2|user:So?"
+    assert await prompt_of(client, engine, body) == expected
+    body["messages"][-1]["content"] = [result]
+    assert await prompt_of(client, engine, body) == "user:Hi|assistant:If{'x': 1}|tool:"
+
+
+async def test_a_call_in_a_whole_message(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(f"I will look.\n{CALL}")
+    body = (await client.post("/v1/messages", json=asked(tools=[TOOL]))).json()
+    text, call = body["content"]
+    assert text == {"type": "text", "text": "I will look."}
+    assert call.pop("id").startswith("toolu_")
+    assert call == {"type": "tool_use", "name": "get_weather", "input": {"city": "Oslo"}}
+    assert (body["stop_reason"], body["stop_sequence"]) == ("tool_use", None)
+    assert bytes(engine.requests[0].prompt) == b"[get_weather]user:Hi"
+
+
+async def test_calls_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = [TokenDelta(f"So: {CALL}\n{CALL}", (1,)), HELLO[-1]]
+    body = asked(tools=[TOOL], stream=True)
+    _, _, *events, delta, _ = events_of(await client.post("/v1/messages", json=body))
+    found = [(event["type"].removeprefix("content_block_"), event["index"]) for event in events]
+    steps = ("start", "delta", "stop")
+    assert found == [(step, index) for index in range(4) for step in steps]
+    first = events[3:5]
+    assert first[0]["content_block"] == {
+        "type": "tool_use",
+        "id": first[0]["content_block"]["id"],
+        "name": "get_weather",
+        "input": {},
+    }
+    assert first[1]["delta"] == {"type": "input_json_delta", "partial_json": '{"city": "Oslo"}'}
+    assert events[-2]["delta"] == {"type": "text_delta", "text": "lo"}
+    assert delta["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_no_tools_are_shown_with_the_choice_none(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = script(CALL)
+    body = asked(tools=[TOOL], tool_choice={"type": "none"})
+    answer = (await client.post("/v1/messages", json=body)).json()
+    assert answer["content"] == [{"type": "text", "text": CALL}]
+    assert bytes(engine.requests[0].prompt) == b"user:Hi"
+
+
+async def test_strict_tools_are_a_grammar(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    await client.post("/v1/messages", json=asked(tools=[TOOL | {"strict": True}]))
+    assert "get_weather" in (engine.requests[0].sampling.grammar or "")
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "any"}, {"type": "auto"}, {"type": "tool", "name": "get_weather"}]
+)
+async def test_forced_calls_are_a_grammar(
+    client: httpx.AsyncClient, engine: ScriptedEngine, choice: dict[str, Any]
+) -> None:
+    choice = choice | {"disable_parallel_tool_use": True}
+    await client.post("/v1/messages", json=asked(tools=[TOOL], tool_choice=choice))
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert "get_weather" in grammar
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "expected"),
+    [
+        (FinishReason.LENGTH, None, ("max_tokens", None)),
+        (FinishReason.STOP, "END", ("stop_sequence", "END")),
+        (FinishReason.STOP, None, ("end_turn", None)),
+    ],
+)
+async def test_stop_reasons(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    reason: FinishReason,
+    stop: str | None,
+    expected: tuple[str, str | None],
+) -> None:
+    end = SequenceEnd(reason, Usage(5, 0, 3), Timings(0, 0, 0), stop)
+    engine.script = [TokenDelta("", (), end)]
+    body = (await client.post("/v1/messages", json=asked())).json()
+    assert (body["stop_reason"], body["stop_sequence"]) == expected
+    assert body["content"] == []
+
+
+async def test_tokens_are_counted(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    body = asked("Hé", system="S", tools=[TOOL])
+    del body["max_tokens"]
+    response = await client.post("/v1/messages/count_tokens", json=body)
+    assert response.json() == {"input_tokens": len("[get_weather]system:S|user:Hé".encode())}
+    assert engine.requests == []
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": asked()["messages"]}, "max_tokens: Field required"),
+        (asked(max_tokens=0), "max_tokens: Input should be greater"),
+        (asked(temperature=1.5), "temperature: Input should be less than or equal to 1"),
+        (asked(n=2), "Unknown parameter: 'n'"),
+        (asked(thinking={"type": "enabled", "budget_tokens": 9}), "greater than or equal to 1024"),
+        (asked(thinking={"type": "enabled"}), "'budget_tokens' goes with"),
+        (asked(thinking={"type": "adaptive", "budget_tokens": 2000}), "'budget_tokens' goes with"),
+        (asked(thinking=THINKING), "'budget_tokens' must be less than 'max_tokens'"),
+        (asked(thinking=THINKING, max_tokens=4096), "chat template has no thoughts"),
+        (
+            asked(thinking={"type": "adaptive"}, tools=[TOOL], tool_choice={"type": "any"}),
+            "'thinking' is not supported together with it",
+        ),
+        (asked([IMAGE]), "'image' is not supported: these models read text"),
+        (asked([RESULT | {"content": [IMAGE]}]), "'image' is not supported"),
+        (asked([{"type": "text"}]), "messages.0.content.0.text.text: Field required"),
+        (asked([{"type": "text", "text": "x", "y": 1}]), "Unknown parameter: 'y'"),
+        (asked([{"type": "hologram"}]), "'hologram'"),
+        (asked([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]), "turn of the user"),
+        (asked(tools=[{"name": "f"}]), "input_schema: Field required"),
+        (asked(tools=[{"type": "web_search_20250305", "name": "w"}]), "Input should be 'custom'"),
+        (asked(tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
+        (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "no"}), "no function 'no'"),
+        (asked(tool_choice={"type": "tool"}), "'name' goes with"),
+        (asked() | {"messages": []}, "messages: List should have at least 1 item"),
+        (asked() | {"messages": [{"role": "assistant", "content": "I"}]}, "prefill"),
+        (asked("refuse"), "The template refuses."),
+        (asked("x" * N_CTX_SLOT), f"this model's context holds {N_CTX_SLOT} tokens"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_requests_are_refused(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    body: dict[str, Any],
+    message: str,
+    stream: bool,
+) -> None:
+    response = await client.post("/v1/messages", json=body | {"stream": stream})
+    answer = response.json()
+    assert response.status_code == 400
+    assert message in answer["error"].pop("message")
+    assert answer == {"type": "error", "error": {"type": "invalid_request_error"}}
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "headers"),
+    [
+        (QueueFullError("full", 7), 429, "rate_limit_error", {"Retry-After": "7"}),
+        (EngineUnavailableError("none is up"), 503, "overloaded_error", {"Retry-After": "1"}),
+        (DecodeError("cannot decode"), 500, "api_error", {}),
+        (RuntimeError("secret detail"), 500, "api_error", {}),
+    ],
+)
+async def test_failures_have_anthropics_shape(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    error: Exception,
+    status: int,
+    kind: str,
+    headers: dict[str, str],
+) -> None:
+    engine.script = [error]
+    response = await client.post("/v1/messages", json=asked(stream=True))
+    assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+    assert "secret" not in response.text
+    assert {name: response.headers[name] for name in headers} == headers
+
+
+async def test_a_failure_in_mid_stream_is_the_last_event(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = [HELLO[0], DecodeError("cannot decode")]
+    *_, last = events_of(await client.post("/v1/messages", json=asked(stream=True)))
+    assert last == {"type": "error", "error": {"type": "api_error", "message": "cannot decode"}}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+    ],
+)
+async def test_unknown_routes(
+    client: httpx.AsyncClient, method: str, path: str, status: int, kind: str
+) -> None:
+    response = await client.request(method, path)
+    assert response.status_code == status
+    answer = response.json()
+    assert path in answer["error"].pop("message")
+    assert answer == {"type": "error", "error": {"type": kind}}
+
+
+async def test_other_paths_keep_openais_shape(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/messages_of_others")
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_unknown_models_are_not_found(client: httpx.AsyncClient, path: str) -> None:
+    body = asked(model="third")
+    if path.endswith("count_tokens"):
+        del body["max_tokens"]
+    response = await client.post(path, json=body)
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "not_found_error"
+    assert "'third'" in response.json()["error"]["message"]

@@ -1,0 +1,163 @@
+"""Watchers share one look a second, which ends with the last of them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from serve_app.errors import EngineClosedError
+from serve_app.ingress.api import build_api
+from serve_app.ingress.dashboard.broadcaster import N_FRAMES, Watch
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.types import ReplicaStats
+from tests.unit.ingress.dashboard.test_snapshot import merged, replica
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
+
+
+class Engine(ScriptedEngine):
+    """Counts how often it is looked at; each time, it has generated one token more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_looks = 0
+        self.stopped = self.broken = False
+
+    async def stats(self) -> list[ReplicaStats]:
+        if self.broken:
+            raise KeyError("Nobody knows.")
+        self.n_looks += 1
+        return [replica(generated_tokens=self.n_looks)]
+
+    async def replica_states(self) -> dict[str, int]:
+        if self.stopped:
+            raise EngineClosedError("Stopped.")
+        return {"RUNNING": 1}
+
+
+@pytest.fixture
+def looked_at() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def models(looked_at: Engine) -> dict[str, ServedModel]:
+    return {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), looked_at)}  # type: ignore[arg-type]
+
+
+async def test_watchers_share_the_looks(looked_at: Engine, models: dict[str, ServedModel]) -> None:
+    watch = Watch(models, period_s=0)
+    async with aclosing(watch.frames()) as one, aclosing(watch.frames()) as other:
+        first = await anext(one)
+        assert first["replicas"]["r1"]["model"] == "m"
+        n_before = looked_at.n_looks
+        built = await anext(other)  # whole, too, although it came later
+        assert built["replicas"]["r1"]["model"] == "m"
+        for _ in range(5):
+            await anext(one)
+            built = merged(built, await anext(other))
+        assert looked_at.n_looks - n_before < 10
+    n_looks = looked_at.n_looks
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert looked_at.n_looks == n_looks, "somebody still looks"
+
+
+async def test_who_comes_back_soon_finds_the_events(
+    looked_at: Engine, models: dict[str, ServedModel]
+) -> None:
+    watch = Watch(models, period_s=0)
+    for n_frames in (3, 1):
+        async with aclosing(watch.frames()) as frames:
+            for _ in range(n_frames):
+                frame = await anext(frames)
+    assert (
+        frame["replicas"]["r1"]["generated_per_s"] > 0
+    )  # so it is not a board that has just begun
+
+
+async def test_who_comes_at_once_after_the_last_is_looked_for_alone(
+    looked_at: Engine, models: dict[str, ServedModel]
+) -> None:
+    """The looks of before have not noticed yet that they are over."""
+    watch = Watch(models, period_s=0)
+    for _ in range(3):
+        async with aclosing(watch.frames()) as frames:
+            await anext(frames)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    n_looks = looked_at.n_looks
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert looked_at.n_looks == n_looks, "somebody still looks"
+
+
+async def test_what_breaks_ends_the_frames(
+    looked_at: Engine, models: dict[str, ServedModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = Watch(models, period_s=0)
+    looked_at.broken = True
+    assert [frame async for frame in watch.frames()] == []
+    assert "cannot be watched" in caplog.text
+    looked_at.broken = False
+    async with aclosing(watch.frames()) as frames:
+        assert "replicas" in await anext(frames)
+
+
+async def test_frames_end_after_a_while(models: dict[str, ServedModel]) -> None:
+    """Or an ingress replica with a watcher could not be stopped."""
+    watch = Watch(models, period_s=0)
+    assert len([frame async for frame in watch.frames()]) == N_FRAMES
+
+
+async def test_the_end_of_the_application_ends_the_frames(
+    looked_at: Engine, models: dict[str, ServedModel]
+) -> None:
+    watch = Watch(models, period_s=0)
+    looked_at.stopped = True
+    assert [frame async for frame in watch.frames()] == []
+    looked_at.stopped = False
+    async with aclosing(watch.frames()) as frames:
+        assert "replicas" in await anext(frames)
+
+
+async def test_the_route(looked_at: Engine, models: dict[str, ServedModel]) -> None:
+    """Over ASGI, as httpx would wait for the end."""
+    app, got = build_api(models), list[dict[str, Any]]()
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    coming = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if not coming:
+            await left.wait()
+        return coming.pop() if coming else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        got.append(message)
+        if message.get("body"):
+            arrived.set()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "GET",
+        "path": "/v1/live",
+        "raw_path": b"/v1/live",
+        "query_string": b"",
+        "headers": [],
+        "server": ("127.0.0.1", 80),
+    }
+    serving = asyncio.create_task(app(scope, receive, send))
+    await arrived.wait()
+    left.set()
+    await serving
+    start, event, *_ = got
+    headers = dict(start["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert event["body"].startswith(b'data: {"')
+    n_looks = looked_at.n_looks
+    await asyncio.sleep(0)
+    assert looked_at.n_looks == n_looks

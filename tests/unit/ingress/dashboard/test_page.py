@@ -1,0 +1,86 @@
+"""The page's files: who gets them, with which headers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import pytest
+
+from serve_app.ingress.api import build_api
+from serve_app.ingress.dashboard.page import FOLDER
+from serve_app.ingress.http.auth import Access
+
+Switch = bool | Literal["auto"]
+
+
+def browser(access: Access, host: str = "127.0.0.1") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(build_api({}, access))
+    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
+
+
+@pytest.mark.parametrize(
+    ("switch", "host", "status"),
+    [
+        ("auto", "127.0.0.1", 200),
+        ("auto", "[::1]", 200),
+        ("auto", "10.0.0.1", 404),
+        (True, "10.0.0.1", 200),
+        (False, "127.0.0.1", 404),
+    ],
+)
+async def test_who_gets_the_page(switch: Switch, host: str, status: int) -> None:
+    access = Access(allow_anonymous=True, ui=switch)
+    async with browser(access, host) as client:
+        for path in ("/", "/ui/app.js"):
+            assert (await client.get(path)).status_code == status
+
+
+async def test_the_page_needs_no_key_and_the_api_does(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: ana, key: ana-secret-0123456789}]")
+    async with browser(Access(keys)) as client:
+        assert (await client.get("/")).status_code == 200
+        assert (await client.get("/ui/style.css")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/v1/live")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/ui/", "/ui/none.js", "/ui/../ingress/page.py", "/ui/%2e%2e/errors.py", "/uix/app.js"]
+)
+async def test_nothing_else_is_given_out(path: str) -> None:
+    async with browser(Access()) as client:
+        assert (await client.get(path)).status_code == 404
+        assert (await client.post("/")).status_code in (404, 405)
+
+
+async def test_headers() -> None:
+    async with browser(Access()) as client:
+        first = await client.get("/")
+        policy = dict(
+            part.split(" ", 1) for part in first.headers["content-security-policy"].split("; ")
+        )
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert first.headers["x-content-type-options"] == "nosniff"
+        assert first.headers["referrer-policy"] == "no-referrer"
+        again = await client.get("/", headers={"If-None-Match": first.headers["etag"]})
+        assert again.status_code == 304
+        script = await client.get("/ui/app.js")
+        assert script.headers["content-type"].startswith("text/javascript")
+        assert "content-security-policy" in script.headers
+
+
+def test_the_page_asks_nobody_else_and_has_nothing_inline() -> None:
+    page = (FOLDER / "index.html").read_text()
+    assert re.findall(r"(?:src|href)=\"(?!ui/|#|docs)[^\"]*\"", page) == []
+    assert re.findall(r"\bstyle=|\son\w+=|<style|<script(?! type=\"module\" src=)", page) == []
+    ours = [*FOLDER.glob("*.js"), *FOLDER.glob("*.css")]
+    named = {
+        (file.name, url) for file in ours for url in re.findall(r"https?://\S+", file.read_text())
+    }
+    assert {url for _, url in named if "www.w3.org" not in url} == set()  # names of namespaces
+    assert [file.name for file in ours if "innerHTML" in file.read_text()] == []

@@ -1,0 +1,124 @@
+"""Models that think before they answer, over a scripted engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.ingress.generation.test_tools import CALL, CUT, WEATHER, script
+from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine, chat, events
+
+THOUGHT = "<think>\nHm,\nso.\n</think>\n\n"
+
+
+@pytest.fixture(autouse=True)
+def _thinks(tokenizer: ByteTokenizer) -> None:
+    tokenizer.thinks = True
+
+
+async def answer(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await client.post("/v1/chat/completions", json=chat(**fields))
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()["choices"][0]
+    return found
+
+
+async def test_thoughts_in_a_whole_answer(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = script(f"{THOUGHT}Hello.")
+    assert (await answer(client))["message"] == {
+        "role": "assistant",
+        "content": "Hello.",
+        "reasoning_content": "Hm,\nso.",
+    }
+
+
+async def test_thoughts_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(f"{THOUGHT}Hello.")
+    response = await client.post("/v1/chat/completions", json=chat(stream=True))
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(response)[1:-1]]
+    thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
+    assert "".join(thoughts) == "Hm,\nso."
+    assert len(thoughts) > 1
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hello."
+
+
+async def test_a_call_after_a_thought(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(f"<think>{CALL}</think>{CALL}")
+    said = await answer(client, tools=[WEATHER])
+    assert said["finish_reason"] == "tool_calls"
+    assert said["message"]["content"] is None
+    assert said["message"]["reasoning_content"] == CALL
+    assert len(said["message"]["tool_calls"]) == 1
+
+
+async def test_a_thought_that_is_cut(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script("<think>\nHm </thi", CUT)
+    said = await answer(client)
+    assert said["finish_reason"] == "length"
+    assert said["message"]["content"] == ""
+    assert said["message"]["reasoning_content"] == "Hm </thi"
+
+
+async def test_a_prompt_that_begins_the_thought(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = script("Hm.\n</think>\nHello.")
+    said = await answer(client, chat_template_kwargs={"x": "|<think>\n"})
+    assert bytes(engine.requests[0].prompt).endswith(b"|<think>\n")
+    assert said["message"]["reasoning_content"] == "Hm."
+    assert said["message"]["content"] == "Hello."
+
+
+async def test_thoughts_can_be_left_in_the_content(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = script(f"{THOUGHT}Hello.")
+    said = await answer(client, reasoning_format="none")
+    assert said["message"] == {"role": "assistant", "content": f"{THOUGHT}Hello."}
+
+
+async def test_a_model_that_does_not_think(
+    client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer
+) -> None:
+    tokenizer.thinks = False
+    engine.script = script(f"\n{THOUGHT}Hello.")
+    said = await answer(client, reasoning_format="auto")
+    assert said["message"] == {"role": "assistant", "content": f"\n{THOUGHT}Hello."}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"regex": "x+"},
+        {"tools": [WEATHER], "tool_choice": "required"},
+    ],
+)
+async def test_what_begins_as_it_must_is_no_thought(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    engine.script = script("{}")
+    said = await answer(client, **fields)
+    assert bytes(engine.requests[0].prompt).endswith(b"|no thought")
+    assert said["message"] == {"role": "assistant", "content": "{}"}
+
+
+async def test_thoughts_of_earlier_turns(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello.", "reasoning_content": "Hm."},
+        {"role": "user", "content": "Bye"},
+    ]
+    await client.post("/v1/chat/completions", json={"messages": messages})
+    assert bytes(engine.requests[0].prompt) == b"user:Hi|assistant:(Hm.)Hello.|user:Bye"
+
+
+async def test_only_an_assistant_has_thoughts(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "Hi", "reasoning_content": "Hm."}]
+    response = await client.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400
+    assert "'reasoning_content'" in response.json()["error"]["message"]

@@ -1,0 +1,160 @@
+"""API keys: the file, and what each may use."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.errors import AuthenticationError, ConfigError, KeyLimitError, RateLimitError
+from serve_app.ingress.http.api_keys import Account, Accounts, ApiKey
+
+ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write(path: Path, *keys: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump({"keys": list(keys)}))
+    return path
+
+
+def account(clock: Clock | None = None, **limits: int) -> Account:
+    key = ApiKey.model_validate({"name": "ana", "key": ANA, **limits})
+    return Account(key, clock or Clock())
+
+
+def test_keys_are_told_apart(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA}, {"name": "ben", "key": BEN})
+    accounts = Accounts(path)
+    assert accounts.find(ANA).key.name == "ana"
+    assert accounts.find(BEN).key.name == "ben"
+
+
+@pytest.mark.parametrize("secret", [None, "", "ana", ANA + "x", ANA.upper(), "\xe4\u20ac"])
+def test_other_keys_are_not_valid(tmp_path: Path, secret: str | None) -> None:
+    with pytest.raises(AuthenticationError):
+        Accounts(write(tmp_path / "keys", {"name": "ana", "key": ANA})).find(secret)
+
+
+def test_a_changed_file_is_read_again_and_what_was_used_stays(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
+    accounts = Accounts(path)
+    before = accounts.find(ANA)
+    entry = {"name": "ana", "key": BEN, "max_prompt_tokens": 5}
+    write(path, entry)
+    after = accounts.find(BEN)
+    assert after is before
+    assert after.key.max_prompt_tokens == 5
+    with pytest.raises(AuthenticationError):
+        accounts.find(ANA)
+
+
+@pytest.mark.parametrize("content", ["keys: []", "[", None])
+def test_a_file_that_is_broken_later_changes_nothing(
+    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
+    accounts = Accounts(path)
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    with caplog.at_level(logging.ERROR, "corral.ingress"):
+        assert accounts.find(ANA).key.name == "ana"
+        assert accounts.find(ANA).key.name == "ana"
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("keys: []", "keys: List should have at least 1 item"),
+        ("[", "it is not YAML"),
+        ("keys: [{name: a}]", "keys.0.key: Field required"),
+        ("keys: [{name: a, key: short}]", "keys.0.key: String should have at least 16"),
+        (f"keys: [{{name: a, key: {ANA}, limit: 3}}]", "keys.0.limit: Extra inputs"),
+        (f"keys: [{{name: a, key: {ANA}}}, {{name: a, key: {BEN}}}]", "the same name"),
+        (f"keys: [{{name: a, key: {ANA}}}, {{name: b, key: {ANA}}}]", "or are the same"),
+    ],
+)
+def test_a_file_that_is_wrong_stops_the_start_and_shows_no_key(
+    tmp_path: Path, content: str, fault: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        Accounts(path)
+    assert fault in refused.value.message
+    assert ANA not in refused.value.message
+    assert "short" not in refused.value.message.replace("shorter", "")
+
+
+def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Accounts(tmp_path / "keys")
+
+
+def test_requests_at_once() -> None:
+    own = account(max_concurrent_requests=2)
+    own.enter()
+    own.enter()
+    with pytest.raises(RateLimitError, match="2 requests at once") as refused:
+        own.enter()
+    assert refused.value.retry_after_s == 1
+    own.leave()
+    own.enter()
+
+
+def test_the_largest_prompt() -> None:
+    own = account(max_prompt_tokens=10)
+    own.admit(10)
+    with pytest.raises(KeyLimitError, match=r"11 prompt tokens.*10 are the most"):
+        own.admit(11)
+
+
+def test_tokens_of_a_minute() -> None:
+    clock = Clock()
+    own = account(clock, tokens_per_minute=60)
+    own.admit(40)
+    own.charge(30)  # the answer, 10 more than there are
+    with pytest.raises(RateLimitError) as refused:
+        own.admit(5)
+    assert refused.value.retry_after_s == 15
+    clock.now += 14.9
+    with pytest.raises(RateLimitError):
+        own.admit(5)
+    clock.now += 0.2
+    own.admit(5)
+    clock.now += 3600
+    own.admit(60)  # no more than a minute's tokens are saved up
+    with pytest.raises(RateLimitError):
+        own.admit(1)
+
+
+def test_a_prompt_of_more_than_a_minutes_tokens_waits_for_a_whole_minute() -> None:
+    clock = Clock()
+    own = account(clock, tokens_per_minute=60)
+    own.admit(600)
+    clock.now += 500
+    with pytest.raises(RateLimitError):
+        own.admit(600)
+    clock.now += 100
+    own.admit(600)
+
+
+def test_without_limits_nothing_is_refused() -> None:
+    own = account()
+    for _ in range(1000):
+        own.enter()
+        own.admit(10**6)
+        own.charge(10**6)

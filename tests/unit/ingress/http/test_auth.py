@@ -1,0 +1,338 @@
+"""What stands before the routes: keys, bodies, origins, and whose request it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from serve_app.errors import CorralError
+from serve_app.ingress.api import build_api
+from serve_app.ingress.http import auth
+from serve_app.ingress.http.auth import MAX_BODY_BYTES, Access
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.types import FinishReason, RequestRecord, SequenceEnd, Timings, TokenDelta, Usage
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
+
+ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
+CHAT = "/v1/chat/completions"
+Open = Callable[..., httpx.AsyncClient]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    ana = {"name": "ana", "key": ANA, "max_concurrent_requests": 1, "tokens_per_minute": 100}
+    entries = [ana, {"name": "ben", "key": BEN, "max_prompt_tokens": 10}]
+    path.write_text(yaml.safe_dump({"keys": entries}))
+    return path
+
+
+@pytest.fixture
+async def connect(engine: ScriptedEngine) -> AsyncIterator[Open]:
+    clients = []
+
+    def connect(access: Access, host: str = "127.0.0.1") -> httpx.AsyncClient:
+        model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(build_api({"m": model}, access))
+        clients.append(httpx.AsyncClient(transport=transport, base_url=f"http://{host}"))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        await client.aclose()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "headers", [bearer(BEN), {"X-Api-Key": BEN}, {"authorization": f"bearer {BEN}"}]
+)
+async def test_a_key_opens(connect: Open, keys: Path, headers: dict[str, str]) -> None:
+    answer = await connect(Access(keys)).post(CHAT, json=chat(), headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, bearer("wrong"), {"Authorization": ANA}, {"X-Api-Key": ""}]
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/models", "/props", "/nowhere", "/openapi.json"])
+async def test_nothing_without_a_key(
+    connect: Open, keys: Path, engine: ScriptedEngine, path: str, headers: dict[str, str]
+) -> None:
+    answer = await connect(Access(keys)).post(path, json=chat(), headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+async def test_load_balancers_need_none(connect: Open, keys: Path, path: str) -> None:
+    assert (await connect(Access(keys), "10.0.0.1").get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "access", "status"),
+    [
+        ("127.0.0.1", Access(), 200),
+        ("127.8.8.8", Access(), 200),
+        ("[::1]", Access(), 200),
+        ("localhost", Access(), 200),
+        ("10.0.0.1", Access(), 401),
+        ("corral.example", Access(), 401),
+        ("10.0.0.1", Access(allow_anonymous=True), 200),
+    ],
+)
+async def test_without_keys_only_this_machine_is_answered(
+    connect: Open, host: str, access: Access, status: int
+) -> None:
+    answer = await connect(access, host).get("/v1/models")
+    assert answer.status_code == status
+    if status == 401:
+        assert "ingress.api_key_file" in answer.json()["error"]["message"]
+
+
+async def test_slots_are_shared_among_keys_not_users(
+    connect: Open, keys: Path, engine: ScriptedEngine
+) -> None:
+    body = chat(user="somebody")
+    await connect(Access(keys)).post(CHAT, json=body, headers=bearer(BEN))
+    await connect(Access()).post(CHAT, json=body)
+    assert [request.client for request in engine.requests] == ["ben", "somebody"]
+
+
+async def test_a_keys_largest_prompt(connect: Open, keys: Path, engine: ScriptedEngine) -> None:
+    client = connect(Access(keys))
+    body = {"prompt": ["123456", "12345"]}
+    answer = await client.post("/v1/completions", json=body, headers=bearer(BEN))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "key_limit_exceeded")
+    assert engine.requests == []
+
+
+async def test_texts_to_embed_count_as_prompts(
+    connect: Open, keys: Path, engine: ScriptedEngine
+) -> None:
+    client = connect(Access(keys))
+    body = {"input": ["123456", "12345"]}
+    answer = await client.post("/v1/embeddings", json=body, headers=bearer(BEN))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "key_limit_exceeded")
+    assert engine.texts == []
+
+
+async def test_a_keys_tokens_are_those_of_prompts_and_answers(
+    connect: Open, keys: Path, engine: ScriptedEngine
+) -> None:
+    client = connect(Access(keys))
+    body = {"prompt": "x" * 49, "max_tokens": 9}
+    statuses = []
+    for _ in range(2):  # 49 and 3 tokens, of 100
+        answer = await client.post("/v1/completions", json=body, headers=bearer(ANA))
+        statuses.append(answer.status_code)
+    assert statuses == [200, 429]
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(answer.headers["retry-after"]) in (1, 2)
+    assert len(engine.requests) == 1
+
+
+async def test_a_keys_requests_at_once(
+    connect: Open, keys: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(Access(keys))
+    running, go_on = asyncio.Event(), asyncio.Event()
+    generate = engine.generate
+
+    async def held(request: Any) -> AsyncIterator[TokenDelta]:
+        running.set()
+        await go_on.wait()
+        async for delta in generate(request):
+            yield delta
+
+    monkeypatch.setattr(engine, "generate", held)
+    first = asyncio.create_task(client.post(CHAT, json=chat(), headers=bearer(ANA)))
+    await running.wait()
+    second = await client.post(CHAT, json=chat(), headers=bearer(ANA))
+    assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+    assert (
+        await client.get("/v1/stats", headers=bearer(ANA))
+    ).status_code == 200  # asks for no work
+    go_on.set()
+    assert (await first).status_code == 200
+    third = await client.post(CHAT, json=chat(), headers=bearer(ANA))
+    assert third.status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_is_too_large(connect: Open, chunked: bool) -> None:
+    body = json.dumps({"prompt": "x" * MAX_BODY_BYTES}).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for i in range(0, len(body), 2**20):
+            yield body[i : i + 2**20]
+
+    answer = await connect(Access()).post(CHAT, content=pieces() if chunked else body)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+async def test_a_body_that_does_not_come(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "BODY_TIMEOUT_S", 0.0)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    answer = await connect(Access()).post(CHAT, content=pieces())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("ending", [{"type": "http.disconnect"}, RuntimeError("cancelled")])
+async def test_a_client_that_leaves_while_it_sends_gets_no_answer(
+    engine: ScriptedEngine, ending: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Serve tells it as ASGI does, or by an exception."""
+    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, ending]
+    sent = []
+
+    async def receive() -> Any:
+        message = messages.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+    await build_api({"m": model})(scope | {"server": ("127.0.0.1", 80)}, receive, send)
+    assert sent == []
+    assert caplog.records == []
+
+
+async def test_no_other_site_may_ask(connect: Open) -> None:
+    answer = await connect(Access()).get("/v1/models", headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_a_site_that_may_asks_before_it_sends_its_key(connect: Open, keys: Path) -> None:
+    client = connect(Access(keys, cors_origins=("https://chat.example",)))
+    headers = {
+        "Origin": "https://chat.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    answer = await client.options(CHAT, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    refused = await client.post(CHAT, json=chat(), headers={"Origin": "https://chat.example"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("abc-1.2:3", True), ("a b", False), ("x" * 129, False)]
+)
+async def test_requests_carry_their_id(
+    connect: Open, engine: ScriptedEngine, given: str, kept: bool
+) -> None:
+    await connect(Access()).post(CHAT, json=chat(), headers={"x-request-id": given})
+    (request,) = engine.requests
+    assert (request.http_id == given) is kept
+    assert request.http_id
+
+
+ENDED = SequenceEnd(FinishReason.LENGTH, Usage(9, 4, 5), Timings(1, 0.5, 2, 0.25, 0.125, 1, 3.5))
+
+
+async def test_explain(connect: Open, engine: ScriptedEngine) -> None:
+    engine.records = [
+        RequestRecord("cmpl-a.0", "web-1", "", "ended", ENDED, "r1", "n1"),
+        RequestRecord("cmpl-a.1", "web-1", "", "decode", None, "r1", "n1"),
+        RequestRecord("cmpl-b", "web-2", "", "waiting", None, "r1", "n1"),
+    ]
+    client = connect(Access())
+    found = (await client.get("/v1/requests/cmpl-a")).json()
+    assert [one["id"] for one in found["sequences"]] == ["cmpl-a.0", "cmpl-a.1"]
+    assert (await client.get("/v1/requests/web-1")).json()["sequences"] == found["sequences"]
+    ended, running = found["sequences"]
+    assert running == {"id": "cmpl-a.1", "replica_id": "r1", "node_id": "n1", "state": "decode"}
+    assert (ended["state"], ended["finish_reason"]) == ("ended", "length")
+    told = {name: ended["timings"][name] for name in ("queue_ms", "stalled_ms", "preempted_ms")}
+    assert told == {"queue_ms": 1000, "stalled_ms": 250, "preempted_ms": 125}
+    assert (ended["timings"]["preemptions"], ended["timings"]["mean_batch"]) == (1, 3.5)
+    assert ended["timings"]["cache_n"] == 5
+
+
+@pytest.mark.parametrize("wanted", ["cmpl", "cmpl-", "nobody"])
+async def test_unknown_requests(connect: Open, engine: ScriptedEngine, wanted: str) -> None:
+    engine.records = [RequestRecord("cmpl-b", "", "", "waiting")]
+    answer = await connect(Access()).get(f"/v1/requests/{wanted}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_a_key_is_told_of_its_own_requests_only(
+    connect: Open, keys: Path, engine: ScriptedEngine
+) -> None:
+    engine.records = [RequestRecord("cmpl-b", "", "ben", "waiting")]
+    client = connect(Access(keys))
+    assert (await client.get("/v1/requests/cmpl-b", headers=bearer(BEN))).status_code == 200
+    assert (await client.get("/v1/requests/cmpl-b", headers=bearer(ANA))).status_code == 404
+
+
+async def test_timings_of_a_whole_answer(connect: Open, engine: ScriptedEngine) -> None:
+    engine.script = [TokenDelta("a", (97,), ENDED)]
+    client = connect(Access())
+    answer = (await client.post(CHAT, json=chat(timings=True))).json()
+    assert (answer["timings"]["queue_ms"], answer["timings"]["predicted_n"]) == (1000, 4)
+    assert "timings" not in (await client.post(CHAT, json=chat())).json()
+
+
+async def test_timings_of_a_stream_come_with_its_end(connect: Open, engine: ScriptedEngine) -> None:
+    engine.script = [TokenDelta("a", (97,)), TokenDelta("b", (98,), ENDED)]
+    answer = await connect(Access()).post(CHAT, json=chat(timings=True, stream=True))
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+    assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(timings=True, n=2)),
+        ("/v1/completions", {"prompt": ["a", "b"], "timings": True}),
+        ("/v1/completions", {"prompt": "a", "best_of": 2, "timings": True}),
+    ],
+)
+async def test_timings_are_of_one_answer(connect: Open, path: str, body: dict[str, Any]) -> None:
+    answer = await connect(Access()).post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timings")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat("x" * 4 * N_CTX_SLOT)),
+        ("/v1/completions", {"prompt": "x" * 4 * N_CTX_SLOT}),
+        ("/completion", {"prompt": "x" * 4 * N_CTX_SLOT}),
+    ],
+)
+async def test_what_cannot_fit_is_not_even_tokenized(
+    connect: Open, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    def tokenize(*_: object) -> tuple[int, ...]:
+        raise CorralError("It was tokenized.")
+
+    for name in ("encode", "encode_chat", "tokenize"):
+        monkeypatch.setattr(ByteTokenizer, name, tokenize)
+    answer = await connect(Access()).post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "at least 64 tokens" in error["message"]

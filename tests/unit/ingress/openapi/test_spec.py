@@ -1,0 +1,126 @@
+"""The API's description: whole, and true of what is answered."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from fastapi.routing import APIRoute
+
+from serve_app.ingress.api import build_api
+from serve_app.ingress.openapi.spec import ROUTES
+from tests.unit.ingress.harness import ByteTokenizer
+
+API = build_api({})
+DESCRIPTION: dict[str, Any] = API.openapi()
+OPERATIONS = [
+    (method, path, operation)
+    for path, item in DESCRIPTION["paths"].items()
+    for method, operation in item.items()
+]
+
+
+def body_of(operation: dict[str, Any]) -> dict[str, Any]:
+    """The description of an operation's body."""
+    found: dict[str, Any] = operation["requestBody"]["content"]["application/json"]
+    return found
+
+
+POSTS = [
+    (path, operation)
+    for method, path, operation in OPERATIONS
+    if method == "post" and "example" in body_of(operation)
+]
+"""All but those that are about slots and adapters."""
+
+
+def conforms(value: object, schema: dict[str, Any]) -> None:
+    """Fails unless the schema validates the value."""
+    jsonschema.validate(value, {**schema, "components": DESCRIPTION["components"]})
+
+
+def test_the_table_has_the_routes_and_no_others() -> None:
+    assert {route.name for route in API.routes if isinstance(route, APIRoute)} == set(ROUTES)
+
+
+@pytest.mark.parametrize(("method", "path", "operation"), OPERATIONS)
+def test_statuses(method: str, path: str, operation: dict[str, Any]) -> None:
+    given = set(operation["responses"])
+    assert {"200", "408", "413", "500"} <= given
+    assert given <= {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
+    assert ({"400", "404"} <= given) or method == "get"
+    shape = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+    for status in given - {"200"}:
+        (content,) = operation["responses"][status]["content"].values()
+        assert content["schema"] == {"$ref": f"#/components/schemas/{shape}"}
+    assert ("security" in operation) is not path.endswith("/health")
+
+
+def test_every_schema_that_is_named_is_there() -> None:
+    schemas = DESCRIPTION["components"]["schemas"]
+    named = set(re.findall(r"#/components/schemas/(\w+)", repr(DESCRIPTION)))
+    assert named <= set(schemas)
+    assert {name for name in schemas if "Validation" in name} == set()
+
+
+@pytest.mark.parametrize(("path", "operation"), POSTS)
+async def test_examples(
+    client: httpx.AsyncClient, tokenizer: ByteTokenizer, path: str, operation: dict[str, Any]
+) -> None:
+    """They are what the schemas say, and so are their answers."""
+    tokenizer.reranks = "rerank" in path
+    body = body_of(operation)
+    conforms(body["example"], body["schema"])
+    answer = await client.post(path, json=body["example"])
+    assert answer.status_code == 200
+    content = operation["responses"]["200"]["content"]
+    conforms(answer.json(), content["application/json"]["schema"])
+    if "text/event-stream" in content:
+        streamed = await client.post(path, json=body["example"] | {"stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+
+
+GETS = [
+    path
+    for method, path, _ in OPERATIONS
+    if method == "get" and "{" not in path and path != "/v1/live"  # which does not end
+]
+
+
+@pytest.mark.parametrize("path", GETS)
+async def test_what_gets_answer(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+    ((media_type, content),) = DESCRIPTION["paths"][path]["get"]["responses"]["200"][
+        "content"
+    ].items()
+    assert answer.headers["content-type"].startswith(media_type)
+    if media_type == "application/json":
+        conforms(answer.json(), content["schema"])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"stop": "x", "tools": None, "service_tier": "auto"}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x"}], "store": True}),
+        ("/v1/messages", {"system": "x", "speed": "standard", "cache_control": {}}),
+        ("/completion", {"dry_multiplier": 0, "dry_base": 3}),
+    ],
+)
+async def test_short_forms_and_fields_that_change_nothing_are_in_the_schemas(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    body = body_of(DESCRIPTION["paths"][path]["post"])
+    given = body["example"] | fields
+    conforms(given, body["schema"])
+    assert (await client.post(path, json=given)).status_code == 200
+    with pytest.raises(jsonschema.ValidationError):
+        conforms(given | {"temprature": 1}, body["schema"])
+
+
+async def test_the_pages(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/openapi.json")).json() == DESCRIPTION
+    assert (await client.get("/docs")).status_code == 200

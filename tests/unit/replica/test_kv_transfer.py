@@ -1,0 +1,71 @@
+"""Who asks whom for which prefixes. That they come and go is tested end to end."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.engine.kv_cache.hot_prefixes import HotPrefix
+from serve_app.engine.kv_cache.state_format import packed
+from serve_app.replica.kv_transfer import Heir, Offer, Tally, bequests, wishes
+
+A, B, C = (packed([n] * 40) for n in range(3))
+
+
+def hot(tokens: bytes, n_begun: int = 2, n_bytes: int = 10) -> HotPrefix:
+    return HotPrefix(tokens, n_begun, n_bytes)
+
+
+def test_what_several_have_is_asked_of_the_one_with_the_smallest_state() -> None:
+    offers = [
+        Offer("one", b"", [hot(A, 3, 20), hot(B, 4)]),
+        Offer("two", b"", [hot(A, 3, 10)]),
+        Offer("three", b"", []),
+    ]
+    assert wishes(offers, [], 100) == [(hot(A, 6), "two"), (hot(B, 4), "one")]
+
+
+@pytest.mark.parametrize(
+    ("held", "room", "asked"), [([], 10, [A]), ([A], 100, [B]), ([A, B], 100, []), ([], 9, [])]
+)
+def test_a_new_replica_asks_for_what_it_lacks_and_has_room_for(
+    held: list[bytes], room: int, asked: list[bytes]
+) -> None:
+    offers = [Offer("one", b"", [hot(A, 9), hot(B, 2)])]
+    assert [one.tokens for one, _ in wishes(offers, held, room)] == asked
+
+
+def test_without_elders_nobody_is_asked() -> None:
+    assert wishes([], [], 100) == []
+
+
+def test_what_one_leaves_goes_to_who_has_most_room() -> None:
+    offered = [hot(A, 9, 20), hot(B, 8, 20), hot(C, 7, 20)]
+    heirs = [Heir("one", b"", [True] * 3, 45), Heir("two", b"", [True] * 3, 30)]
+    assert [(one.tokens, heir) for one, heir in bequests(offered, heirs)] == [
+        (A, "one"),
+        (B, "two"),
+        (C, "one"),
+    ]
+
+
+def test_only_what_all_lack_is_handed_over() -> None:
+    offered = [hot(A), hot(B)]
+    heirs = [Heir("one", b"", [True, False], 100), Heir("two", b"", [True, True], 50)]
+    assert bequests(offered, heirs) == [(hot(A), "one")]
+
+
+def test_the_last_one_has_no_heir() -> None:
+    assert bequests([hot(A)], []) == []
+
+
+def test_what_fits_nobody_is_lost() -> None:
+    heirs = [Heir("one", b"", [True], 15), Heir("two", b"", [True], 15)]
+    assert bequests([hot(A, n_bytes=20)], heirs) == []
+
+
+def test_the_log_counts_what_was_kept() -> None:
+    tally = Tally("Received", "from")
+    tally.add("one", bytes(4 * 1000), 2**20)
+    tally.add("two", bytes(4 * 204), 2**19)
+    tally.add("three", bytes(4 * 99), 0)  # refused
+    assert str(tally).startswith("Received 2 prefixes, 1,204 tokens, 1.5 MiB from 2 replicas in 0.")

@@ -1,0 +1,77 @@
+"""What is observed when a request ends."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import pytest
+
+from serve_app.engine.metrics.trace import Trace
+from serve_app.replica import metrics
+from serve_app.replica.metrics import ReplicaMetrics
+from serve_app.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
+
+
+class Clock:
+    """Time that a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("serve_app.engine.metrics.trace.time", made)
+    return made
+
+
+def traced(clock: Clock, *steps: tuple[float, int]) -> Timings:
+    """The times of a sequence that got so many tokens after so many seconds, each time."""
+    trace = Trace()
+    trace.admit()
+    for seconds, n_tokens in steps:
+        clock.now += seconds
+        trace.tokens(n_tokens)
+    return trace.end()
+
+
+def test_gaps_are_counted_by_length(clock: Clock) -> None:
+    spent = traced(clock, (3.0, 1), (0.04, 1), (0.045, 1), (0.7, 3), (60.0, 1))
+    assert len(spent.gaps) == len(GAP_BOUNDARIES_S) + 1
+    found = {i: gap for i, gap in enumerate(spent.gaps) if gap[0]}
+    assert found == {
+        0: (2, 0.0),  # two of the three that came together
+        bisect_left(GAP_BOUNDARIES_S, 0.05): (2, pytest.approx(0.085)),
+        bisect_left(GAP_BOUNDARIES_S, 1.0): (1, pytest.approx(0.7)),
+        len(GAP_BOUNDARIES_S): (1, pytest.approx(60.0)),
+    }
+    assert sum(seconds for _, seconds in spent.gaps) == pytest.approx(spent.decode_s)
+
+
+def test_one_token_has_no_gap(clock: Clock) -> None:
+    assert not any(n for n, _ in traced(clock, (3.0, 1)).gaps)
+    assert not any(n for n, _ in traced(clock).gaps)
+
+
+def test_every_gap_is_observed_in_its_bucket(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The boundaries are those that Ray's histogram gets, and its sum is the time between the tokens."""
+    observed: list[float] = []
+    made = ReplicaMetrics("m")
+    assert made._itl.info["boundaries"] == list(GAP_BOUNDARIES_S)
+    monkeypatch.setattr(made._itl, "observe", observed.append)
+    gaps = [0.004, 0.0045, 0.19, 0.019, 0.019, 40.0]
+    spent = traced(clock, (1.0, 1), *((gap, 1) for gap in gaps))
+    made.ended(SequenceEnd(FinishReason.STOP, Usage(3, len(gaps) + 1, 0), spent))
+    buckets = [bisect_left(GAP_BOUNDARIES_S, value) for value in sorted(observed)]
+    assert buckets == [bisect_left(GAP_BOUNDARIES_S, gap) for gap in sorted(gaps)]
+    assert sum(observed) == pytest.approx(sum(gaps))
+
+
+def test_boundaries_are_as_ray_takes_them() -> None:
+    for ends in (GAP_BOUNDARIES_S, metrics._SECONDS):
+        assert all(end > 0 for end in ends)
+        assert list(ends) == sorted(set(ends))
