@@ -22,7 +22,7 @@ logger = logging.getLogger("corral.ingress")
 T = TypeVar("T")
 
 QUICK_S = 0.05
-"""Work that takes longer gets less of the processor, and its place is free for the next."""
+"""CPU seconds. Work that takes longer gets less of the processor, and its place is free for the next."""
 WALL_S = 120.0
 """Longest time that a request's work may take, however little of the processor it gets."""
 MAX_SLOW_WAITING = 8
@@ -31,6 +31,7 @@ MAX_SLOW_WAITING = 8
 _N_TRIES = 2
 _DEADLY_KEPT = 1024
 _BUSY_RETRY_S = 10
+_LEAST_WAIT_S = 0.005
 
 
 class Workers(Protocol):
@@ -90,8 +91,7 @@ class WorkerPool:
             worker = self._idle.pop() if self._idle else await self._fork()
             doing = self._begin(worker, message)
             try:
-                await asyncio.wait([doing], timeout=QUICK_S)
-                if doing.done():
+                if await _is_quick(worker, doing):
                     outcome = doing.result()
                     self.at_work.discard(worker)
                     self._idle.append(worker)
@@ -138,6 +138,19 @@ class WorkerPool:
         doing.cancel()
 
     async def _fork(self) -> Worker:
+        """A new worker. It is kept for others if this is cancelled."""
+        forking = asyncio.ensure_future(self._forked())
+        try:
+            return await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(self._keep)
+            raise
+
+    def _keep(self, forking: asyncio.Future[Worker]) -> None:
+        if not forking.cancelled() and forking.exception() is None:
+            self._idle.append(forking.result())
+
+    async def _forked(self) -> Worker:
         async with self._forking:
             try:
                 return await self._zygote.fork()
@@ -160,6 +173,17 @@ class WorkerPool:
         for worker in (*self._idle, *self.at_work):
             worker.end()
         self._idle.clear()
+
+
+async def _is_quick(worker: Worker, doing: asyncio.Future[Any]) -> bool:
+    """Wait until the work is done, or has taken QUICK_S."""
+    began = worker.cpu_s()
+    while not doing.done():
+        left = QUICK_S - (worker.cpu_s() - began)
+        if left <= 0:
+            return False
+        await asyncio.wait([doing], timeout=max(left, _LEAST_WAIT_S))
+    return True
 
 
 def _digest(work: Work, body: bytes) -> bytes:
