@@ -18,29 +18,41 @@ from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.auth import Access, Guard
-from serve_app.ingress.http.json_body import JsonRoute
+from serve_app.ingress.http.bodies import Bodies
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
+from serve_app.ingress.workers.in_process import InProcess
+from serve_app.ingress.workers.pool import Workers
+
+PREPARATIONS = tuple(
+    f"serve_app.ingress.{protocol}.preparation"
+    for protocol in ("anthropic", "embeddings", "llama_server", "openai", "responses")
+)
+"""The modules that read bodies."""
 
 
-def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> FastAPI:  # noqa: B008
-    """The application that serves these models; the first is the default. Raises ConfigError for a key
-    file that cannot be used."""
+def build_api(
+    models: Mapping[str, ServedModel],
+    access: Access = Access(),  # noqa: B008
+    workers: Workers | None = None,
+) -> FastAPI:
+    """The application that serves these models; the first is the default. The workers read bodies; without
+    them, this process does. Raises ConfigError for a key file that cannot be used."""
+    bodies = Bodies(workers or InProcess(models))
     app = FastAPI(title="Corral", version=__version__)
-    app.router.route_class = JsonRoute
     errors.install(app)
     _add_middleware(app, access)
-    openai_routes.add(app, models)
+    openai_routes.add(app, models, bodies)
     _add_information_routes(app, models)
     broadcaster.add(app, models)
-    llama_routes.add(app, models)
-    anthropic_routes.add(app, models)
-    responses_routes.add(app, models)
-    embedding_routes.add(app, models)
+    llama_routes.add(app, models, bodies)
+    anthropic_routes.add(app, models, bodies)
+    responses_routes.add(app, models, bodies)
+    embedding_routes.add(app, models, bodies)
     spec.install(app)
     return app
 

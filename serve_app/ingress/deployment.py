@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,10 +26,12 @@ from serve_app.errors import (
     EngineUnavailableError,
     QueueFullError,
 )
-from serve_app.ingress.api import build_api
+from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.workers.pool import WorkerPool
+from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SlotAction, TokenDelta
@@ -156,8 +159,8 @@ def _translate(error: Exception) -> CorralError:
     return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")
 
 
-def _served(model: ResolvedModel, handle: DeploymentHandle[Any]) -> ServedModel:
-    tokenizer = Tokenizer(locate(model.source))
+def _served(model: ResolvedModel, path: Path, handle: DeploymentHandle[Any]) -> ServedModel:
+    tokenizer = Tokenizer(path)
     return ServedModel(
         id=model.id,
         n_ctx_slot=model.options.n_ctx_slot,
@@ -176,9 +179,17 @@ class Ingress:
     ) -> None:
         forward_to_serve()
         self._access = access
-        pairs = zip(models, handles, strict=True)
-        self._models = {model.id: _served(model, handle) for model, handle in pairs}
+        paths = [locate(model.source) for model in models]
+        self._workers = WorkerPool(
+            [
+                ModelFile(model.id, model.options.n_ctx_slot, path)
+                for model, path in zip(models, paths, strict=True)
+            ],
+            PREPARATIONS,
+        )
+        served = zip(models, paths, handles, strict=True)
+        self._models = {model.id: _served(model, path, handle) for model, path, handle in served}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
-        return build_api(self._models, self._access)
+        return build_api(self._models, self._access, self._workers)

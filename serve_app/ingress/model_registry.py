@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,10 @@ class ServedModel:
         return ModelCard(id=self.id, created=self.created, n_ctx_slot=self.n_ctx_slot)
 
 
-def find(models: Mapping[str, ServedModel], model_id: str | None) -> ServedModel:
+M = TypeVar("M")
+
+
+def find(models: Mapping[str, M], model_id: str | None) -> M:
     """The model of that name, or the first without one. Raises ModelNotFoundError."""
     if model_id is None:
         return next(iter(models.values()))

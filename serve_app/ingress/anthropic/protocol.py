@@ -200,6 +200,7 @@ class MessagesRequest(CountTokensRequest):
 
     def _sampling(self) -> dict[str, Any]:
         return {
+            "stream": self.stream,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -1,4 +1,4 @@
-"""From prompts and parameters to streams of deltas: what every protocol's routes share."""
+"""From what a request asks for to streams of deltas: what every protocol's routes share."""
 
 from __future__ import annotations
 
@@ -6,60 +6,37 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from serve_app.errors import CorralError, InvalidRequestError, PromptTooLongError
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens
+from serve_app.errors import CorralError
+from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.openai.protocol import GenerationParams
 from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
 
 Deltas = AsyncGenerator[tuple[int, TokenDelta]]
 """The deltas of several sequences as they come, each with its sequence's index."""
 
 
-def requests(
-    model: ServedModel,
-    answer_id: str,
-    prompts: Sequence[tuple[int, ...]],
-    n: int,
-    params: GenerationParams,
-    sampling: SamplingParams,
-    prompt_field: str,
-) -> list[GenerationRequest]:
-    """`n` requests for each prompt, one prompt's after the other's. Raises InvalidRequestError for what
-    this model cannot do, KeyLimitError or RateLimitError for what the caller may not."""
-    for prompt in prompts:
-        if not prompt:
-            raise InvalidRequestError("The prompt is empty.", prompt_field)
-        if len(prompt) >= model.n_ctx_slot:
-            raise PromptTooLongError(len(prompt), model.n_ctx_slot, prompt_field)
-    if params.context_shift and sampling.max_tokens is None:
-        raise InvalidRequestError(
-            "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
-        )
-    refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
-    many = len(prompts) * n > 1
+def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
+    """The engine's requests: one prompt's after the other's. Raises KeyLimitError or RateLimitError for
+    what the caller may not."""
+    n = wanted.n
+    many = len(wanted.prompts) * n > 1
     caller = request_context.current()
-    caller.admit(prompts)
+    caller.admit(wanted.prompts)
     return [
         GenerationRequest(
             f"{answer_id}.{i * n + j}" if many else answer_id,
             prompt,
-            _reseeded(sampling, j),
+            _reseeded(wanted.sampling, j),
             http_id=caller.request_id,
-            client=caller.client(params.user),
-            priority=params.priority,
-            context_shift=params.context_shift,
-            n_keep=params.n_keep,
+            client=caller.client(wanted.user),
+            priority=wanted.priority,
+            context_shift=wanted.context_shift,
+            n_keep=wanted.n_keep,
         )
-        for i, prompt in enumerate(prompts)
+        for i, prompt in enumerate(wanted.prompts)
         for j in range(n)
     ]
-
-
-def with_bias(sampling: SamplingParams, bias: Sequence[tuple[int, float]]) -> SamplingParams:
-    """The same with this `logit_bias`; of a token that is named twice, the last counts."""
-    return dataclasses.replace(sampling, logit_bias=tuple(dict(bias).items()))
 
 
 def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:

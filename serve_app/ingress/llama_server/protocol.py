@@ -225,3 +225,22 @@ class ApplyTemplateRequest(BaseModel):
     tools: list[Tool] = Field(default=[])
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
+
+
+class SlotRequest(BaseModel):
+    """POST /slots/{id_slot}."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    filename: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """In `engine.slot_folder`; to save and to restore."""
+    model: str | None = None
+
+
+class LoraAdapter(BaseModel):
+    """One entry of POST /lora-adapters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: int
+    scale: float

@@ -134,6 +134,7 @@ class ResponsesRequest(StrictModel):
         choice = self.tool_choice
         return ChatCompletionRequest(
             messages=messages,
+            stream=self.stream,
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,

@@ -53,8 +53,14 @@ class WorkerPool:
     """
 
     def __init__(
-        self, models: Sequence[ModelFile], modules: Sequence[str], *, n_quick: int, n_slow: int
+        self,
+        models: Sequence[ModelFile],
+        modules: Sequence[str],
+        *,
+        n_quick: int = 2,
+        n_slow: int = 1,
     ) -> None:
+        """The zygote starts now, and imports these modules; workers start when they are needed."""
         self._start = Start(tuple(models), tuple(modules))
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.workers import wire
@@ -24,16 +24,32 @@ MEMORY_BYTES = 256 * 2**20
 """Memory that one request may take here, and ten times its body besides."""
 
 
+class KnownModel(Protocol):
+    """A model as workers know it."""
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+
+    @property
+    def n_ctx_slot(self) -> int:
+        """Tokens that one request may have."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its vocabulary and chat template."""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model as workers know it."""
+    """A KnownModel in a worker."""
 
     id: str
     n_ctx_slot: int
     tokenizer: Tokenizer
 
 
-Models = Mapping[str, LocalModel]
+Models = Mapping[str, KnownModel]
 Work = Callable[[Models, bytes], Any]
 """What is done with a request's body: a function that can be imported. It may raise CorralError."""
 
