@@ -104,17 +104,10 @@ def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ..
     """The prompt that asks for the chat's next turn. Raises InvalidRequestError."""
     messages = [message.for_template() for message in body.messages]
     tools, extra = body.tools_for_template(), body.chat_template_kwargs
-    refuse_far_too_long(model, "messages", _n_chars([messages, tools]))
+    # Templates may leave out all but the contents.
+    n_chars = sum(len(message["content"]) for message in messages)
+    refuse_far_too_long(model, "messages", n_chars)
     return model.tokenizer.encode_chat(messages, tools, extra, body.may_think)
-
-
-def _n_chars(value: Any) -> int:
-    """Characters of all texts in there."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_n_chars(key) + _n_chars(inner) for key, inner in value.items())
-    return sum(map(_n_chars, value)) if isinstance(value, list) else 0
 
 
 def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParams:
