@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from serve_app.errors import ConstraintError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Context
-from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import Sampled, TokenLogprobs
 
 # llama.cpp reads this seed as "draw one"; ours are always explicit.
 _RANDOM_SEED = 0xFFFFFFFF

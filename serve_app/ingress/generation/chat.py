@@ -11,7 +11,8 @@ from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.prompt import grammars
 from serve_app.prompt.answer import AnswerParser, Part, Thought
 from serve_app.prompt.tool_calls import ToolCall
-from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest, TokenDelta
 
 
 def with_calls(model: ServedModel, body: ChatCompletionRequest) -> SamplingParams:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.openai.protocol import GenerationParams
-from serve_app.types import SamplingParams
+from serve_app.sampling import SamplingParams
 
 Encoded = TypeVar("Encoded")
 

@@ -36,7 +36,7 @@ from serve_app.ingress.llama_server.protocol import (
 from serve_app.ingress.llama_server.serving import LlamaAnswer
 from serve_app.ingress.llama_server.slots import slots_of
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.types import SamplingParams
+from serve_app.sampling import SamplingParams
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:

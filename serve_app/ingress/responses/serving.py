@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.errors import CorralError
-from serve_app.ingress.generation import chat
+from serve_app.ingress.generation import chat, sampling_fields
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.responses.protocol import FunctionChoice, ResponsesRequest
 from serve_app.prompt.answer import AnswerParser
 from serve_app.prompt.tool_calls import ToolCall
-from serve_app.types import FinishReason, SamplingParams, SequenceEnd, TokenDelta, Usage
+from serve_app.sampling import Api, SamplingParams
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
 
@@ -171,15 +172,14 @@ class ResponseAnswer:
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
-            "temperature": self.sampling.temperature,
             "text": body.text.model_dump(by_alias=True, include={"format"}),
             "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice,
             "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.tools],
             "top_logprobs": 0,
-            "top_p": self.sampling.top_p,
             "truncation": "disabled",
             "usage": None if end is None else usage_body(end.usage),
             "user": body.user,
+            **sampling_fields.told(self.sampling, Api.RESPONSES),
         }
 
 
