@@ -89,26 +89,26 @@ class SamplingParams:
 
     repeat_penalty: float = parameter(
         1.0,
-        "What the logits of the last tokens are divided by; 1 changes nothing.",
+        "Makes the last tokens less likely the higher it is; 1 changes nothing.",
         Interval(gt=0, le=100),
         sampler="penalties",
     )
     repeat_last_n: int = parameter(
         64,
-        "Tokens that the three penalties look back on, prompt included; 0 switches them off, -1 means the "
-        "whole context.",
+        "How many last tokens the three penalties look at, prompt included; 0 switches them off, -1 means "
+        "the whole context.",
         Interval(ge=-1, le=_INT_MAX),
         sampler="penalties",
     )
     frequency_penalty: float = parameter(
         0.0,
-        "Subtracted from a token's logit for each time that it is among them.",
+        "Subtracted from a token's logit for each time that it is among the last ones.",
         Interval(ge=-2, le=2),
         sampler="penalties",
     )
     presence_penalty: float = parameter(
         0.0,
-        "Subtracted from a token's logit if it is among them.",
+        "Subtracted from a token's logit if it is among the last ones.",
         Interval(ge=-2, le=2),
         sampler="penalties",
     )

@@ -40,13 +40,12 @@ def _field(parameter: Parameter, api: Api) -> tuple[Any, Any]:
     if parameter.type is bool:
         return bool, Field(default=parameter.default, description=parameter.meaning)
     bounds = parameter.apis[api].bounds
-    limits: dict[str, Any] = dataclasses.asdict(bounds) if bounds else {}
+    found = dataclasses.asdict(bounds) if bounds else {}
+    limits: dict[str, Any] = {name: limit for name, limit in found.items() if limit is not None}
     if parameter.type is float:
         limits["allow_inf_nan"] = False
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    return _in_json(parameter.type) | None, Field(
-        default=None, description=parameter.meaning, **given
-    )
+    said = Field(default=None, description=parameter.meaning, **limits)
+    return _in_json(parameter.type) | None, said
 
 
 def _in_json(type_hint: Any) -> Any:
