@@ -112,6 +112,13 @@ class SamplingParams:
         Interval(ge=-2, le=2),
         sampler="penalties",
     )
+    top_n_sigma: float = parameter(
+        -1.0,
+        "Keeps tokens whose logit is at most so many standard deviations of all logits below the highest "
+        "one; 0 or less keeps all.",
+        Interval(ge=-1, le=100),
+        sampler="top_n_sigma",
+    )
     top_k: int = parameter(
         40,
         "Keeps the k most likely tokens; 0 or less keeps all.",
@@ -204,6 +211,5 @@ LACKING = {
     ),
     "xtc_probability": Lacking(0, ("xtc_threshold",)),
     "mirostat": Lacking(0, ("mirostat_tau", "mirostat_eta")),
-    "top_n_sigma": Lacking(-1),
     "tfs_z": Lacking(1),
 }

@@ -24,8 +24,8 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 
 class Sampler:
-    """Picks one sequence's tokens: logit bias, penalties, then greedy, or top_k, typical, top_p, min_p,
-    temperature and a seeded draw.
+    """Picks one sequence's tokens: logit bias, penalties, then greedy, or top_n_sigma, top_k,
+    typical, top_p, min_p, temperature and a seeded draw.
 
     The penalties look at the prompt's last tokens too, as llama-server's do. Used by the thread that
     owns the context.
@@ -130,6 +130,8 @@ def _links(context: Context, params: SamplingParams) -> list[llama_cpp.llama_sam
         )
     if params.temperature <= 0:
         return [*links, llama_cpp.llama_sampler_init_greedy()]
+    if params.top_n_sigma > 0:
+        links.append(llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma))
     if params.top_k > 0:
         links.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
     if params.typical_p < 1:

@@ -60,6 +60,10 @@ def flat(params: SamplingParams) -> SamplingParams:
 
 KEPT = {
     "nothing": (ALL, {*range(8)}),
+    "top_n_sigma": (
+        replace(ALL, top_n_sigma=0.9),
+        {*np.flatnonzero(4 - 0.9 * LOGITS.std() <= LOGITS)},
+    ),
     "top_k": (replace(ALL, top_k=3), {0, 1, 2}),
     "top_p": (replace(ALL, top_p=float(SHARES[:2].sum()) + 0.01), {0, 1, 2}),
     "min_p": (replace(ALL, min_p=math.exp(-2.25)), {0, 1, 2}),
