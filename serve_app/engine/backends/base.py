@@ -16,7 +16,8 @@ from serve_app.engine.autotune.cost_model import Measurements
 from serve_app.engine.autotune.modes import Mode
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
-from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import Sampled, TokenLogprobs
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""

@@ -15,7 +15,8 @@ from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
 from serve_app.llama.constraint import Constraint
-from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import Sampled, TokenLogprobs
 
 Script = Callable[[Sequence[int]], int]
 """The token that follows the given tokens of one sequence."""

@@ -26,7 +26,7 @@ from serve_app.llama.context import Context
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
-from serve_app.types import SamplingParams
+from serve_app.sampling import SamplingParams
 
 logger = logging.getLogger("corral.engine")
 

@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.messages import Message, Texts, joined
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.strict import StrictModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
-    Finite,
     NamedFunction,
     NamedToolChoice,
-    Stop,
 )
+from serve_app.sampling import Api
 
 
 class AnthropicTool(StrictModel):
@@ -170,6 +170,7 @@ class CountTokensRequest(StrictModel):
         return {}
 
 
+@takes_sampling(Api.ANTHROPIC)
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
@@ -182,11 +183,6 @@ class MessagesRequest(CountTokensRequest):
     }
 
     max_tokens: Annotated[int, Field(ge=1)]
-    temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """0 keeps all tokens."""
-    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool = False
     metadata: Metadata | None = None
 
@@ -201,11 +197,8 @@ class MessagesRequest(CountTokensRequest):
     def _sampling(self) -> dict[str, Any]:
         return {
             "stream": self.stream,
+            **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop": self.stop_sequences,
             "user": self.metadata.user_id if self.metadata else None,
         }
 

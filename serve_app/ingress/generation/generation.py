@@ -10,7 +10,8 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest, TokenDelta
 
 Deltas = AsyncGenerator[tuple[int, TokenDelta]]
 """The deltas of several sequences as they come, each with its sequence's index."""

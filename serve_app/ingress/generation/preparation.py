@@ -11,7 +11,7 @@ from serve_app.ingress.generation.tokenization import refuse_far_too_long, refus
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
-from serve_app.types import SamplingParams
+from serve_app.sampling import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

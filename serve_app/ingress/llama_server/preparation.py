@@ -22,7 +22,7 @@ from serve_app.ingress.llama_server.protocol import (
 )
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.workers.worker import KnownModel, Models
-from serve_app.types import SamplingParams
+from serve_app.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from serve_app.ingress.llama_server.preparation import Completion
 from serve_app.ingress.llama_server.serving import LlamaAnswer
 from serve_app.ingress.llama_server.slots import slots_of
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.types import SamplingParams
+from serve_app.sampling import SamplingParams
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:

@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.ingress.generation import generation
+from serve_app.ingress.generation import generation, sampling_fields
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
 from serve_app.ingress.http.timings import timings
 from serve_app.ingress.llama_server.preparation import Completion
 from serve_app.ingress.openai.logprobs import Piece
-from serve_app.types import FinishReason, SamplingParams, SequenceEnd, TokenDelta
+from serve_app.sampling import CHAIN, Api, SamplingParams
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
 
@@ -142,26 +143,16 @@ def generation_settings(
     return {
         "n_ctx": n_ctx_slot,
         "model": model,
+        **sampling_fields.told(sampling, Api.OPENAI),
         "seed": -1 if sampling.seed is None else sampling.seed,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "repeat_last_n": sampling.repeat_last_n,
-        "repeat_penalty": sampling.repeat_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "stop": list(sampling.stop),
         "max_tokens": n_predict,
         "n_predict": n_predict,
         "n_keep": (asked.generation.n_keep if asked else None) or 0,
-        "ignore_eos": sampling.ignore_eos,
         "stream": bool(asked and asked.generation.stream),
         "logit_bias": bias,
         "n_probs": sampling.logprobs or 0,
         "grammar": asked.grammar if asked else "",
-        "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+        "samplers": list(CHAIN),
     }
 
 

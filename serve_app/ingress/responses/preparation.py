@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation import preparation, sampling_fields
 from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.responses.protocol import FunctionChoice, ResponsesRequest
 from serve_app.ingress.workers.worker import Models
-from serve_app.types import SamplingParams
+from serve_app.sampling import Api, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,9 @@ def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
         "max_output_tokens": asked.max_output_tokens,
         "metadata": asked.metadata or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "temperature": sampling.temperature,
         "text": asked.text.model_dump(by_alias=True, include={"format"}),
         "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice,
         "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in asked.tools],
-        "top_p": sampling.top_p,
         "user": asked.user,
+        **sampling_fields.told(sampling, Api.RESPONSES),
     }

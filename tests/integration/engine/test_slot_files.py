@@ -8,7 +8,8 @@ import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
-from serve_app.types import SamplingParams, TokenDelta
+from serve_app.sampling import SamplingParams
+from serve_app.types import TokenDelta
 
 PROMPT = tuple(range(300, 364))
 

@@ -18,7 +18,8 @@ from serve_app.errors import (
 )
 from serve_app.ingress import deployment
 from serve_app.ingress.deployment import HandleClient
-from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest, TokenDelta
 
 REQUEST = GenerationRequest("r", (1, 2), SamplingParams())
 

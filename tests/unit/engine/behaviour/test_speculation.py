@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Measurements
 from serve_app.engine.backends.fake import FakeBackend, Script
-from serve_app.types import FinishReason, SamplingParams
+from serve_app.sampling import SamplingParams
+from serve_app.types import FinishReason
 from tests.unit.engine.harness import EOS, ask, options, request, running, start
 
 # Drafted rows cost next to nothing. What passes really take here is less, but learned slowly.

@@ -7,7 +7,8 @@ import pytest
 from serve_app.engine.autotune.cost_model import CostModel, Measurements
 from serve_app.engine.scheduler.backlog import Backlog
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest, SamplingParams
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest
 
 COSTS = CostModel(Measurements({1: 0.05, 4: 0.08}, {16: 0.16, 100: 0.5}))
 

@@ -14,7 +14,8 @@ from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.engine.scheduler.batch import Pass
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, Scheduler
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest, Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
 
 N_CTX_SLOT = 1000
 NOW = 100.0

@@ -16,10 +16,10 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.generation.failover import retried, unbroken
+from serve_app.sampling import SamplingParams
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
-    SamplingParams,
     SequenceEnd,
     Timings,
     TokenDelta,
