@@ -1,4 +1,4 @@
-"""The stored prefixes' copies on disk, one file each, so that a restart finds them."""
+"""The disk tier: copies of the memory tier's prefixes, one file each, so that a restart finds them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ABANDONED_S = 3600.0
 _MAX_QUEUED = 4
 
 
-class PrefixFiles:
+class DiskTier:
     """The copies of one model's prefixes, in a folder of their own within `folder`.
 
     `fingerprint` is all that a state depends on: the model, the context's parameters, llama.cpp's
@@ -50,7 +50,7 @@ class PrefixFiles:
         self._wishes: dict[str, StoredPrefix | None] = {}
         self._intact: set[str] = set()  # names that were read or written here; the writer's
         self._complaints: set[object] = set()  # kinds of errors that were logged; the writer's
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="corral-prefix-files")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="corral-disk-tier")
 
     def load(self, budget_bytes: int) -> list[StoredPrefix]:
         """The prefixes used last whose states fit into `budget_bytes`, the least recently used first.
@@ -117,7 +117,7 @@ class PrefixFiles:
         return [path for _, path in sorted(aged, reverse=True)]
 
     def _read(self, path: Path, room_bytes: int) -> StoredPrefix | None:
-        """See `prefix_file.read`."""
+        """See `state_format.read`."""
         prefix = state_format.read(path, self._key, room_bytes)
         if prefix is not None and path.name != self._name(prefix.tokens):
             raise RefusedFileError("it is not under its own name")

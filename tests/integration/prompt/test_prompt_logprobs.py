@@ -39,7 +39,7 @@ def engine(path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
         n_batch=64,
         flash_attn=False,
         kv_unified=request.param,
-        sweep_limit_s=0,
+        profile_limit_s=0,
     )
     made = Engine.load(path, options)
     yield made
