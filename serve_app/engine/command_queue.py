@@ -1,4 +1,4 @@
-"""Where other threads leave commands for the decoder thread. Every lock of the engine is in here."""
+"""Where other threads leave commands for the decoder thread. Locks: here, and one in the callback runner."""
 
 from __future__ import annotations
 
