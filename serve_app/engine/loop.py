@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -15,15 +14,16 @@ from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
+from serve_app.engine.decode.sampling import sample
 from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.disk_tier import DiskTier
-from serve_app.engine.kv_cache.manager import KVCacheManager
-from serve_app.engine.kv_cache.memory_tier import MemoryTier
-from serve_app.engine.kv_cache.slots import Slot, SlotTable, Wait
+from serve_app.engine.kv_cache.opening import open_cache
+from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.request_log import RequestLog
-from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings, SlotStats
+from serve_app.engine.metrics.snapshot import engine_stats
+from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
@@ -42,8 +42,6 @@ from serve_app.types import FinishReason, RequestRecord, Sampled, SequenceEnd, T
 
 logger = logging.getLogger("corral.engine")
 
-# Fewer tokens than this are not worth copying, however short the slot.
-_LEAST_COPY = 16
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
 # Requests of which `Holdings` knows that they were taken in.
@@ -77,7 +75,7 @@ class DecoderLoop:
         self._ended: Counter[str] = Counter()
         self._worked = 0.0
         """When the last step ended."""
-        self._files: DiskTier | None = None
+        self._disk_tier: DiskTier | None = None
         self._failed_steps = 0
         self._draining = False
         self.failure: EngineFailedError | None = None
@@ -145,15 +143,15 @@ class DecoderLoop:
                 elif self._rested:
                     self._cache.store_ahead()
                     self.stats = self._snapshot()
-            if self._files:
+            if self._disk_tier:
                 self._cache.store_all()
         except Exception as error:
             logger.exception("The engine failed; every request it had is ended.")
             self._fail(EngineFailedError(f"The engine failed: {error}"))
         finally:
             backend.close()
-            if self._files:
-                self._files.close()
+            if self._disk_tier:
+                self._disk_tier.close()
 
     @property
     def _rested(self) -> bool:
@@ -177,19 +175,7 @@ class DecoderLoop:
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.kv_unified,
         )
-        token_s = costs.prompt_token_s
-        copy_tokens = math.ceil(costs.copy_s / token_s) if token_s else 0
-        table = SlotTable(
-            options.n_slots,
-            max(_LEAST_COPY, copy_tokens),
-            options.pinned,
-            consecutive=not backend.mode.kv_unified,
-        )
-        if options.prefix_folder is not None and options.cache_ram_bytes:
-            self._files = DiskTier(options.prefix_folder, backend.state_key)
-        kept = self._files.load(options.cache_ram_bytes) if self._files else ()
-        stored = MemoryTier(options.cache_ram_bytes, kept, self._files)
-        self._cache = KVCacheManager(backend, table, stored)
+        self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
         self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s)
         self.stats = self._snapshot()
@@ -244,7 +230,7 @@ class DecoderLoop:
         self._counts.busy_slots += len(plan.chunks)
         for chunk in plan.chunks:
             chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
-        sampled = [self._sample(chunk) for chunk in plan.chunks]
+        sampled = [sample(chunk) for chunk in plan.chunks]
         self._counts.decode_s += decoded - began
         self._counts.sample_s += time.monotonic() - decoded
         self._failed_steps = 0
@@ -254,23 +240,6 @@ class DecoderLoop:
                 self._end(chunk.sequence, FinishReason.ERROR, found)
             else:
                 self._advance(chunk, found)
-
-    def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
-        """The tokens that follow: one, and one more for each drafted one that it confirms."""
-        if chunk.scored:
-            chunk.sequence.score(chunk.scored)
-        if chunk.sample_row is None or chunk.sequence.n_left == 0:
-            return []
-        sampler = chunk.sequence.sampler
-        try:
-            sampled = [sampler.sample(chunk.sample_row)]
-            for row, drafted in enumerate(chunk.draft, chunk.sample_row + 1):
-                if sampled[-1].token != drafted or sampled[-1].complete:
-                    break
-                sampled.append(sampler.sample(row))
-        except ConstraintError as error:
-            return error
-        return sampled
 
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         """Book what a sequence computed, and take its sampled tokens."""
@@ -478,61 +447,21 @@ class DecoderLoop:
         return bool(self._waiting or self._scheduler.running or self._embeddings)
 
     def _snapshot(self) -> EngineStats:
-        options, mode, memory = self._options, self._backend.mode, self._backend.memory
-        transferred = self._cache.transferred
         self._forecast = self._backlog.forecast(self._live)
-        return EngineStats(
-            n_slots=options.n_slots,
-            n_ctx_slot=options.n_ctx_slot,
-            threads=options.threads,
-            threads_batch=options.threads_batch or options.threads,
-            flash_attn=mode.flash_attn,
-            kv_unified=mode.kv_unified,
-            mode_reason=self._backend.mode_reason,
+        return engine_stats(
+            self._options,
+            self._backend,
+            self._cache,
+            self._costs,
+            self._forecast,
+            self._counts,
+            ended=self._ended,
+            embedded=self._embeddings.counts,
             running=len(self._scheduler.running),
             waiting=len(self._waiting),
-            backlog_s=round(self._forecast.work_s, 3),
             draining=self._draining,
-            **vars(self._counts),
-            embedded_texts=self._embeddings.counts["texts"],
-            embedded_tokens=self._embeddings.counts["tokens"],
-            embedding_batches=self._embeddings.counts["batches"],
-            ended=dict(self._ended),
-            stored_prefixes=len(self._cache.memory_tier),
-            stored_bytes=self._cache.memory_tier.n_bytes,
-            stored_bytes_limit=options.cache_ram_bytes,
-            received_prefixes=transferred["received_prefixes"],
-            received_bytes=transferred["received_bytes"],
-            sent_prefixes=transferred["sent_prefixes"],
-            sent_bytes=transferred["sent_bytes"],
-            weights_bytes=memory.weights_bytes,
-            cache_bytes=memory.cache_bytes,
-            cache_bytes_per_slot=memory.cache_bytes_per_slot,
-            compute_bytes=memory.compute_bytes,
-            step_time=self._costs.curve(),
-            slots=tuple(_slot_stats(slot) for slot in self._cache.table.slots),
-            prefill_backlog_s=round(self._forecast.prefill_s, 3),
-            prompt_token_s=self._forecast.prompt_token_s,
-            token_s=self._forecast.token_s,
-            answer_tokens=round(self._forecast.n_generated, 1),
         )
 
     def _hold(self) -> Holdings:
         waiting = (sequence.request.given for sequence in self._waiting.unordered)
         return Holdings((*waiting, *self._cache.prompts), tuple(self._taken))
-
-
-def _slot_stats(slot: Slot) -> SlotStats:
-    sequence = slot.sequence
-    if sequence is None:
-        state = "pinned" if slot.pinned else "idle"
-        return SlotStats(slot.id, state, None, slot.n_past, 0, 0)
-    return SlotStats(
-        slot.id,
-        sequence.state.value,
-        sequence.id,
-        sequence.n_past,
-        sequence.n_prompt,
-        sequence.n_generated,
-        sequence.n_cached,
-    )

@@ -30,7 +30,7 @@ class Embedder:
         ranks: bool,
     ) -> None:
         """`n_text` is the longest text and `n_rows` the largest batch, in tokens; `n_seq_max` is the most
-        texts in a batch. With `ranks`, a text's vector is the one number that a reranking model gives it."""
+        texts in a batch. With `ranks`, a text's vector is one number, which a reranking model gives it."""
         self._ranks = ranks
         self._context = Context(
             model,
