@@ -97,8 +97,8 @@ class EngineConfig(_Section):
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache; a quantised one needs `flash_attn`."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
-    """System prompts that every replica computes when it starts and never forgets, each in a KV cache
-    slot of its own: chats that begin with one start from there."""
+    """System prompts that every replica computes when it starts and never forgets, each in a slot
+    of its own: chats that begin with one start from there."""
     cache_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
     from there. Default: an eighth of what the weights leave; 0 keeps none."""
