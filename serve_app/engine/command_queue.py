@@ -1,4 +1,4 @@
-"""Where other threads leave commands for the decoder thread. Locks: here, and one in the callback runner."""
+"""Where other threads leave commands for the decoder thread, behind the only lock that it takes."""
 
 from __future__ import annotations
 

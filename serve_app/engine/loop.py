@@ -68,8 +68,8 @@ class DecoderLoop:
             options.n_slots + options.max_waiting, options.max_wait_s
         )
         self._waiting = FairQueue(self._cost)
-        self._cramped = False
-        """Whether nobody is admitted until somebody ends: the last one had to give way."""
+        self._admission_paused = False
+        """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts = Counts()
         self._ended: Counter[str] = Counter()
@@ -137,7 +137,7 @@ class DecoderLoop:
             return
         opened.set_result(backend)
         try:
-            while self._obey(self._command_queue.take(self._wait_s())):
+            while self._carry_out(self._command_queue.take(self._wait_s())):
                 if self._has_work:
                     self.step()
                 elif self._rested:
@@ -206,7 +206,7 @@ class DecoderLoop:
             self._backlog.progressed(n_prompt, n_generated, self._worked - began)
 
     def _attempt(self, planned: Batch) -> bool:
-        """Carry out a batch; False if the cache has no room for it, and somebody gave way instead."""
+        """Carry out a batch; False if the cache has no room for it: some cells were freed instead."""
         try:
             self._forward(planned)
         except CacheFullError as error:
@@ -302,8 +302,8 @@ class DecoderLoop:
     # -- when the cache is full -------------------------------------------------------------------
 
     def _make_room(self, plan: Batch, error: CacheFullError) -> bool:
-        """Take cells from whoever needs them least: an idle slot, or else the sequence that got its slot
-        last, which waits then. Returns False: the batch is to be planned anew."""
+        """Free the cells of the least used idle slot, or else of the sequence that got its slot last, which
+        waits then. Returns False: the batch is to be planned anew."""
         if self._cache.evict_idle():
             return False
         running = [one for one in self._scheduler.running if not one.finished]
@@ -316,13 +316,13 @@ class DecoderLoop:
         self._scheduler.remove(youngest)
         self._cache.preempt(youngest)
         self._waiting.put_back(youngest)
-        self._cramped = True
+        self._admission_paused = True
         self._counts.preemptions += 1
         return False
 
     # -- commands, admission and ends -------------------------------------------------------------
 
-    def _obey(self, pending: PendingCommands) -> bool:
+    def _carry_out(self, pending: PendingCommands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
         self._embeddings.add(pending.texts)
         asked = pending.submitted or pending.commands or pending.aborted
@@ -351,7 +351,7 @@ class DecoderLoop:
         that waits for a prefix lets others pass."""
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
-        if self._cramped:
+        if self._admission_paused:
             return
         n_awaiting = 0
         for sequence in self._waiting:
@@ -421,7 +421,7 @@ class DecoderLoop:
             self._backlog.ended(sequence)
         if sequence.slot_id == NO_SLOT:
             return
-        self._cramped = False
+        self._admission_paused = False
         self._scheduler.remove(sequence)
         self._cache.release(sequence)
 

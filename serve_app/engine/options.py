@@ -32,9 +32,9 @@ class EngineOptions:
     n_ctx: int | None = None
     """Tokens that all slots hold together, if their KV cache is unified; None: `n_ctx_slot` each."""
     flash_attn: bool | None = None
-    """None lets measurements decide."""
+    """None lets the profile decide."""
     kv_unified: bool | None = None
-    """Whether all slots share the KV cache's cells; None lets measurements decide."""
+    """Whether all slots share the KV cache's cells; None lets the profile decide."""
     pinned: tuple[tuple[int, ...], ...] = ()
     """Beginnings of prompts, as token ids: computed at the start, and kept in slots of their own."""
     cache_ram_bytes: int = 0

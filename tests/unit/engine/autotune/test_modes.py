@@ -1,4 +1,4 @@
-"""Which mode is chosen by which measurements."""
+"""Which mode is chosen by which profiles."""
 
 from __future__ import annotations
 

@@ -108,13 +108,13 @@ class BusyMachine(Machine):
 
 
 def test_a_copy_costs_no_more_because_something_else_ran() -> None:
-    """It would have every shared prompt computed again for as long as the measurements are kept."""
+    """It would have every shared prompt computed again for as long as the profile is kept."""
     measured = BusyMachine(4, 2048, 512).measured(limit_s=60)
     assert measured.copy_s == pytest.approx(0.007)
 
 
 class SharedMachine(Machine):
-    """Half as fast from the ninth pass on, in whichever context that is."""
+    """Half as fast from the ninth batch on, in whichever context that is."""
 
     def __init__(self, batches: list[None]) -> None:
         super().__init__(4, 2048, 512)

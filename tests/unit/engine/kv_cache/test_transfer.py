@@ -51,9 +51,9 @@ def told(engine: Engine, text: str) -> int:
 
 def payload(engine: Engine, text: str = SHARED) -> Payload:
     """From one process to another."""
-    lent = engine.prefixes.export_prefix(tokens(text))
-    assert lent is not None
-    moved: Payload = pickle.loads(pickle.dumps(lent, protocol=5))
+    exported = engine.prefixes.export_prefix(tokens(text))
+    assert exported is not None
+    moved: Payload = pickle.loads(pickle.dumps(exported, protocol=5))
     return moved
 
 
@@ -183,10 +183,10 @@ def test_nobody_waits_for_a_state_that_takes_long_to_save(
         (inbox,) = start(engine, request("runs", SHARED))
         backend.wait_for_batch()
         backend.step()  # the prompt is computed
-        lent = pool.submit(engine.prefixes.export_prefix, tokens(SHARED))
+        exported = pool.submit(engine.prefixes.export_prefix, tokens(SHARED))
         assert asked.wait(PATIENCE_S)
         backend.step()
-        assert lent.result(PATIENCE_S) is None
+        assert exported.result(PATIENCE_S) is None
         backend.resume()
         inbox.wait()
         assert engine.prefixes.export_prefix(tokens(SHARED)) is not None
