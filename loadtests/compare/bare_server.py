@@ -74,7 +74,7 @@ def serve(file: Path) -> None:
     http_options = yaml.safe_load(file.read_text())["http_options"]
     model = resolve(schema.load(file).models[0], share=1)
     path = locate(model.source)
-    options = dataclasses.replace(model.options, sweep_folder=cache_folder() / "sweeps")
+    options = dataclasses.replace(model.options, profile_folder=cache_folder() / "profiles")
     engine = Engine.load(path, options)  # as the replica does it
     try:
         served = ServedModel(

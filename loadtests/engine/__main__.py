@@ -81,7 +81,7 @@ class Settings:
             kv_unified=False,
             max_stall_s=None,
             speculate=False,
-            sweep_limit_s=0,
+            profile_limit_s=0,
         )
 
     def facts(self) -> dict[str, Any]:

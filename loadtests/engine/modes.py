@@ -143,10 +143,10 @@ def _one_context(mode: str, model: Path, options: EngineOptions) -> Iterator[Run
     with BareModel(model) as opened, BareLoop(opened, options) as loop:
 
         def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-            lanes = range(len(prompts))
-            groups = [lanes] if mode == BARE else [[lane] for lane in lanes]
+            seq_ids = range(len(prompts))
+            groups = [seq_ids] if mode == BARE else [[seq_id] for seq_id in seq_ids]
             meter = _Meter(mode)
-            arrivals, steps = loop.run(prompts, max_tokens, groups, seeds=lanes)
+            arrivals, steps = loop.run(prompts, max_tokens, groups, seeds=seq_ids)
             return meter.run(sum(map(len, prompts)), arrivals, steps)
 
         yield run

@@ -70,7 +70,7 @@ def measure(settings: argparse.Namespace) -> dict[str, list[float]]:
         n_ctx_slot=_N_CTX_SLOT,
         threads=share,
         speculate=False,
-        sweep_limit_s=0,
+        profile_limit_s=0,
     )
     pools = [process.started(settings.model, options) for _ in range(settings.replicas)]
     rates: dict[str, list[float]] = {PINNED: [], FREE: []}

@@ -32,7 +32,7 @@ from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import hottest
-from serve_app.engine.kv_cache.transfer import Parcel
+from serve_app.engine.kv_cache.transfer import Payload
 
 ELDER, FRESH, COLD = "a warm engine", "a fresh one with its prefixes", "a fresh one without"
 _SAMPLING = SamplingParams(max_tokens=4)
@@ -52,18 +52,20 @@ async def _ask(engine: Engine, prompt: Prompt) -> float:
     return first
 
 
-def _lend() -> list[tuple[Parcel, int]]:
+def _export() -> list[tuple[Payload, int]]:
     """What the engine would give to a new one, and how many of the tokens are wanted."""
     prefixes = process.engine().prefixes
     wanted = hottest(prefixes.offers(2), [], prefixes.budget_bytes)
-    lent = [(prefixes.lend(one.tokens), state_format.n_tokens(one.tokens)) for one in wanted]
-    return [(parcel, n_tokens) for parcel, n_tokens in lent if parcel is not None]
+    lent = [
+        (prefixes.export_prefix(one.tokens), state_format.n_tokens(one.tokens)) for one in wanted
+    ]
+    return [(payload, n_tokens) for payload, n_tokens in lent if payload is not None]
 
 
-def _adopt(lent: list[tuple[Parcel, int]]) -> tuple[int, float]:
+def _import(lent: list[tuple[Payload, int]]) -> tuple[int, float]:
     """Take that; returns the bytes that are kept, and how long it took."""
     began = time.perf_counter()
-    n_bytes = sum(process.engine().prefixes.adopt(*one) for one in lent)
+    n_bytes = sum(process.engine().prefixes.import_prefix(*one) for one in lent)
     return n_bytes, time.perf_counter() - began
 
 
@@ -77,7 +79,7 @@ class Bench:
             n_ctx_slot=settings.shared + settings.own + 256,
             threads=usable_cores(),
             cache_ram_bytes=2**30,
-            sweep_limit_s=0,
+            profile_limit_s=0,
         )
         self._n_own: int = settings.own
         self._prompts = Prompts(text_tokens(settings.model))
@@ -97,9 +99,9 @@ class Bench:
                 elder.submit(_ttft, self._prompt()).result(_TIMEOUT_S)
             for number in range(n_rounds):
                 seconds[ELDER].append(elder.submit(_ttft, self._prompt()).result(_TIMEOUT_S))
-                lent = elder.submit(_lend).result(_TIMEOUT_S)
+                lent = elder.submit(_export).result(_TIMEOUT_S)
                 with self._process() as fresh:
-                    n_bytes, adopt_s = fresh.submit(_adopt, lent).result(_TIMEOUT_S)
+                    n_bytes, adopt_s = fresh.submit(_import, lent).result(_TIMEOUT_S)
                     seconds[FRESH].append(fresh.submit(_ttft, self._prompt()).result(_TIMEOUT_S))
                 with self._process() as cold:
                     seconds[COLD].append(cold.submit(_ttft, self._prompt()).result(_TIMEOUT_S))

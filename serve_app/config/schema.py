@@ -73,7 +73,7 @@ class EngineConfig(_Section):
     """Threads that llama.cpp computes with, one row at a time. Default: the cores that the replica may
     really use (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
     threads_batch: PositiveInt | None = None
-    """Threads for passes of several rows: prompts, and several sequences at once. Default: `threads`."""
+    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`."""
     allow_oversubscription: bool = False
     """Whether more threads than usable cores are only worth a warning, instead of stopping the start."""
     pin_cores: bool = True
@@ -97,8 +97,8 @@ class EngineConfig(_Section):
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache; a quantised one needs `flash_attn`."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
-    """System prompts that every replica computes when it starts and never forgets, each in a KV cache
-    lane of its own: chats that begin with one start from there."""
+    """System prompts that every replica computes when it starts and never forgets, each in a slot
+    of its own: chats that begin with one start from there."""
     cache_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
     from there. Default: an eighth of what the weights leave; 0 keeps none."""

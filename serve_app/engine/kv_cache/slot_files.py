@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serve_app.engine.commands import Errand
+from serve_app.engine.commands import Command
 from serve_app.engine.kv_cache import state_format
-from serve_app.engine.kv_cache.manager import Lanes
+from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.types import SlotAction
 
@@ -20,16 +20,16 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 class SlotFiles:
     """The files of one folder. Any thread but the decoder's; every call waits for it, and for the disk.
 
-    `ask` has an errand done. A file is good only for the model, cache formats and version of llama.cpp
-    that `state_key` stands for. Raises InvalidRequestError for what cannot be done, and
-    EngineUnavailableError while the slot is busy."""
+    A file is good only for the model, cache formats and version of llama.cpp that `state_key` stands for.
+    `run_between_steps` gives a command to the decoder thread. Raises InvalidRequestError for what cannot be
+    done, and EngineUnavailableError while the slot is busy."""
 
     def __init__(
-        self, folder: Path | None, state_key: bytes, ask: Callable[[Errand], None]
+        self, folder: Path | None, state_key: bytes, run_between_steps: Callable[[Command], None]
     ) -> None:
         self._folder = folder
         self._key = state_format.key_of(state_key)
-        self._ask = ask
+        self._run_between_steps = run_between_steps
 
     def act(self, action: str, slot_id: int, name: str) -> SlotAction:
         """`save`, `restore` or `erase`."""
@@ -41,7 +41,7 @@ class SlotFiles:
         """Write what an idle slot has."""
         path = self._path(name)
         began = time.monotonic()
-        prefix = self._done(lambda lanes: lanes.save(slot_id))
+        prefix = self._run(lambda cache: cache.save(slot_id))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             n_bytes = state_format.write(path, self._key, prefix)
@@ -63,20 +63,20 @@ class SlotFiles:
             message = f"The file {name!r} cannot be used: {error}."
             raise InvalidRequestError(message, "filename") from error
         assert prefix is not None  # its state is smaller than the file
-        self._done(lambda lanes: lanes.restore(slot_id, prefix))
+        self._run(lambda cache: cache.restore(slot_id, prefix))
         return SlotAction(slot_id, len(prefix.tokens), size, time.monotonic() - began)
 
     def erase(self, slot_id: int) -> SlotAction:
         """Empty an idle slot."""
         self._check_allowed()
         began = time.monotonic()
-        n_tokens = self._done(lambda lanes: lanes.erase(slot_id))
+        n_tokens = self._run(lambda cache: cache.erase(slot_id))
         return SlotAction(slot_id, n_tokens, 0, time.monotonic() - began)
 
-    def _done(self, run: Callable[[Lanes], Any]) -> Any:
-        errand = Errand(run)
-        self._ask(errand)
-        return errand.future.result()
+    def _run(self, run: Callable[[KVCacheManager], Any]) -> Any:
+        command = Command(run)
+        self._run_between_steps(command)
+        return command.future.result()
 
     def _check_allowed(self) -> Path:
         if self._folder is None:

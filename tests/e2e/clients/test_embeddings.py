@@ -78,7 +78,7 @@ def test_too_long_a_text_is_refused(client: openai.OpenAI) -> None:
     assert "2049 tokens; this model takes 2048" in str(bad.value)
 
 
-async def test_many_small_requests_share_passes(corral: Corral) -> None:
+async def test_many_small_requests_share_batches(corral: Corral) -> None:
     n_requests = 32
     before = corral.stats(DEMO)
     async with openai.AsyncOpenAI(base_url=f"{corral.url}/v1", api_key="none") as many:
@@ -91,7 +91,7 @@ async def test_many_small_requests_share_passes(corral: Corral) -> None:
     after = corral.stats(DEMO)
     assert len({tuple(answer.data[0].embedding) for answer in answers}) == n_requests
     assert after["embedded_texts"] - before["embedded_texts"] == n_requests
-    assert after["embedding_passes"] - before["embedding_passes"] < n_requests
+    assert after["embedding_batches"] - before["embedding_batches"] < n_requests
 
 
 def test_who_leaves_is_not_computed_for(corral: Corral, client: openai.OpenAI) -> None:

@@ -21,7 +21,7 @@ def load(model: Path, folder: Path, *, kv_unified: bool, slots: int = 2) -> Engi
         threads=1,
         flash_attn=False,
         kv_unified=kv_unified,
-        sweep_limit_s=0,
+        profile_limit_s=0,
         slot_folder=folder,
     )
     return Engine.load(model, options)

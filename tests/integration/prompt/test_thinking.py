@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Iterator[ServedModel]:
-    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, sweep_limit_s=0)
+    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     engine = Engine.load(path, options)
     yield ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
     engine.close(0)

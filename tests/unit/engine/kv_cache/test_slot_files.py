@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
-from serve_app.engine.commands import Errand
+from serve_app.engine.commands import Command
 from serve_app.errors import EngineClosedError, EngineUnavailableError
 from tests.unit.engine.harness import (
     SteppedBackend,
@@ -89,11 +89,11 @@ def test_a_busy_slot_is_left_alone(tmp_path: Path) -> None:
     with running(backend, options(1, slot_folder=tmp_path)) as engine:
         (inbox,) = start(engine, request("a", PROMPT))
         backend.wait_for_batch()
-        errand = Errand(lambda lanes: lanes.erase(0))
-        engine._loop.ask(errand)
+        command = Command(lambda cache: cache.erase(0))
+        engine._loop.run_between_steps(command)
         backend.step()
         with pytest.raises(EngineUnavailableError, match="busy"):
-            errand.future.result(0)
+            command.future.result(0)
         backend.resume()
         inbox.wait()
 
