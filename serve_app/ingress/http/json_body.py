@@ -86,7 +86,8 @@ def parsed(kind: type[M], body: bytes) -> M:
     except json.JSONDecodeError as error:
         raise _unreadable(error.msg) from None
     try:
-        return _adapter(kind).validate_python(value)
+        adapter: TypeAdapter[M] = _adapter(kind)
+        return adapter.validate_python(value)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(str(part) for part in fault["loc"] if _names_a_field(part))
@@ -95,7 +96,7 @@ def parsed(kind: type[M], body: bytes) -> M:
 
 
 @functools.cache
-def _adapter(kind: type[M]) -> TypeAdapter[M]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
