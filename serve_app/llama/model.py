@@ -42,7 +42,7 @@ _END_BYTES = 2**20
 # Compiled grammars that are kept, as the next request may have the same one.
 _GRAMMARS_KEPT = 64
 _N_BLOCKS = 64
-ANSWER_MARKS = (
+ANSWER_DELIMITERS = (
     "<tool_call>",
     "</tool_call>",
     "<|python_tag|>",
@@ -52,7 +52,7 @@ ANSWER_MARKS = (
     "<think>",
     "</think>",
 )
-"""What structures an answer: calls and thoughts. Control tokens in some vocabularies."""
+"""What structures an answer: calls and reasoning. Control tokens in some vocabularies."""
 _BLOCK_BYTES = 4096
 
 
@@ -210,7 +210,7 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, not always whole characters; control tokens are empty unless
-        `special`, but for those of ANSWER_MARKS that the chat template uses. Cached."""
+        `special`, but for those of ANSWER_DELIMITERS that the chat template uses. Cached."""
         key = (token, special or token in self._shown)
         if key not in self._pieces:
             self._pieces[key] = self._read_piece(*key)
@@ -260,10 +260,10 @@ class Model:
     def _shown(self) -> frozenset[int]:
         """Tokens whose text is shown although they may be control tokens."""
         template = self.chat_template or ""
-        found = (self.mark(text) for text in ANSWER_MARKS if text in template)
+        found = (self.delimiter_token(text) for text in ANSWER_DELIMITERS if text in template)
         return frozenset(token for token in found if token is not None)
 
-    def mark(self, text: str) -> int | None:
+    def delimiter_token(self, text: str) -> int | None:
         """The one token that stands for the text, and not for its characters; grammars write it otherwise
         then. As llguidance decides it, in `lltokenizer_from_vocab`."""
         tokens = self.tokenize(text, add_special=False, parse_special=True)

@@ -1,4 +1,4 @@
-"""Vocabularies in which the marks of calls and thoughts are control tokens, with real chat templates."""
+"""Vocabularies in which the delimiters of calls and reasoning are control tokens, with real chat templates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from serve_app.demo_model.gguf_file import ModelShape, add_hyperparameters
-from serve_app.llama.model import ANSWER_MARKS, Model
-from serve_app.prompt import answer, grammars
+from serve_app.llama.model import ANSWER_DELIMITERS, Model
+from serve_app.prompt import grammars, output_parser
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall
 
@@ -23,7 +23,7 @@ def write(path: Path, template: str) -> Path:
     end = "<|end|>"
     space = {" ": "Ġ", "\n": "Ċ"}
     text = [space.get(chr(i), chr(i)) for i in [10, *range(32, 127)]]
-    tokens = [*text, *ANSWER_MARKS, end]
+    tokens = [*text, *ANSWER_DELIMITERS, end]
     writer = GGUFWriter(path, "qwen3")
     shape = ModelShape("marks", 1, 32, 32, 1, 1, 32, len(tokens), 512)
     add_hyperparameters(writer, shape, LlamaFileType.ALL_F32, rope_base=1e6)
@@ -65,11 +65,11 @@ def test_marks_are_shown_read_and_made(tmp_path: Path, file: str, call: str, hid
     path = write(tmp_path / "marks.gguf", (TEMPLATES / f"{file}.jinja").read_text())
     model, tokenizer = Model(path, vocab_only=True), Tokenizer(path)
     said = model.tokenize(f"So. {call}{hidden}", add_special=False, parse_special=True)
-    assert said[-1] == model.mark(hidden)
+    assert said[-1] == model.delimiter_token(hidden)
     text = model.detokenize(said)
     assert text == f"So. {call}"  # and what is no mark of this template is not shown
 
-    parser = tokenizer.answer_parser([1], TOOLS)
+    parser = tokenizer.output_parser([1], TOOLS)
     parts: list[Any] = [*parser.feed(text), *parser.finish()]
     assert parts == ["So. ", ToolCall("now", "{}")]
 
@@ -78,7 +78,7 @@ def test_marks_are_shown_read_and_made(tmp_path: Path, file: str, call: str, hid
         grammars.from_tool_calls(
             [{"name": "now"}],
             tokenizer.tool_format,
-            tokenizer.mark,
+            tokenizer.delimiter_token,
             forced=forced,
             parallel=False,
             param="tools",
@@ -92,20 +92,20 @@ def test_marks_are_shown_read_and_made(tmp_path: Path, file: str, call: str, hid
         assert not takes(model, grammar, call.replace("now", "then"))
 
 
-def test_calls_are_not_made_within_a_thought(tmp_path: Path) -> None:
+def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
     path = write(tmp_path / "marks.gguf", (TEMPLATES / "qwen3.jinja").read_text())
     model, tokenizer = Model(path, vocab_only=True), Tokenizer(path)
     assert tokenizer.tool_format is not None
     grammar = grammars.from_tool_calls(
         [{"name": "now"}],
         tokenizer.tool_format,
-        tokenizer.mark,
+        tokenizer.delimiter_token,
         forced=False,
         parallel=False,
         param="tools",
     )
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    thought = f"{answer.OPEN}\nHm.\n{answer.CLOSE}\n\n"
-    assert takes(model, grammar, f"{thought}Yes.")
-    assert takes(model, grammar, f"{thought}{call}")
-    assert not takes(model, grammar, f"{answer.OPEN}{call}")
+    reasoning = f"{output_parser.REASONING_OPEN}\nHm.\n{output_parser.REASONING_CLOSE}\n\n"
+    assert takes(model, grammar, f"{reasoning}Yes.")
+    assert takes(model, grammar, f"{reasoning}{call}")
+    assert not takes(model, grammar, f"{output_parser.REASONING_OPEN}{call}")

@@ -14,8 +14,8 @@ from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, FinishReason, GenerationRequest, SamplingParams
 from serve_app.errors import InvalidRequestError
 from serve_app.llama import model as llama_model
-from serve_app.llama.model import ANSWER_MARKS, Model
-from serve_app.prompt import answer, grammars
+from serve_app.llama.model import ANSWER_DELIMITERS, Model
+from serve_app.prompt import grammars, output_parser
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
 from serve_app.prompt.tool_calls.formats import FORMATS
@@ -169,18 +169,18 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
         assert takes(several, twice) == (True, True)
 
 
-def test_thoughts_that_are_tokens_come_before_calls() -> None:
+def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
     (hermes,) = (one for one in FORMATS if one.name == "hermes")
-    marks = {answer.OPEN: IM_START, answer.CLOSE: IM_START}
+    marks = {output_parser.REASONING_OPEN: IM_START, output_parser.REASONING_CLOSE: IM_START}
     grammar = grammars.from_tool_calls(
         FUNCTIONS, hermes, marks.get, forced=False, parallel=False, param="tools"
     )
-    thought = "<|im_start|>\nHm.\n<|im_start|>\n\n"
+    reasoning = "<|im_start|>\nHm.\n<|im_start|>\n\n"
     assert takes(grammar, "Yes.") == (True, True)
-    assert takes(grammar, f"{thought}Yes.") == (True, True)
-    assert takes(grammar, thought.removeprefix("<|im_start|>") + NOW["hermes"]) == (True, True)
-    assert takes(grammar, f"{thought}{NOW['hermes']}") == (True, True)
-    assert takes(grammar, f"{thought}{NOW['hermes']}".replace("now", "then")) == (False, False)
+    assert takes(grammar, f"{reasoning}Yes.") == (True, True)
+    assert takes(grammar, reasoning.removeprefix("<|im_start|>") + NOW["hermes"]) == (True, True)
+    assert takes(grammar, f"{reasoning}{NOW['hermes']}") == (True, True)
+    assert takes(grammar, f"{reasoning}{NOW['hermes']}".replace("now", "then")) == (False, False)
 
 
 ARRAY = {"type": "array"}
@@ -264,14 +264,17 @@ def test_what_cannot_be_a_grammar_is_refused(parameters: dict[str, Any]) -> None
 
 
 def test_every_formats_marks_can_be_shown() -> None:
-    needed = {mark for form in FORMATS for mark in form.marks} | {answer.OPEN, answer.CLOSE}
-    assert needed == set(ANSWER_MARKS)
+    needed = {mark for form in FORMATS for mark in form.marks} | {
+        output_parser.REASONING_OPEN,
+        output_parser.REASONING_CLOSE,
+    }
+    assert needed == set(ANSWER_DELIMITERS)
 
 
 def test_marks_of_the_template_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model has no such marks: others of its control tokens stand for them."""
     assert MODEL.piece(IM_START) == b""
-    monkeypatch.setattr(llama_model, "ANSWER_MARKS", ("<|im_start|>", "<|endoftext|>"))
+    monkeypatch.setattr(llama_model, "ANSWER_DELIMITERS", ("<|im_start|>", "<|endoftext|>"))
     model = Model(BUILTIN_MODEL, vocab_only=True)
     assert model.piece(IM_START) == b"<|im_start|>"
     assert model.detokenize([IM_START, IM_END]) == "<|im_start|>"
@@ -279,17 +282,17 @@ def test_marks_of_the_template_are_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model.piece(unused) == b""  # its template does not have it
 
 
-def test_a_thought_that_the_template_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_that_the_template_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ messages[0].content }}|{% if quick is not defined %}<think>\n{% endif %}"
     monkeypatch.setattr(Model, "chat_template", property(lambda self: template))
     tokenizer = Tokenizer(BUILTIN_MODEL)
     messages = [{"role": "user", "content": "Hi"}]
     thinking = tokenizer.encode_chat(messages)
     assert tokenizer.decode(thinking, special=True) == "Hi|<think>\n"
-    assert tokenizer.answer_parser(thinking).feed("Hm") == [answer.Thought("Hm")]
+    assert tokenizer.output_parser(thinking).feed("Hm") == [output_parser.Reasoning("Hm")]
     ended = tokenizer.encode_chat(messages, thinks=False)
     assert tokenizer.decode(ended, special=True) == "Hi|<think>\n\n</think>\n\n"
-    assert tokenizer.answer_parser(ended).feed("Hm") == ["Hm"]
+    assert tokenizer.output_parser(ended).feed("Hm") == ["Hm"]
     quick = tokenizer.encode_chat(messages, (), {"quick": True}, False)
     assert tokenizer.decode(quick, special=True) == "Hi|"
     with pytest.raises(InvalidRequestError, match="'messages'"):
