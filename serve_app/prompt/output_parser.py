@@ -9,9 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from serve_app.prompt.tool_calls import CallParser, ToolCall
+from serve_app.prompt.tool_calls import FORMATS, CallParser, ToolCall
+from serve_app.prompt.tool_calls.reader import overlap
 
 REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
+DELIMITERS = (
+    REASONING_OPEN,
+    REASONING_CLOSE,
+    *sorted({text for one in FORMATS for text in one.delimiters}),
+)
+"""What structures answers: reasoning, and calls of all formats. Control tokens in some vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +94,7 @@ class OutputParser:
             self._held = self._held.lstrip("\n")
             self._state, self._drop_lines = _State.CONTENT, not self._held
         else:
-            begun = next(n for n in range(len(close) - 1, -1, -1) if self._held.endswith(close[:n]))
-            text = self._held[: len(self._held) - begun].rstrip("\n")
+            text = self._held[: len(self._held) - overlap(self._held, close)].rstrip("\n")
             self._held = self._held[len(text) :]
         return [Reasoning(text)] if text else []
 

@@ -11,7 +11,7 @@ from serve_app.llama.model import Model
 from serve_app.prompt import output_parser
 from serve_app.prompt.chat_template import ChatTemplate, Message
 from serve_app.prompt.escaping import ControlTokenEscaper
-from serve_app.prompt.output_parser import OutputParser
+from serve_app.prompt.output_parser import DELIMITERS, OutputParser
 from serve_app.prompt.tool_calls import ToolFormat
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
@@ -24,7 +24,7 @@ class Tokenizer:
     """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._model = Model(path, vocab_only=True)
+        self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
         self._escaper = ControlTokenEscaper(self._model.control_texts)
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""

@@ -1,4 +1,4 @@
-"""Anthropic's `thinking` with a model whose chat template has reasoning, through the `anthropic` package."""
+"""Anthropic's `thinking`, through its package, with a model whose chat template has reasoning."""
 
 from __future__ import annotations
 

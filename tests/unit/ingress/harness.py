@@ -14,7 +14,7 @@ from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
-from serve_app.prompt.tool_calls.formats import HERMES
+from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
@@ -45,7 +45,7 @@ class ByteTokenizer:
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
     reranks = False
-    tool_format: ToolFormat | None = HERMES
+    tool_format: ToolFormat | None = hermes.FORMAT
     thinks = False
     output_parser = Tokenizer.output_parser
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.prompt.output_parser import OutputParser, Reasoning
-from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.prompt.tool_calls import ToolCall
+from serve_app.prompt.tool_calls.formats import hermes
 from tests.unit.prompt.splitting import cuts, parse
 
 CALL = '<tool_call>{"name": "f"}</tool_call>'
@@ -17,7 +18,7 @@ HM = Reasoning("Hm.")
 
 
 def read(pieces: list[str], *, thinks: bool = True, is_thinking: bool = False) -> list[Any]:
-    parser = OutputParser(HermesParser(), thinks=thinks, is_thinking=is_thinking)
+    parser = OutputParser(hermes.FORMAT.parser(), thinks=thinks, is_thinking=is_thinking)
     return parse(parser, pieces)
 
 
