@@ -18,7 +18,7 @@ from serve_app.prompt import grammars, output_parser
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
-from serve_app.prompt.tool_calls.formats import hermes, qwen_coder
+from serve_app.prompt.tool_calls.formats import glm, hermes, qwen_coder
 from tests.unit.prompt.tool_calls.formats import every_format
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
@@ -169,6 +169,16 @@ def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
     assert takes(grammar, reasoning.removeprefix("<|im_start|>") + call) == (True, True)
     assert takes(grammar, f"{reasoning}{call}") == (True, True)
     assert takes(grammar, f"{reasoning}{call}".replace("now", "then")) == (False, False)
+
+
+def test_glm_calls_may_have_line_ends() -> None:
+    """As GLM 4.6 writes them, and 4.7 does not."""
+    grammar = grammars.from_tool_calls(
+        EXAMPLE_FUNCTIONS, glm.FORMAT, no_token, forced=True, parallel=True, param="tools"
+    )
+    text = glm.FORMAT.example.first.replace("><arg", ">\n<arg").replace("r<arg", "r\n<arg")
+    assert text.count("\n") == 4
+    assert takes(grammar, text.replace("</tool", "\n</tool")) == (True, True)
 
 
 ARRAY = {"type": "array"}

@@ -54,6 +54,14 @@ def one(**arguments: Any) -> list[ToolCall]:
     return [ToolCall("add", json.dumps(arguments, ensure_ascii=False))]
 
 
+def glm(**values: str) -> str:
+    """As GLM 4.6 writes it, with line ends."""
+    inner = "".join(
+        f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items()
+    )
+    return f"<tool_call>add\n{inner}</tool_call>"
+
+
 HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 L3_ADD = '{"name": "add", "parameters": {"a": 1, "b": "é"}}'
 M_ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
@@ -117,6 +125,12 @@ M_ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
         ("qwen-coder", xml(a="1").replace(">\n1", ">1").replace("1\n", "1"), one(a=1)),
         ("qwen-coder", xml(a="1").replace("</function>", "x</function>"),
          [xml(a="1").replace("</function>", "x</function>")]),
+        ("glm", glm(a="1", b="é"), [ADD]),
+        ("glm", glm(b="\n</tool_call> "), one(b="\n</tool_call> ")),
+        ("glm", glm(either="null", flag="true"), one(either=None, flag=True)),
+        ("glm", "<tool_call>add <b>", ["<tool_call>add <b>"]),
+        ("glm", f"<tool_call><tool_call>\n{glm(a='1')}", ["<tool_call><tool_call>", *one(a=1)]),
+        ("glm", glm(a="1")[:-1], [glm(a="1")[:-1]]),
     ],
 )  # fmt: skip
 def test_however_the_text_is_cut(name: str, text: str, expected: list[str | ToolCall]) -> None:
