@@ -133,25 +133,25 @@ class TextReader:
             char = yield from self.peek()
             if char not in allowed:
                 raise NoCallError
-            is_key = char == '"' and "{" not in allowed
-            if char in _VALUE and char not in '{["':
-                yield from self.run(_SCALAR)
-            else:
-                self.advance(self.at + 1)
             if char in "{[":
                 closing.append("}" if char == "{" else "]")
-                allowed = '"}' if char == "{" else f"{_VALUE}]"
-                continue
-            if char in ",:":
-                allowed = '"' if char == "," and closing[-1] == "}" else _VALUE
-                continue
-            if char == '"':
-                yield from self._skip_string()
             elif char in "}]":
                 closing.pop()
-                if not closing:
-                    return
-            allowed = ":" if is_key else f",{closing[-1]}"
+            yield from self._skip_token(char)
+            if not closing:
+                return
+            is_key = char == '"' and "{" not in allowed
+            allowed = ":" if is_key else _allowed_after(char, closing[-1])
+
+    def _skip_token(self, first: str) -> Reading[None]:
+        """A bracket, a comma, a colon, a string, a number or a word, which begins like this."""
+        if first == '"':
+            self.advance(self.at + 1)
+            yield from self._skip_string()
+        elif first in _VALUE and first not in "{[":
+            yield from self.run(_SCALAR)
+        else:
+            self.advance(self.at + 1)
 
     def _skip_string(self) -> Reading[None]:
         """The rest of a JSON string, behind its first quotation mark."""
@@ -163,6 +163,15 @@ class TextReader:
                 return
             yield from self.peek()
             self.advance(self.at + 1)  # what the backslash escapes
+
+
+def _allowed_after(token: str, closing: str) -> str:
+    """What may come behind a token that begins like this and is no key, before that bracket closes."""
+    if token in "{[":
+        return '"}' if token == "{" else f"{_VALUE}]"
+    if token in ",:":
+        return '"' if token == "," and closing == "}" else _VALUE
+    return f",{closing}"
 
 
 def overlap(text: str, delimiter: str, start: int = 0) -> int:
