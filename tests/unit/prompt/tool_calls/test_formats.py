@@ -152,9 +152,10 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             while True:
                 counted["there"] += len(text.text) - text.at
                 try:
-                    yield next(reading)
+                    next(reading)
                 except StopIteration as end:
                     return str(end.value)
+                yield
 
         return read
 
