@@ -55,5 +55,5 @@ def _chat(
     """The model, and what it is asked. Raises InvalidRequestError."""
     model = find(models, body.model)
     if body.thinking is not None and body.thinking.type == "enabled" and not model.tokenizer.thinks:
-        raise InvalidRequestError("This model's chat template has no thoughts.", "thinking")
+        raise InvalidRequestError("This model's chat template has no reasoning.", "thinking")
     return model, body.as_chat()

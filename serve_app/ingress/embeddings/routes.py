@@ -17,7 +17,7 @@ from serve_app.ingress.embeddings.protocol import (
     LlamaEmbeddingRequest,
     RerankRequest,
 )
-from serve_app.ingress.generation.tokenization import apart, refuse_unknown_tokens
+from serve_app.ingress.generation.tokenization import in_thread_if_long, refuse_unknown_tokens
 from serve_app.ingress.http import request_context
 from serve_app.ingress.llama_server import routes
 from serve_app.ingress.model_registry import ServedModel, find
@@ -97,7 +97,7 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         def encode() -> Texts:
             return tuple(model.tokenizer.encode_pair(body.query, text) for text in body.documents)
 
-        texts = await apart(sum(map(len, body.documents)), encode)
+        texts = await in_thread_if_long(sum(map(len, body.documents)), encode)
         _admit(model, texts, "documents")
         scores = (await model.engine.embed(texts))[:, 0]
         ranked = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
@@ -118,7 +118,7 @@ async def _encode(model: ServedModel, texts: Sequence[str | list[int]]) -> Texts
             tokenizer.encode(text) if isinstance(text, str) else tuple(text) for text in texts
         )
 
-    return await apart(sum(map(len, texts)), encode)
+    return await in_thread_if_long(sum(map(len, texts)), encode)
 
 
 def _check_makes_embeddings(model: ServedModel) -> None:

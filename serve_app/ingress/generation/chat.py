@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from serve_app.ingress.generation import generation
-from serve_app.ingress.generation.tokenization import apart, refuse_far_too_long, sampling_of
+from serve_app.ingress.generation.tokenization import (
+    in_thread_if_long,
+    refuse_far_too_long,
+    sampling_of,
+)
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.prompt import grammars
-from serve_app.prompt.answer import AnswerParser, Part, Thought
+from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, TokenDelta
@@ -25,7 +29,7 @@ def with_calls(model: ServedModel, body: ChatCompletionRequest) -> SamplingParam
     grammar = grammars.from_tool_calls(
         [tool.function.model_dump() for tool in forced or body.tools],
         tool_format,
-        model.tokenizer.mark,
+        model.tokenizer.delimiter_token,
         forced=bool(forced),
         parallel=body.parallel_tool_calls is not False,
         param="tools",
@@ -41,7 +45,7 @@ async def encode_chat(model: ServedModel, body: ChatCompletionRequest) -> tuple[
     refuse_far_too_long(model, "messages", n_chars)
     encode = model.tokenizer.encode_chat
     n_chars += len(str(tools))
-    return await apart(n_chars, encode, messages, tools, extra, body.may_think)
+    return await in_thread_if_long(n_chars, encode, messages, tools, extra, body.may_think)
 
 
 async def requests(
@@ -56,18 +60,18 @@ async def requests(
 
 def parser(
     model: ServedModel, body: ChatCompletionRequest, prompt: tuple[int, ...]
-) -> AnswerParser:
+) -> OutputParser:
     """What splits an answer to this chat, whose prompt is this."""
     thinks = body.reasoning_format != "none"
-    return model.tokenizer.answer_parser(prompt, body.tools_for_template(), thinks)
+    return model.tokenizer.output_parser(prompt, body.tools_for_template(), thinks)
 
 
-def parts(parser: AnswerParser, delta: TokenDelta) -> list[Part]:
+def parts(parser: OutputParser, delta: TokenDelta) -> list[Part]:
     """What the delta's text is certain to be now; none of it is empty."""
     found = parser.feed(delta.text)
     return found if delta.end is None else found + parser.finish()
 
 
-def split(parser: AnswerParser, delta: TokenDelta) -> list[str | ToolCall]:
-    """The same without thoughts."""
-    return [part for part in parts(parser, delta) if not isinstance(part, Thought)]
+def split(parser: OutputParser, delta: TokenDelta) -> list[str | ToolCall]:
+    """The same without reasoning."""
+    return [part for part in parts(parser, delta) if not isinstance(part, Reasoning)]

@@ -11,7 +11,7 @@ from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.openai.protocol import GenerationParams
 from serve_app.sampling import SamplingParams
 
-Encoded = TypeVar("Encoded")
+Result = TypeVar("Result")
 
 # Longer texts are tokenized on a thread, so that other requests' events are not held up.
 _INLINE_CHARS = 4096
@@ -22,12 +22,13 @@ async def sampling_of(body: GenerationParams, make: Callable[[], SamplingParams]
     return await asyncio.to_thread(make) if body.is_constrained else make()
 
 
-async def encoded(
+async def tokenize_checked(
     model: ServedModel, field: str, n_chars: int, encode: Callable[..., tuple[int, ...]], *args: Any
 ) -> tuple[int, ...]:
-    """See `apart` and `refuse_far_too_long`."""
+    """The tokens that `encode` makes of these arguments, which have so many characters. Raises
+    PromptTooLongError, before it tokenizes, if they cannot fit."""
     refuse_far_too_long(model, field, n_chars)
-    return await apart(n_chars, encode, *args)
+    return await in_thread_if_long(n_chars, encode, *args)
 
 
 def refuse_far_too_long(model: ServedModel, field: str, n_chars: int) -> None:
@@ -45,8 +46,9 @@ def refuse_unknown_tokens(model: ServedModel, field: str, tokens: Iterable[int])
         raise InvalidRequestError(message, field)
 
 
-async def apart(n_chars: int, encode: Callable[..., Encoded], *args: Any) -> Encoded:
-    """What `encode` makes of these arguments, which have so many characters."""
+async def in_thread_if_long(n_chars: int, encode: Callable[..., Result], *args: Any) -> Result:
+    """What `encode` makes of these arguments, which have so many characters: on a thread, if these are
+    many."""
     if n_chars <= _INLINE_CHARS:
         return encode(*args)
     return await asyncio.to_thread(encode, *args)

@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from serve_app import __version__
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.tokenization import (
-    apart,
-    encoded,
+    in_thread_if_long,
     refuse_unknown_tokens,
     sampling_of,
+    tokenize_checked,
 )
 from serve_app.ingress.http import sse
 from serve_app.ingress.llama_server import metrics as llama_metrics
@@ -68,10 +68,10 @@ async def _encode_infill(model: ServedModel, body: InfillRequest) -> tuple[int, 
     quarter of the context for the answer."""
     texts = body.input_prefix, body.input_suffix, body.prompt
     encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
-    prompt = await encoded(model, "prompt", sum(map(len, texts)), encode, *texts)
+    prompt = await tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
     files = [(file.filename, file.text) for file in body.input_extra or ()]
     n_chars = sum(len(name) + len(text) for name, text in files)
-    extra = await encoded(model, "input_extra", n_chars, encode_files, files)
+    extra = await tokenize_checked(model, "input_extra", n_chars, encode_files, files)
     room = max(0, model.n_ctx_slot * 3 // 4 - len(prompt))
     return (*extra[max(0, len(extra) - room) :], *prompt)
 
@@ -86,7 +86,7 @@ async def encode(model: ServedModel, prompt: str | list[int | str], field: str) 
             tokens.append(part)
         else:
             encode = model.tokenizer.tokenize
-            tokens += await encoded(model, "prompt", len(part), encode, part, i == 0, True)
+            tokens += await tokenize_checked(model, "prompt", len(part), encode, part, i == 0, True)
     return tuple(tokens)
 
 
@@ -135,7 +135,9 @@ def _add_text(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         """A text's tokens."""
         tokenizer = find(models, body.model).tokenizer
         special = body.add_special, body.parse_special
-        tokens = await apart(len(body.content), tokenizer.tokenize, body.content, *special)
+        tokens = await in_thread_if_long(
+            len(body.content), tokenizer.tokenize, body.content, *special
+        )
         if not body.with_pieces:
             return {"tokens": list(tokens)}
         pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]

@@ -12,7 +12,11 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.ingress.generation import chat, generation
-from serve_app.ingress.generation.tokenization import encoded, refuse_unknown_tokens, sampling_of
+from serve_app.ingress.generation.tokenization import (
+    refuse_unknown_tokens,
+    sampling_of,
+    tokenize_checked,
+)
 from serve_app.ingress.http import sse
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.openai import serving
@@ -87,13 +91,13 @@ async def _encode_texts(model: ServedModel, body: CompletionRequest) -> list[tup
     if body.suffix:
         before, after = str(body.prompt), body.suffix
         n_chars, encode = len(before) + len(after), model.tokenizer.encode_infill
-        return [await encoded(model, "prompt", n_chars, encode, before, after)]
+        return [await tokenize_checked(model, "prompt", n_chars, encode, before, after)]
     return [await _encode_text(model, prompt) for prompt in body.prompts]
 
 
 async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return await encoded(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
+        return await tokenize_checked(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
     refuse_unknown_tokens(model, "prompt", prompt)
     return tuple(prompt)
 

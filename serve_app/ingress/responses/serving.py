@@ -16,7 +16,7 @@ from serve_app.ingress.generation import chat, sampling_fields
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.responses.protocol import FunctionChoice, ResponsesRequest
-from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.sampling import Api, SamplingParams
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
@@ -32,7 +32,7 @@ class ResponseAnswer:
     model: str
     body: ResponsesRequest
     sampling: SamplingParams
-    parser: AnswerParser
+    parser: OutputParser
     """Finds the tool calls in the text, where there are tools."""
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[Json] = field(default_factory=list)
@@ -66,8 +66,8 @@ class ResponseAnswer:
     def failed(self, error: CorralError) -> Json:
         """The event that takes the place of the end."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        fault = {"code": code, "message": error.message}
-        return self._event("failed", response=self._response("failed", error=fault))
+        failure = {"code": code, "message": error.message}
+        return self._event("failed", response=self._response("failed", error=failure))
 
     def _said(self, text: str) -> list[Json]:
         opening = [] if self._message_id else self._start_of_message()
