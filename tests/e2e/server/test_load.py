@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from loadtests.common.processes import with_default_signals
 from loadtests.load import chaos
 from loadtests.load.driver import Load, drive
 from loadtests.load.stream_metrics import REFUSED, accounts, read_journal
@@ -44,7 +45,7 @@ def test_locust_headless_measures_streams(corral: Corral, tmp_path: Path) -> Non
     ]
     files = ["--csv", str(tmp_path / "locust"), "--journal", str(journal)]
     done = subprocess.run(
-        [*locust, *how, *files, "--host", corral.url],
+        with_default_signals(*locust, *how, *files, "--host", corral.url),
         cwd=ROOT,
         capture_output=True,
         text=True,

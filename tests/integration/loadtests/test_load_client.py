@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from loadtests.common.benchmark import percentile
+from loadtests.common.processes import with_default_signals
 from loadtests.common.servers import ROOT, free_port
 from loadtests.load.stream_metrics import FAILED, Outcome, accounts, read_journal
 
@@ -28,7 +29,7 @@ def rig(*how: object) -> Iterator[str]:
     """A rig's URL."""
     port = free_port()
     command = [sys.executable, str(Path(__file__).with_name("sse_rig.py")), str(port)]
-    with subprocess.Popen([*command, *map(str, how)]) as process:
+    with subprocess.Popen(with_default_signals(*command, *map(str, how))) as process:
         try:
             transport = httpx.HTTPTransport(retries=8)  # until it listens
             with httpx.Client(transport=transport) as http:
@@ -55,7 +56,7 @@ def load(url: str, users: int, folder: Path) -> tuple[list[str], list[Outcome], 
         "batch=1",
     ]
     subprocess.run(
-        [*locust, *how, "--host", url, "--journal", str(journal)],
+        with_default_signals(*locust, *how, "--host", url, "--journal", str(journal)),
         cwd=ROOT,
         capture_output=True,
         timeout=60,

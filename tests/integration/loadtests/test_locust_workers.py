@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from loadtests.common.processes import with_default_signals
 from loadtests.common.servers import ROOT
 from loadtests.load.stream_metrics import accounts, read_journal
 from tests.integration.loadtests.test_load_client import rig
@@ -27,10 +28,10 @@ def asked(folder: Path, processes: int, *how: object) -> dict[str, list[dict[str
     files = [f"--csv={folder / 'locust'}", f"--journal={folder / 'journal'}"]
     with rig(EVENTS, PAUSE_MS) as url:
         done = subprocess.run(
-            [
+            with_default_signals(
                 *(sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--headless"),
                 *(f"--host={url}", f"--mix={MIX}", *several, *files, *map(str, how)),
-            ],
+            ),
             cwd=ROOT,
             capture_output=True,
             text=True,
