@@ -67,6 +67,7 @@ def load(url: str, users: int, folder: Path) -> tuple[list[str], list[Outcome], 
     return *read_journal(lines), client["wall_s"], client["cpu_s"] / client["wall_s"]
 
 
+@pytest.mark.long
 def test_the_client_reads_far_more_than_a_cpu_machine_writes(tmp_path: Path) -> None:
     """Every event parsed, timed and counted in Locust's statistics; the rig takes a core of its own."""
     with rig(EVENTS, 0) as url:
@@ -77,6 +78,7 @@ def test_the_client_reads_far_more_than_a_cpu_machine_writes(tmp_path: Path) -> 
     assert per_s > 5_000  # as much as some hundred streams; 69,000 on an idle machine
 
 
+@pytest.mark.long
 def test_gaps_are_as_they_were_written(tmp_path: Path) -> None:
     """40 users, an event each every 20 ms: 2,000 events/s, none of which waits for the client. Single gaps
     are longer where something else computes."""

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from loadtests.common.processes import with_default_signals
 from loadtests.common.servers import ROOT
 from loadtests.load.stream_metrics import accounts, read_journal
 from tests.integration.loadtests.test_load_client import rig
 
+pytestmark = pytest.mark.long
 EVENTS, PAUSE_MS = 5, 20
 KINDS = ("batch", "chat", "code", "rag")  # in the order of users when weights are equal
 MIX = ",".join(f"{kind}=1" for kind in KINDS)
