@@ -59,8 +59,8 @@ def test_watchers_see_requests_come_and_go(corral: Corral) -> None:
             busy = next(board for board in boards if replica(board, "demo")["generated_per_s"] > 0)
             told = replica(busy, "demo")
             assert (told["running"], told["n_slots"]) == (1, DEMO_SLOTS)
-            (lane,) = [lane for lane in told["slots"].values() if lane[0] == "decode"]
-            assert lane[3] > 0
+            (slot,) = [slot for slot in told["slots"].values() if slot[0] == "decode"]
+            assert slot[3] > 0
             assert told["point"][0] == 1
             assert told["ttft"][3] > 0
         assert next(True for board in boards if replica(board, "demo")["running"] == 0)

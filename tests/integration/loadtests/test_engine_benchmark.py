@@ -10,7 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from loadtests.common.benchmark import BenchmarkError
 from loadtests.engine.__main__ import main
+from loadtests.engine.modes import BARE, ModeProcess
+from serve_app.engine import EngineOptions
 
 PROMPT_TOKENS, MAX_TOKENS = 20, 24
 MODES = ["separate", "round-robin", "bare", "batched"]
@@ -97,3 +100,12 @@ def test_report_says_what_was_measured(report: dict[str, Any], tiny_gguf: Path) 
 def test_the_plot_names_every_mode(folder: Path) -> None:
     root = ElementTree.parse(folder / "plot.svg").getroot()
     assert set(MODES) <= {element.text for element in root.iter()}
+
+
+def test_a_mode_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1)
+    with (
+        ModeProcess(BARE, tmp_path / "none.gguf", options) as mode,
+        pytest.raises(BenchmarkError, match="The bare mode failed"),
+    ):
+        mode.run([(1, 2)], 8)
