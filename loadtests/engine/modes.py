@@ -60,10 +60,8 @@ def _open(name: str, model: Path, options: EngineOptions) -> Runner:
 
 def _run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
     """Over there: one run."""
-    runner = process.opened()
-    assert callable(runner)
-    run: Run = runner(prompts, max_tokens)
-    return run
+    runner: Runner = process.opened()
+    return runner(prompts, max_tokens)
 
 
 def _batched(model: Path, options: EngineOptions) -> Runner:

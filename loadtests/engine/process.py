@@ -11,10 +11,11 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from serve_app.engine import Engine, EngineOptions
 
-_opened: object = None
+_opened: Any = None
 
 
 def started(model: Path, options: EngineOptions) -> ProcessPoolExecutor:
@@ -36,7 +37,7 @@ def engine() -> Engine:
     return _opened
 
 
-def opened() -> object:
+def opened() -> Any:
     """What this process has opened; None if nothing."""
     return _opened
 
