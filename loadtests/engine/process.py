@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def started_with(open_one: Callable[..., object], *arguments: object) -> Process
     """A new process that has called this first; what is submitted runs there, on its one thread, and finds
     what was returned as `opened()`."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, _open, (open_one, *arguments))
+    return ProcessPoolExecutor(1, context, _open, (partial(open_one, *arguments),))
 
 
 def engine() -> Engine:
@@ -42,6 +43,6 @@ def opened() -> Any:
     return _opened
 
 
-def _open(open_one: Callable[..., object], *arguments: object) -> None:
+def _open(open_one: Callable[[], object]) -> None:
     global _opened
-    _opened = open_one(*arguments)
+    _opened = open_one()
