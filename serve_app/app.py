@@ -37,7 +37,7 @@ _ROUTER = {
 def build(args: dict[str, Any]) -> Application:
     """The application for `applications[0].args`.
 
-    Raises RayServeException with one message that names the fields at fault: the only kind of error
+    Raises RayServeException with one message that names the fields that are wrong: the only kind of error
     that Serve shows as it is, and does not try again.
     """
     try:

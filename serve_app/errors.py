@@ -44,7 +44,7 @@ class CorralError(Exception):
 
     @property
     def param(self) -> str | None:
-        """The request's field that is at fault, if it is one field."""
+        """The request's field that is wrong, if it is one field."""
         return None
 
     @property

@@ -227,11 +227,11 @@ class AppConfig(_Section):
 
 
 def parse(args: object) -> AppConfig:
-    """Validate `applications[0].args`. Raises ConfigError that names every field at fault."""
+    """Validate `applications[0].args`. Raises ConfigError that names every field that is wrong."""
     try:
         return AppConfig.model_validate(args)
     except ValidationError as error:
-        raise ConfigError(f"invalid configuration: {validation.told(error, 'args')}") from None
+        raise ConfigError(f"invalid configuration: {validation.describe(error, 'args')}") from None
 
 
 def load(path: Path) -> AppConfig:

@@ -18,7 +18,7 @@ class Messages:
     """What is left of the body of a request for a message."""
 
     chat: Chat
-    shows_thoughts: bool
+    shows_reasoning: bool
 
 
 def messages(models: Models, body: bytes) -> Messages:
@@ -39,5 +39,5 @@ def _model(models: Models, asked: CountTokensRequest) -> KnownModel:
     """Raises InvalidRequestError if it cannot think and shall."""
     model, thinking = find(models, asked.model), asked.thinking
     if thinking is not None and thinking.type == "enabled" and not model.tokenizer.thinks:
-        raise InvalidRequestError("This model's chat template has no thoughts.", "thinking")
+        raise InvalidRequestError("This model's chat template has no reasoning.", "thinking")
     return model

@@ -82,9 +82,9 @@ class Thinking(BaseModel):
     type: Literal["enabled", "adaptive", "disabled"]
     """`adaptive` is for any model: whether it thinks is its own business."""
     budget_tokens: Annotated[int, Field(ge=1024)] | None = None
-    """What thoughts should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
+    """What reasoning should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted` leaves the thoughts out of the answer; otherwise they are given as they are."""
+    """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""
 
     @model_validator(mode="after")
     def _check(self) -> Thinking:
@@ -121,7 +121,7 @@ class CountTokensRequest(StrictModel):
     tools: list[AnthropicTool] = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    """Whether the model thinks before it answers, if its chat template has thoughts; without this, it is
+    """Whether the model thinks before it answers, if its chat template has reasoning; without this, it is
     asked not to."""
 
     @model_validator(mode="after")
@@ -155,7 +155,7 @@ class CountTokensRequest(StrictModel):
         told = joined(self.system)
         system = [ChatMessage(role="system", content=told)] if told else []
         choice = self.tool_choice
-        turns = [turn for one in self.messages for turn in one.as_messages(thoughts=self.thinks)]
+        turns = [turn for one in self.messages for turn in one.as_messages(reasoning=self.thinks)]
         return ChatCompletionRequest(
             messages=system + turns,
             tools=[tool.as_tool() for tool in self.tools],

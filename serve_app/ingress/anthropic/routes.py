@@ -32,7 +32,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
         started = generation.requests(answer_id, wanted)
         parser = chat.parser(model, asked.chat)
         n_prompt = len(asked.chat.prompt)
-        answer = MessageAnswer(answer_id, model.id, n_prompt, parser, asked.shows_thoughts)
+        answer = MessageAnswer(answer_id, model.id, n_prompt, parser, asked.shows_reasoning)
         deltas = await generation.start(model, started)
         if wanted.stream:
             return sse.response(serving.events(answer, deltas))

@@ -15,7 +15,7 @@ from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import anthropic_error_body
-from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
@@ -29,9 +29,9 @@ class MessageAnswer:
     id: str
     model: str
     n_prompt: int
-    parser: AnswerParser
-    """Finds the thoughts in the text, and the tool calls where there are tools."""
-    shows_thoughts: bool
+    parser: OutputParser
+    """Finds the reasoning in the text, and the tool calls where there are tools."""
+    shows_reasoning: bool
     _blocks: list[Json] = field(default_factory=list)
     """Those that are complete."""
     _open: Literal["text", "thinking"] | None = None
@@ -52,7 +52,7 @@ class MessageAnswer:
                 events += self._called(part)
             elif isinstance(part, str):
                 events += self._said("text", part)
-            elif self.shows_thoughts:
+            elif self.shows_reasoning:
                 events += self._said("thinking", part.text)
         if delta.end is not None:
             events += [
@@ -88,7 +88,7 @@ class MessageAnswer:
         ]
 
     def _end_of_block(self) -> list[Json]:
-        """A thought is signed before it ends; nobody checks that here, so the signature is empty."""
+        """A thinking block is signed before it ends; nobody checks that here, so the signature is empty."""
         if self._open is None:
             return []
         signing = [self._delta({"type": "signature_delta", "signature": ""})]

@@ -1,4 +1,4 @@
-"""Those who watch the replicas, and the one look a second that all of them share."""
+"""What the replicas do, broadcast to all viewers, who share one look a second."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from serve_app.ingress.model_registry import ServedModel
 PERIOD_S = 1.0
 """Between two looks."""
 N_FRAMES = 60
-"""After which a watcher has to come again: Serve stops no ingress replica while it has a request."""
-# How long the board is kept without watchers: one who comes back finds its rates and events.
+"""After which a viewer has to subscribe again: Serve stops no ingress replica while it has a request."""
+# How long the board is kept without viewers: one who comes back finds its rates and events.
 _LINGER_S = 10.0
 
 logger = logging.getLogger("corral.ingress")
 
 
-class Watch:
-    """Asks the replicas for their statistics while anybody wants to know. Used in one event loop."""
+class Broadcaster:
+    """Asks the replicas for their statistics while there are viewers. Used in one event loop."""
 
     def __init__(self, models: Mapping[str, ServedModel], period_s: float = PERIOD_S) -> None:
         self._models = models
         self._period_s = period_s
-        self._n_watchers = 0
+        self._n_viewers = 0
         self._looking: asyncio.Task[None] | None = None
         self._board = Board()
         self._looked = asyncio.Condition()
@@ -41,7 +41,7 @@ class Watch:
     async def frames(self) -> AsyncGenerator[Json]:
         """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none
         after the application's end. Whoever is slow gets all that changed meanwhile in one."""
-        looking = self._enter()
+        looking = self._subscribe()
         try:
             before = NOTHING
             for _ in range(N_FRAMES):
@@ -55,19 +55,19 @@ class Watch:
                 yield difference(before, after)
                 before = after
         finally:
-            self._leave()
+            self._unsubscribe()
 
-    def _enter(self) -> asyncio.Task[None]:
-        self._n_watchers += 1
+    def _subscribe(self) -> asyncio.Task[None]:
+        self._n_viewers += 1
         if self._looking is None:
             if time.monotonic() - self._stopped > _LINGER_S:
                 self._board = Board()
             self._looking = asyncio.create_task(self._look_on())
         return self._looking
 
-    def _leave(self) -> None:
-        self._n_watchers -= 1
-        if self._n_watchers == 0 and self._looking is not None:
+    def _unsubscribe(self) -> None:
+        self._n_viewers -= 1
+        if self._n_viewers == 0 and self._looking is not None:
             self._looking.cancel()
             self._looking, self._stopped = None, time.monotonic()
 
@@ -81,9 +81,9 @@ class Watch:
                     self._looked.notify_all()
                 await asyncio.sleep(began + self._period_s - time.monotonic())
         except EngineClosedError:
-            logger.info("The application stops; nobody watches any more.")
-        except Exception:  # those who watch come again
-            logger.exception("The replicas cannot be watched.")
+            logger.info("The application stops; the broadcast ends.")
+        except Exception:  # viewers subscribe again
+            logger.exception("The replicas' statistics cannot be broadcast.")
         finally:
             if self._looking is asyncio.current_task():  # and not the one after it
                 self._looking = None
@@ -106,13 +106,13 @@ class Watch:
 
 def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     """Add the route to an application."""
-    watch = Watch(models)
+    broadcaster = Broadcaster(models)
 
     @app.get("/v1/live", response_model=None)
     async def live() -> Response:
         """Server-sent events, one a second: the first is all that replicas do, the others are what changes,
-        as JSON merge patches. They end after a minute; whoever watches on asks again."""
-        return sse.response(_written(watch.frames()))
+        as JSON merge patches. They end after a minute; a viewer who stays asks again."""
+        return sse.response(_written(broadcaster.frames()))
 
 
 async def _written(frames: AsyncGenerator[Json]) -> AsyncGenerator[str]:

@@ -1,4 +1,4 @@
-"""What the replicas do, in the form in which watchers are told. Pure: no engine, no clock."""
+"""What the replicas do, in the form in which viewers get it. Pure: no engine, no clock."""
 
 from __future__ import annotations
 

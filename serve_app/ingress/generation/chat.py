@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.prompt.answer import AnswerParser, Part, Thought
+from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import TokenDelta
 
 
-def parser(model: ServedModel, chat: Chat) -> AnswerParser:
+def parser(model: ServedModel, chat: Chat) -> OutputParser:
     """What splits one answer to this chat."""
-    return model.tokenizer.answer_parser(chat.prompt, chat.tools, chat.thinks)
+    return model.tokenizer.output_parser(chat.prompt, chat.tools, chat.thinks)
 
 
-def parts(parser: AnswerParser, delta: TokenDelta) -> list[Part]:
+def parts(parser: OutputParser, delta: TokenDelta) -> list[Part]:
     """What the delta's text is certain to be now; none of it is empty."""
     found = parser.feed(delta.text)
     return found if delta.end is None else found + parser.finish()
 
 
-def split(parser: AnswerParser, delta: TokenDelta) -> list[str | ToolCall]:
-    """The same without thoughts."""
-    return [part for part in parts(parser, delta) if not isinstance(part, Thought)]
+def split(parser: OutputParser, delta: TokenDelta) -> list[str | ToolCall]:
+    """The same without reasoning."""
+    return [part for part in parts(parser, delta) if not isinstance(part, Reasoning)]

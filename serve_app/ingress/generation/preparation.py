@@ -41,7 +41,7 @@ class Chat:
     tools: Sequence[Mapping[str, Any]]
     """As chat templates read them."""
     thinks: bool
-    """Whether thoughts are split off."""
+    """Whether reasoning is split off."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParam
     grammar = grammars.from_tool_calls(
         [tool.function.model_dump() for tool in forced or body.tools],
         tool_format,
-        model.tokenizer.mark,
+        model.tokenizer.delimiter_token,
         forced=bool(forced),
         parallel=body.parallel_tool_calls is not False,
         param="tools",

@@ -9,7 +9,7 @@ from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.workers.worker import KnownModel
 
 
-def tokenized(
+def tokenize_checked(
     model: KnownModel,
     field: str,
     n_chars: int,

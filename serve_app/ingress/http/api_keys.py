@@ -177,7 +177,7 @@ def read(path: Path) -> list[ApiKey]:
         reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
         raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
     except ValidationError as error:
-        raise ConfigError(f"ingress.api_key_file: {path}: {validation.told(error)}") from None
+        raise ConfigError(f"ingress.api_key_file: {path}: {validation.describe(error)}") from None
 
 
 def _digest(secret: str) -> bytes:

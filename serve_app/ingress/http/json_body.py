@@ -10,7 +10,8 @@ import functools
 import json
 import math
 import re
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -86,18 +87,18 @@ def parsed(kind: type[M], body: bytes) -> M:
     except json.JSONDecodeError as error:
         raise _unreadable(error.msg) from None
     try:
-        adapter: TypeAdapter[M] = _adapter(kind)
-        return adapter.validate_python(value)
+        request: M = _adapter(cast(Hashable, kind)).validate_python(value)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(str(part) for part in fault["loc"] if _names_a_field(part))
         where = f"{path}: " if path else ""
         raise InvalidRequestError(f"{where}{fault['msg']}", path or None) from None
+    return request
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter[Any](cast(Any, kind))
 
 
 def _unreadable(why: str) -> InvalidRequestError:

@@ -8,7 +8,7 @@ from typing import Any
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Generation
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenized
+from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.protocol import (
     ApplyTemplateRequest,
@@ -80,7 +80,7 @@ def mixed_tokens(model: KnownModel, prompt: str | list[int | str], field: str) -
         if isinstance(part, int):
             tokens.append(part)
         else:
-            tokens += tokenized(model, "prompt", len(part), encode, part, i == 0, True)
+            tokens += tokenize_checked(model, "prompt", len(part), encode, part, i == 0, True)
     return tuple(tokens)
 
 
@@ -89,10 +89,10 @@ def _infill_prompt(model: KnownModel, asked: InfillRequest) -> tuple[int, ...]:
     quarter of the context for the answer."""
     texts = asked.input_prefix, asked.input_suffix, asked.prompt
     encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
-    prompt = tokenized(model, "prompt", sum(map(len, texts)), encode, *texts)
+    prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
     files = [(file.filename, file.text) for file in asked.input_extra or ()]
     n_chars = sum(len(name) + len(text) for name, text in files)
-    extra = tokenized(model, "input_extra", n_chars, encode_files, files)
+    extra = tokenize_checked(model, "input_extra", n_chars, encode_files, files)
     room = max(0, model.n_ctx_slot * 3 // 4 - len(prompt))
     return (*extra[max(0, len(extra) - room) :], *prompt)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, Generation
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenized
+from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -58,13 +58,13 @@ def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...
     if asked.suffix:
         before, after = str(asked.prompt), asked.suffix
         n_chars, encode = len(before) + len(after), model.tokenizer.encode_infill
-        return [tokenized(model, "prompt", n_chars, encode, before, after)]
+        return [tokenize_checked(model, "prompt", n_chars, encode, before, after)]
     return [_prompt(model, prompt) for prompt in asked.prompts]
 
 
 def _prompt(model: KnownModel, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return tokenized(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
+        return tokenize_checked(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
     refuse_unknown_tokens(model, "prompt", prompt)
     return tuple(prompt)
 

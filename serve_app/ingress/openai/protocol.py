@@ -270,7 +270,7 @@ class ChatCompletionRequest(GenerationParams):
     chat_template_kwargs: dict[str, Any] | None = None
     """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
-    """llama-server's: `none` leaves thoughts and their tags in the content."""
+    """llama-server's: `none` leaves reasoning and its tags in the content."""
 
     @field_validator("tools", mode="before", json_schema_input_type=list[Tool] | None)
     @classmethod

@@ -15,7 +15,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
-from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
@@ -30,7 +30,7 @@ class ResponseAnswer:
     model: str
     asked: Json
     """What it says of its request."""
-    parser: AnswerParser
+    parser: OutputParser
     """Finds the tool calls in the text, where there are tools."""
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[Json] = field(default_factory=list)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
+from loadtests.common.processes import with_default_signals
 from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
 
 RESTART_TIMEOUT_S = 90
@@ -124,7 +125,9 @@ def second_node(corral: Corral) -> Iterator[subprocess.Popen[bytes]]:
     (address,) = [one for one in arguments if one.startswith("--gcs-address=")]
     ray = str(Path(sys.executable).with_name("ray"))
     node = subprocess.Popen(
-        [ray, "start", "--block", address.replace("--gcs-", "--"), "--num-cpus=2"],
+        with_default_signals(
+            ray, "start", "--block", address.replace("--gcs-", "--"), "--num-cpus=2"
+        ),
         cwd=ROOT,
         env=os.environ
         | {

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.conftest import (
     ONE_MACHINE,
     START_TIMEOUT_S,
@@ -62,6 +64,7 @@ def test_health_and_stats(corral: Corral) -> None:
     assert replica["engine"]["threads"] == 1
 
 
+@pytest.mark.long
 def test_a_bad_field_stops_the_start_with_one_message(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:

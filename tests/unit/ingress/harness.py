@@ -14,7 +14,7 @@ from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
-from serve_app.prompt.tool_calls.formats import HERMES
+from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
@@ -35,8 +35,8 @@ HELLO = [TokenDelta("Hel", (1,)), TokenDelta("", (2,)), TokenDelta("lo", (3,), E
 def said(message: dict[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     called = [f"{call['name']}{call['arguments']}" for call in calls]
-    thought = f"({message['reasoning_content']})" if "reasoning_content" in message else ""
-    return "".join([thought, message["content"], *called])
+    reasoning = f"({message['reasoning_content']})" if "reasoning_content" in message else ""
+    return "".join([reasoning, message["content"], *called])
 
 
 class ByteTokenizer:
@@ -45,9 +45,9 @@ class ByteTokenizer:
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
     reranks = False
-    tool_format: ToolFormat | None = HERMES
+    tool_format: ToolFormat | None = hermes.FORMAT
     thinks = False
-    answer_parser = Tokenizer.answer_parser
+    output_parser = Tokenizer.output_parser
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -77,7 +77,7 @@ class ByteTokenizer:
     ) -> str:
         return bytes(self.encode_chat(messages, tools, extra)).decode()
 
-    def mark(self, text: str) -> int | None:
+    def delimiter_token(self, text: str) -> int | None:
         return None
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class ByteTokenizer:
         ending = (
             "".join(v for v in (extra or {}).values() if isinstance(v, str))
             if thinks
-            else "|no thought"
+            else "|no reasoning"
         )
         return self.encode(names + "|".join(f"{m['role']}:{said(m)}" for m in messages) + ending)
 

@@ -1,4 +1,4 @@
-"""Watchers share one look a second, which ends with the last of them."""
+"""Viewers share one look a second, which ends with the last of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.api import build_api
-from serve_app.ingress.dashboard.broadcaster import N_FRAMES, Watch
+from serve_app.ingress.dashboard.broadcaster import N_FRAMES, Broadcaster
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import ReplicaStats
 from tests.unit.ingress.dashboard.test_snapshot import merged, replica
@@ -47,9 +47,9 @@ def models(looked_at: Engine) -> dict[str, ServedModel]:
     return {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), looked_at)}  # type: ignore[arg-type]
 
 
-async def test_watchers_share_the_looks(looked_at: Engine, models: dict[str, ServedModel]) -> None:
-    watch = Watch(models, period_s=0)
-    async with aclosing(watch.frames()) as one, aclosing(watch.frames()) as other:
+async def test_viewers_share_the_looks(looked_at: Engine, models: dict[str, ServedModel]) -> None:
+    broadcaster = Broadcaster(models, period_s=0)
+    async with aclosing(broadcaster.frames()) as one, aclosing(broadcaster.frames()) as other:
         first = await anext(one)
         assert first["replicas"]["r1"]["model"] == "m"
         n_before = looked_at.n_looks
@@ -68,9 +68,9 @@ async def test_watchers_share_the_looks(looked_at: Engine, models: dict[str, Ser
 async def test_who_comes_back_soon_finds_the_events(
     looked_at: Engine, models: dict[str, ServedModel]
 ) -> None:
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     for n_frames in (3, 1):
-        async with aclosing(watch.frames()) as frames:
+        async with aclosing(broadcaster.frames()) as frames:
             for _ in range(n_frames):
                 frame = await anext(frames)
     assert (
@@ -82,9 +82,9 @@ async def test_who_comes_at_once_after_the_last_is_looked_for_alone(
     looked_at: Engine, models: dict[str, ServedModel]
 ) -> None:
     """The looks of before have not noticed yet that they are over."""
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     for _ in range(3):
-        async with aclosing(watch.frames()) as frames:
+        async with aclosing(broadcaster.frames()) as frames:
             await anext(frames)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -97,29 +97,29 @@ async def test_who_comes_at_once_after_the_last_is_looked_for_alone(
 async def test_what_breaks_ends_the_frames(
     looked_at: Engine, models: dict[str, ServedModel], caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     looked_at.broken = True
-    assert [frame async for frame in watch.frames()] == []
-    assert "cannot be watched" in caplog.text
+    assert [frame async for frame in broadcaster.frames()] == []
+    assert "cannot be broadcast" in caplog.text
     looked_at.broken = False
-    async with aclosing(watch.frames()) as frames:
+    async with aclosing(broadcaster.frames()) as frames:
         assert "replicas" in await anext(frames)
 
 
 async def test_frames_end_after_a_while(models: dict[str, ServedModel]) -> None:
-    """Or an ingress replica with a watcher could not be stopped."""
-    watch = Watch(models, period_s=0)
-    assert len([frame async for frame in watch.frames()]) == N_FRAMES
+    """Or an ingress replica with a viewer could not be stopped."""
+    broadcaster = Broadcaster(models, period_s=0)
+    assert len([frame async for frame in broadcaster.frames()]) == N_FRAMES
 
 
 async def test_the_end_of_the_application_ends_the_frames(
     looked_at: Engine, models: dict[str, ServedModel]
 ) -> None:
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     looked_at.stopped = True
-    assert [frame async for frame in watch.frames()] == []
+    assert [frame async for frame in broadcaster.frames()] == []
     looked_at.stopped = False
-    async with aclosing(watch.frames()) as frames:
+    async with aclosing(broadcaster.frames()) as frames:
         assert "replicas" in await anext(frames)
 
 
