@@ -82,7 +82,7 @@ async def _ttft(client: httpx.AsyncClient, n_tokens: int) -> float:
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if line and first is None:
+            if line.startswith("data: ") and first is None:
                 first = time.perf_counter()
     if first is None:
         raise RuntimeError("a stream without a token")
