@@ -179,13 +179,18 @@ class Ingress:
     """Speaks HTTP; holds every model's vocabulary and a handle to its engines."""
 
     def __init__(
-        self, models: list[ResolvedModel], handles: list[DeploymentHandle[Any]], access: Access
+        self,
+        models: list[ResolvedModel],
+        handles: list[DeploymentHandle[Any]],
+        access: Access,
+        sse_ping_interval_s: float,
     ) -> None:
         forward_to_serve()
         self._access = access
+        self._sse_ping_interval_s = sse_ping_interval_s
         pairs = zip(models, handles, strict=True)
         self._models = {model.id: _served(model, handle) for model, handle in pairs}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
-        return build_api(self._models, self._access)
+        return build_api(self._models, self._access, self._sse_ping_interval_s)

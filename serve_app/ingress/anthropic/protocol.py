@@ -19,6 +19,7 @@ from serve_app.ingress.openai.protocol import (
     Finite,
     NamedFunction,
     NamedToolChoice,
+    PingInterval,
     Stop,
 )
 
@@ -188,6 +189,9 @@ class MessagesRequest(CountTokensRequest):
     """0 keeps all tokens."""
     stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool = False
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
+    -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: Metadata | None = None
 
     @model_validator(mode="after")

@@ -82,7 +82,6 @@ class LlamaParams(GenerationParams):
             "xtc_threshold",
             "mirostat_tau",
             "mirostat_eta",
-            "sse_ping_interval",
         }
     )
 
