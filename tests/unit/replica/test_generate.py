@@ -17,7 +17,7 @@ from serve_app.errors import (
 )
 from serve_app.replica.deployment import EngineReplica
 from serve_app.types import Accepted, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from tests.unit.engine.harness import SteppedBackend, request, running
+from tests.unit.engine.harness import PATIENCE_S, SteppedBackend, request, running
 
 KEY = b"vocabulary"
 N_TOKENS = 4
@@ -61,7 +61,8 @@ async def test_acceptance_comes_before_any_prefill_and_costs_one_item(
     replica: Any, backend: SteppedBackend
 ) -> None:
     stream = replica.generate(request("r", max_tokens=N_TOKENS), KEY)
-    assert await anext(stream) == Accepted()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await anext(stream) == Accepted()
     await asyncio.to_thread(backend.wait_for_batch)
     assert [tenancy.fed for tenancy in backend.tenancies] == [[]]
     deltas: list[TokenDelta] = []
