@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
@@ -322,7 +322,7 @@ class LostReplica(ScriptedEngine):
     def generate(self, request: GenerationRequest) -> Any:
         return unbroken(request, self._attempt, pauses_s=(40.0,))
 
-    async def _attempt(self, request: GenerationRequest) -> AsyncIterator[Accepted | TokenDelta]:
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         self.n_attempts += 1
         yield Accepted()
         if self.n_attempts == 1:
