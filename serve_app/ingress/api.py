@@ -27,10 +27,16 @@ from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
 
 
-def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> FastAPI:  # noqa: B008
-    """The application that serves these models; the first is the default. Raises ConfigError for a key
-    file that cannot be used."""
+def build_api(
+    models: Mapping[str, ServedModel],
+    access: Access = Access(),  # noqa: B008
+    sse_ping_interval_s: float = 0.0,
+) -> FastAPI:
+    """The application that serves these models; the first is the default. `sse_ping_interval_s` counts for
+    streams whose requests do not say otherwise; see EventStream. Raises ConfigError for a key file that
+    cannot be used."""
     app = FastAPI(title="Corral", version=__version__)
+    app.state.sse_ping_interval_s = sse_ping_interval_s
     app.router.route_class = JsonRoute
     errors.install(app)
     _add_middleware(app, access)

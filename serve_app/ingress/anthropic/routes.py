@@ -38,7 +38,8 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         answer = MessageAnswer(answer_id, model.id, len(request.prompt), parser, shown)
         deltas = await generation.start(model, [request])
         if body.stream:
-            return sse.response(serving.events(answer, deltas))
+            events = serving.events(answer, deltas)
+            return sse.EventStream(events, body.sse_ping_interval, serving.PING)
         return JSONResponse(await serving.collect(answer, deltas))
 
     @app.post("/v1/messages/count_tokens")

@@ -112,7 +112,7 @@ async def _respond(
     ]
     deltas = await generation.start(model, wanted)
     if body.stream:
-        return sse.response(serving.events(choices[0], deltas))
+        return sse.EventStream(serving.events(choices[0], deltas), body.sse_ping_interval)
     found = await serving.collect(choices, deltas)
     return JSONResponse(found if is_batch else found[0])
 

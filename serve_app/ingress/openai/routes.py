@@ -117,4 +117,5 @@ async def _respond(
     if not body.stream:
         return JSONResponse(answer.whole(await generation.collected(deltas, len(wanted))))
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return sse.response(serving.events(answer, deltas, include_usage=include_usage))
+    events = serving.events(answer, deltas, include_usage=include_usage)
+    return sse.EventStream(events, body.sse_ping_interval)

@@ -33,5 +33,5 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         answer = ResponseAnswer(answer_id, model.id, body, request.sampling, parser)
         deltas = await generation.start(model, [request])
         if body.stream:
-            return sse.response(serving.events(answer, deltas))
+            return sse.EventStream(serving.events(answer, deltas), body.sse_ping_interval)
         return JSONResponse(await serving.collect(answer, deltas))
