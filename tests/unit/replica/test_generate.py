@@ -16,7 +16,8 @@ from serve_app.errors import (
     PromptTooLongError,
 )
 from serve_app.replica.deployment import EngineReplica
-from serve_app.types import Accepted, FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from serve_app.sampling import SamplingParams
+from serve_app.types import Accepted, FinishReason, GenerationRequest, TokenDelta
 from tests.unit.engine.harness import PATIENCE_S, SteppedBackend, request, running
 
 KEY = b"vocabulary"
