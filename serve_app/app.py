@@ -58,7 +58,8 @@ def build(args: dict[str, Any]) -> Application:
         False if hidden else app.ingress.ui,
         tuple(app.ingress.cors_origins),
     )
-    return ingress.bind(models, engines, access)  # type: ignore[no-any-return]
+    ping_s = app.ingress.sse_ping_interval_s
+    return ingress.bind(models, engines, access, ping_s)  # type: ignore[no-any-return]
 
 
 def _refuse_strangers(ingress: IngressConfig) -> None:

@@ -39,11 +39,16 @@ def build_api(
     models: Mapping[str, ServedModel],
     access: Access = Access(),  # noqa: B008
     workers: Workers | None = None,
+    sse_ping_interval_s: float = 0.0,
 ) -> FastAPI:
-    """The application that serves these models; the first is the default. The workers read bodies; without
-    them, this process does. Raises ConfigError for a key file that cannot be used."""
+    """The application that serves these models; the first is the default.
+
+    The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
+    requests do not say otherwise; see EventStream. Raises ConfigError for a key file that cannot be used.
+    """
     bodies = Bodies(workers or InProcess(models))
     app = FastAPI(title="Corral", version=__version__)
+    app.state.sse_ping_interval_s = sse_ping_interval_s
     errors.install(app)
     _add_middleware(app, access)
     openai_routes.add(app, models, bodies)

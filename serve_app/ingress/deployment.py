@@ -34,7 +34,14 @@ from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SlotAction, TokenDelta
+from serve_app.types import (
+    Accepted,
+    GenerationRequest,
+    ReplicaStats,
+    RequestRecord,
+    SlotAction,
+    TokenDelta,
+)
 
 _STATS_TIMEOUT_S = 2.0
 _SLOT_TIMEOUT_S = 60.0
@@ -52,17 +59,17 @@ class HandleClient:
         self._vocabulary_key = vocabulary_key
         self._stream: Any = handle.options(stream=True)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         """See EngineClient."""
         return unbroken(request, self._attempt)
 
-    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         response = self._stream.generate.remote(request, self._vocabulary_key)
         async with _translated(response):
-            async for delta in response:
-                if isinstance(delta, CorralError):
-                    raise delta
-                yield delta
+            async for item in response:
+                if isinstance(item, CorralError):
+                    raise item
+                yield item
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """See EngineClient."""
@@ -175,10 +182,15 @@ class Ingress:
     """Speaks HTTP; holds every model's vocabulary and a handle to its engines."""
 
     def __init__(
-        self, models: list[ResolvedModel], handles: list[DeploymentHandle[Any]], access: Access
+        self,
+        models: list[ResolvedModel],
+        handles: list[DeploymentHandle[Any]],
+        access: Access,
+        sse_ping_interval_s: float,
     ) -> None:
         forward_to_serve()
         self._access = access
+        self._sse_ping_interval_s = sse_ping_interval_s
         paths = [locate(model.source) for model in models]
         self._workers = WorkerPool(
             [
@@ -192,4 +204,4 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
-        return build_api(self._models, self._access, self._workers)
+        return build_api(self._models, self._access, self._workers, self._sse_ping_interval_s)

@@ -19,6 +19,7 @@ from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
     NamedFunction,
     NamedToolChoice,
+    PingInterval,
 )
 from serve_app.sampling import Api
 
@@ -184,6 +185,9 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool = False
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
+    -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: Metadata | None = None
 
     @model_validator(mode="after")
@@ -197,6 +201,7 @@ class MessagesRequest(CountTokensRequest):
     def _sampling(self) -> dict[str, Any]:
         return {
             "stream": self.stream,
+            "sse_ping_interval": self.sse_ping_interval,
             **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
             "user": self.metadata.user_id if self.metadata else None,

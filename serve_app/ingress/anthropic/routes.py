@@ -35,7 +35,8 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
         answer = MessageAnswer(answer_id, model.id, n_prompt, parser, asked.shows_reasoning)
         deltas = await generation.start(model, started)
         if wanted.stream:
-            return sse.response(serving.events(answer, deltas))
+            events = serving.events(answer, deltas)
+            return sse.EventStream(events, wanted.sse_ping_interval, serving.PING)
         return JSONResponse(await serving.collect(answer, deltas))
 
     @app.post("/v1/messages/count_tokens")

@@ -21,6 +21,10 @@ from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
 
+_PING: Json = {"type": "ping"}
+PING = sse.named(_PING)
+"""Anthropic's own, which its clients know: unlike a comment, it reaches those that wait for an event."""
+
 
 @dataclass
 class MessageAnswer:
@@ -42,7 +46,7 @@ class MessageAnswer:
     def opening(self) -> list[Json]:
         """The events before any text. How much of the prompt was cached is told at the end."""
         usage = usage_body(Usage(self.n_prompt, 0, 0))
-        return [{"type": "message_start", "message": self._message(None, usage)}, {"type": "ping"}]
+        return [{"type": "message_start", "message": self._message(None, usage)}, _PING]
 
     def events(self, delta: TokenDelta) -> list[Json]:
         """One delta's events; the last one's tell the end."""

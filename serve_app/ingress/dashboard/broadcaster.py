@@ -112,7 +112,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     async def live() -> Response:
         """Server-sent events, one a second: the first is all that replicas do, the others are what changes,
         as JSON merge patches. They end after a minute; a viewer who stays asks again."""
-        return sse.response(_written(broadcaster.frames()))
+        return sse.EventStream(_written(broadcaster.frames()))
 
 
 async def _written(frames: AsyncGenerator[Json]) -> AsyncGenerator[str]:

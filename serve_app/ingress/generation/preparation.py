@@ -31,6 +31,7 @@ class Generation:
     priority: int
     context_shift: bool | None
     n_keep: int | None
+    sse_ping_interval: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def generation(
         priority=params.priority,
         context_shift=params.context_shift,
         n_keep=params.n_keep,
+        sse_ping_interval=params.sse_ping_interval,
     )
 
 

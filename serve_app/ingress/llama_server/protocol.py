@@ -74,7 +74,7 @@ class LlamaParams(GenerationParams):
         "samplers": (None, *map(list, dict.fromkeys(_ORDERS))),
     }
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {"sse_ping_interval", *(name for one in LACKING.values() for name in one.details)}
+        {name for one in LACKING.values() for name in one.details}
     )
 
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

@@ -66,7 +66,7 @@ async def _respond(models: Mapping[str, ServedModel], asked: Completion) -> Resp
     ]
     deltas = await generation.start(model, started)
     if wanted.stream:
-        return sse.response(serving.events(choices[0], deltas))
+        return sse.EventStream(serving.events(choices[0], deltas), wanted.sse_ping_interval)
     found = await serving.collect(choices, deltas)
     return JSONResponse(found if asked.is_batch else found[0])
 

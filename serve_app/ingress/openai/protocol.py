@@ -24,6 +24,8 @@ MAX_CHOICES = 32
 """Answers that one request may ask for, over all of its prompts."""
 MAX_LOGPROBS = 20
 
+PingInterval = Annotated[int, Field(ge=-1, le=3600)]
+
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Batch = Field(min_length=1, max_length=MAX_CHOICES)
@@ -74,6 +76,9 @@ class GenerationParams(StrictModel):
     """Whether to go on when the context is full, with its oldest tokens dropped, up to `max_tokens`."""
     n_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
+    never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: dict[str, Any] | None = None
     """Accepted and not used."""
 

@@ -84,4 +84,5 @@ async def _respond(
     deltas = await generation.start(model, started)
     if not wanted.stream:
         return JSONResponse(answer.whole(await generation.collected(deltas, len(started))))
-    return sse.response(serving.events(answer, deltas, include_usage=wanted.include_usage))
+    events = serving.events(answer, deltas, include_usage=wanted.include_usage)
+    return sse.EventStream(events, wanted.sse_ping_interval)

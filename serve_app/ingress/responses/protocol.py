@@ -19,6 +19,7 @@ from serve_app.ingress.openai.protocol import (
     NamedFunction,
     NamedSchema,
     NamedToolChoice,
+    PingInterval,
 )
 from serve_app.ingress.responses.items import Items, turns
 from serve_app.sampling import Api
@@ -116,6 +117,9 @@ class ResponsesRequest(StrictModel):
     stream: bool = False
     user: str | None = None
     """Whose request it is: slots are shared fairly among users."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
+    never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: dict[str, str] | None = None
     """Given back with the answer."""
 
@@ -135,6 +139,7 @@ class ResponsesRequest(StrictModel):
         return ChatCompletionRequest(
             messages=messages,
             stream=self.stream,
+            sse_ping_interval=self.sse_ping_interval,
             max_tokens=self.max_output_tokens,
             json_schema=self.text.schema_of_answer(),
             tools=[tool.as_tool() for tool in self.tools],

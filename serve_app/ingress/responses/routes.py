@@ -34,5 +34,5 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
         answer = ResponseAnswer(answer_id, model.id, asked.asked, parser)
         deltas = await generation.start(model, started)
         if wanted.stream:
-            return sse.response(serving.events(answer, deltas))
+            return sse.EventStream(serving.events(answer, deltas), wanted.sse_ping_interval)
         return JSONResponse(await serving.collect(answer, deltas))

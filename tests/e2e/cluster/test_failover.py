@@ -75,7 +75,7 @@ class Streams:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", self.url, json=asked, timeout=120) as response:
             for line in response.iter_lines():
-                if line and line != "data: [DONE]":
+                if line.startswith("data: {"):
                     chunk = sse(line)
                     assert "error" not in chunk, chunk
                     self.ids[number] = chunk["id"]

@@ -147,7 +147,8 @@ def streaming(url: str) -> Iterator[list[str]]:
         body = {"prompt": f"{client}: hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
         while not enough.is_set():
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-                ends.append([line for line in response.iter_lines() if line][-1])
+                lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+                ends.append(lines[-1])
 
     with ThreadPoolExecutor(2) as pool:
         clients = [pool.submit(keep_streaming, client) for client in range(2)]

@@ -83,7 +83,7 @@ def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_eve
     server.wait_ready()
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
-        lines = (line for line in response.iter_lines() if line)
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
         next(lines)
         (pid,) = server.pids("ray::ServeReplica:corral:engine-m")
         os.kill(pid, signal.SIGKILL)

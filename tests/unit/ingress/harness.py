@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.types import (
+    Accepted,
     FinishReason,
     GenerationRequest,
     ReplicaStats,
@@ -107,6 +109,9 @@ class ByteTokenizer:
         return self.encode(names + "|".join(f"{m['role']}:{said(m)}" for m in messages) + ending)
 
 
+Script = Sequence[TokenDelta | Exception | asyncio.Event]
+"""What an engine does, in turn; it waits for events."""
+
 COUNTERS = (
     "prompt_tokens",
     "generated_tokens",
@@ -121,11 +126,12 @@ COUNTERS = (
 
 
 class ScriptedEngine:
-    """Yields a script, exceptions in it raised, and remembers what it was asked."""
+    """Yields a script, exceptions in it raised, and remembers what it was asked. A request is accepted
+    unless its script begins with an exception."""
 
     def __init__(self) -> None:
-        self.script: list[TokenDelta | Exception] = list(HELLO)
-        self.scripts: list[Sequence[TokenDelta | Exception]] = []
+        self.script: Script = list(HELLO)
+        self.scripts: list[Script] = []
         """What the next requests get instead."""
         self.requests: list[GenerationRequest] = []
         self.slot_actions: list[tuple[str, str, int, str]] = []
@@ -137,13 +143,19 @@ class ScriptedEngine:
         self.busy = False
         self.n_replicas = 1
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         self.requests.append(request)
+        script = self.scripts.pop(0) if self.scripts else self.script
         try:
-            for item in self.scripts.pop(0) if self.scripts else self.script:
+            if not isinstance(script[0], Exception):
+                yield Accepted()
+            for item in script:
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                if isinstance(item, asyncio.Event):
+                    await item.wait()
+                else:
+                    yield item
         except GeneratorExit:
             self.left_early = True
             raise
