@@ -43,7 +43,7 @@ class Engine:
         self._loop = DecoderLoop(open_backend, options)
         self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
-        self.slot_files = SlotFiles(options.slot_folder, self._loop.state_key, self._loop.ask)
+        self.slot_files = SlotFiles(options, self._loop.state_key, self._loop.ask)
         self.prefixes = PrefixExchange(options, self._loop.state_key, self._loop.ask)
 
     @classmethod
