@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 
 from serve_app.errors import EngineClosedError
-from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference
-from serve_app.ingress.http import sse
+from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference, without_requests
+from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.model_registry import ServedModel
 
 PERIOD_S = 1.0
@@ -38,9 +38,10 @@ class Watch:
         self._looked = asyncio.Condition()
         self._stopped = -_LINGER_S
 
-    async def frames(self) -> AsyncGenerator[Json]:
+    async def frames(self, seen: Callable[[Json], Json] = dict) -> AsyncGenerator[Json]:
         """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none
-        after the application's end. Whoever is slow gets all that changed meanwhile in one."""
+        after the application's end. Whoever is slow gets all that changed meanwhile in one. `seen` is what
+        of a view is told."""
         looking = self._enter()
         try:
             before = NOTHING
@@ -52,7 +53,7 @@ class Watch:
                 if self._looking is not looking:
                     return
                 after = self._board.view
-                yield difference(before, after)
+                yield difference(seen(before), seen(after))
                 before = after
         finally:
             self._leave()
@@ -111,8 +112,10 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/v1/live", response_model=None)
     async def live() -> Response:
         """Server-sent events, one a second: the first is all that replicas do, the others are what changes,
-        as JSON merge patches. They end after a minute; whoever watches on asks again."""
-        return sse.response(_written(watch.frames()))
+        as JSON merge patches. They end after a minute; whoever watches on asks again. What is in slots,
+        operators are told only."""
+        seen = dict if request_context.current().is_operator else without_requests
+        return sse.response(_written(watch.frames(seen)))
 
 
 async def _written(frames: AsyncGenerator[Json]) -> AsyncGenerator[str]:

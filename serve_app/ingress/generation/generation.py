@@ -27,7 +27,8 @@ def requests(
     prompt_field: str,
 ) -> list[GenerationRequest]:
     """`n` requests for each prompt, one prompt's after the other's. Raises InvalidRequestError for what
-    this model cannot do, KeyLimitError or RateLimitError for what the caller may not."""
+    this model cannot do, KeyLimitError, RateLimitError or PermissionDeniedError for what the caller may
+    not."""
     for prompt in prompts:
         if not prompt:
             raise InvalidRequestError("The prompt is empty.", prompt_field)
@@ -40,6 +41,7 @@ def requests(
     refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
     many = len(prompts) * n > 1
     caller = request_context.current()
+    caller.check_priority(params.priority)
     caller.admit(prompts)
     return [
         GenerationRequest(

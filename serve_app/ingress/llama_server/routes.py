@@ -5,6 +5,7 @@ Source: llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from serve_app.ingress.generation.tokenization import (
     refuse_unknown_tokens,
     sampling_of,
 )
-from serve_app.ingress.http import sse
+from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import serving
 from serve_app.ingress.llama_server import slots as llama_slots
@@ -167,7 +168,9 @@ def _piece(piece: bytes) -> str | list[int]:
 def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/props")
     async def props(model: str | None = None) -> dict[str, Any]:
-        """What the model is served with; slots are those of all its replicas."""
+        """What the model is served with; slots are those of all its replicas. Operators are told where its
+        file is."""
+        path_of = str if request_context.current().is_operator else os.path.basename
         found = find(models, model)
         defaults = serving.generation_settings(SamplingParams(), found.n_ctx_slot, found.id)
         slots = await slots_of(found)
@@ -183,7 +186,7 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             },
             "total_slots": len(slots),
             "model_alias": found.id,
-            "model_path": found.tokenizer.path,
+            "model_path": path_of(found.tokenizer.path),
             "chat_template": found.tokenizer.chat_template or "",
             "bos_token": found.tokenizer.bos,
             "eos_token": found.tokenizer.eos,

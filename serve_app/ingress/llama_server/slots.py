@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError
+from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ServedModel, find
 
 
@@ -43,7 +44,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
 def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/slots")
     async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
-        """The slots of all replicas of the model."""
+        """The slots of all replicas of the model; what is in them, operators are told only."""
         found = await slots_of(find(models, model))
         if fail_on_no_slot and all(slot["is_processing"] for slot in found):
             raise EngineUnavailableError("No slot is free.")
@@ -57,7 +58,8 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         replica_id: str | None = None,
     ) -> dict[str, Any]:
         """Save an idle slot's cache to a file, take it back, or erase it. `replica_id` says whose, if
-        there are several replicas."""
+        there are several replicas. For operators."""
+        request_context.current().check_operator("What is done to slots")
         asked = body or SlotRequest()
         engine = find(models, asked.model).engine
         if (action == "erase") is not (asked.filename is None):
@@ -93,27 +95,35 @@ def _add_adapters(app: FastAPI) -> None:
 
     @app.post("/lora-adapters")
     async def scale_lora_adapters(body: list[LoraAdapter]) -> dict[str, bool]:
-        """Set their scales: there are none."""
+        """Set their scales: there are none. For operators."""
+        request_context.current().check_operator("What is done to adapters")
         if body:
             raise InvalidRequestError(f"There is no LoRA adapter {body[0].id}.", "id")
         return {"success": True}
 
 
 async def slots_of(model: ServedModel) -> list[dict[str, Any]]:
-    """All slots of a model, as llama-server tells them."""
+    """All slots of a model, as llama-server tells them; what is in them, operators are told only."""
+    is_operator = request_context.current().is_operator
     return [
         {
             "id": slot["id"],
             "replica_id": replica.replica_id,
-            "id_task": slot["request_id"],
             "n_ctx": model.n_ctx_slot,
             "speculative": False,
             "is_processing": slot["request_id"] is not None,
-            "n_prompt_tokens": slot["n_prompt"],
-            "n_past": slot["n_past"],
-            "next_token": {"n_decoded": slot["n_generated"]},
         }
+        | (_content(slot) if is_operator else {})
         for replica in await model.engine.stats()
         for slot in replica.engine["slots"]
         if slot["state"] != "pinned"
     ]
+
+
+def _content(slot: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id_task": slot["request_id"],
+        "n_prompt_tokens": slot["n_prompt"],
+        "n_past": slot["n_past"],
+        "next_token": {"n_decoded": slot["n_generated"]},
+    }

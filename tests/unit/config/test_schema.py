@@ -136,6 +136,6 @@ def test_models_share_the_machine(
 
 def test_fixed_replicas_switch_autoscaling_off() -> None:
     ingress = schema.parse({"models": [model()], "ingress": {"deployment": {"num_replicas": 2}}})
-    options = ingress_options(ingress.ingress.deployment)
+    options = ingress_options(ingress.ingress)
     assert options["num_replicas"] == 2
     assert "autoscaling_config" not in options
