@@ -14,9 +14,9 @@ from tests.e2e.conftest import Corral, wait_until
 
 SEED = 20_240_611
 BODY = json.dumps({"model": "demo", "prompt": "A", "max_tokens": 8, "stream": True}).encode()
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-GET = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(autouse=True)
