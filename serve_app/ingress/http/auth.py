@@ -98,14 +98,18 @@ class AccessMiddleware:
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
         """Who sends this. Raises CorralError for who may not."""
-        request_id = _request_id(headers)
+        peer = scope.get("client")
+        came = {
+            "request_id": _request_id(headers),
+            "address": "" if peer is None else network_of(peer[0]),
+        }
         if scope["path"] in _OPEN_PATHS:
-            return Caller(request_id, is_operator=False)
+            return Caller(**came, is_operator=False)
         self._network.check(scope, headers)
         if self._accounts is None:
-            return Caller(request_id, is_operator=self._operators_are_all)
+            return Caller(**came, is_operator=self._operators_are_all)
         account = self._accounts.find(_secret(headers))
-        return Caller(request_id, account, account.key.admin)
+        return Caller(**came, account=account, is_operator=account.key.admin)
 
     async def _body(
         self, caller: Caller, scope: Scope, headers: Headers, receive: Receive
@@ -113,9 +117,7 @@ class AccessMiddleware:
         """Empty for routes that take none, or are none; None if the client has left."""
         if scope["method"] != "POST" or not _is_routed(scope):
             return b""
-        client = scope.get("client")
-        address = "" if client is None else network_of(client[0])
-        return await self._bodies.read(caller.client(None) or address, headers, receive)
+        return await self._bodies.read(caller.holder, headers, receive)
 
 
 def _is_routed(scope: Scope) -> bool:

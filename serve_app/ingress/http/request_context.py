@@ -22,6 +22,8 @@ class Caller:
     """The request's `x-request-id`: its sender's, or Serve's."""
     account: Account | None = None
     """If there are API keys."""
+    address: str = ""
+    """Where it comes from: an IPv4 address, or a network of IPv6 ones."""
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
     _n_reserved: int = field(default=0, init=False)
@@ -29,6 +31,11 @@ class Caller:
     def client(self, user: str | None) -> str:
         """Among whom slots are shared: API keys, or, without, users."""
         return (user or "") if self.account is None else self.account.key.name
+
+    @property
+    def holder(self) -> str:
+        """Who it is that holds what the ingress has little of: API keys, or, without, addresses."""
+        return self.address if self.account is None else self.account.key.name
 
     @contextmanager
     def running(self) -> Iterator[None]:
