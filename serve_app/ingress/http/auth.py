@@ -98,18 +98,15 @@ class AccessMiddleware:
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
         """Who sends this. Raises CorralError for who may not."""
+        account, is_operator = None, self._operators_are_all
+        if scope["path"] not in _OPEN_PATHS:
+            self._network.check(scope, headers)
+            if self._accounts is not None:
+                account = self._accounts.find(_secret(headers))
+                is_operator = account.key.admin
         peer = scope.get("client")
-        came = {
-            "request_id": _request_id(headers),
-            "address": "" if peer is None else network_of(peer[0]),
-        }
-        if scope["path"] in _OPEN_PATHS:
-            return Caller(**came, is_operator=False)
-        self._network.check(scope, headers)
-        if self._accounts is None:
-            return Caller(**came, is_operator=self._operators_are_all)
-        account = self._accounts.find(_secret(headers))
-        return Caller(**came, account=account, is_operator=account.key.admin)
+        address = "" if peer is None else network_of(peer[0])
+        return Caller(_request_id(headers), account, address, is_operator)
 
     async def _body(
         self, caller: Caller, scope: Scope, headers: Headers, receive: Receive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -115,8 +116,9 @@ def test_of_two_hosts_both_must_be_known() -> None:
 )
 def test_configured_names(allowed: str, host: str, known: bool) -> None:
     expected = None if known else HostNotAllowedError
-    for mode in ({}, {"allow_anonymous": True}, {"has_keys": True}):
-        assert verdict(NetworkPolicy(**mode, allowed_hosts=(allowed,)), host=host) is expected
+    for policy in (LOCAL, OPEN, KEYS):
+        named = dataclasses.replace(policy, allowed_hosts=(allowed,))
+        assert verdict(named, host=host) is expected
 
 
 @pytest.mark.parametrize("server", ["10.0.0.1", "::", "fd00::1", "0.0.0.0"])
