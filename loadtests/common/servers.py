@@ -121,7 +121,10 @@ def write_config(
         "name": "corral",
         "route_prefix": "/",
         "import_path": "serve_app.app:build",
-        "args": {"models": [model], "ingress": {"allow_anonymous": allow_anonymous}},
+        "args": {
+            "models": [model],
+            "ingress": {"allow_anonymous": allow_anonymous, "anonymous_admin": allow_anonymous},
+        },
     }
     http_options = {"host": "127.0.0.1", "port": port}
     config = directory / "serve_config.yaml"
