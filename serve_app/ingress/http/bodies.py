@@ -137,7 +137,8 @@ class BodyReader:
             1,
         )
         self._forget(body)
-        body.timer.reschedule(body.began)  # which is over: its task goes on at once
+        if not body.timer.expired():
+            body.timer.reschedule(body.began)  # which is over: its task goes on at once
 
     def _forget(self, body: _Body) -> None:
         if body in self._open:

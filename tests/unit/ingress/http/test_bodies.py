@@ -42,6 +42,7 @@ class Sender:
         self._sent: asyncio.Queue[Any] = asyncio.Queue()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         self.body: Task = asyncio.create_task(reader.read(client, Headers(names), self._sent.get))
+        self.body.add_done_callback(lambda body: body.cancelled() or body.exception())  # was seen
 
     async def send(self, piece: bytes, *, last: bool = False) -> None:
         """Until the reader has it, and those whom it ends have ended."""
@@ -157,6 +158,19 @@ async def test_nothing_is_left_of_those_that_were_ended(clock: Clock) -> None:
         last = await opened(reader, "ben")
         await last.send(b"x" * 100, last=True)
         assert await last.body == b"x" * 100
+
+
+async def test_one_that_is_just_being_ended_for_its_slowness_hurts_no_newcomer(
+    clock: Clock,
+) -> None:
+    reader = BodyReader(BodyLimits(max_open=1))
+    slow = await opened(reader, "ana")
+    clock.now += 6
+    await asyncio.sleep(0)
+    newcomer = Sender(reader, "ana")  # comes between the timer and what that ends
+    await newcomer.send(b"x", last=True)
+    assert await newcomer.body == b"x"
+    assert isinstance(slow.body.exception(), SlowRequestError | BodyEndedError)
 
 
 async def test_silence(clock: Clock) -> None:
