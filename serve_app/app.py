@@ -149,6 +149,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
         "max_ongoing_requests": options.n_slots + options.max_waiting + _CONTROL_REQUESTS,
+        "max_queued_requests": 64,
         "graceful_shutdown_timeout_s": 30,
         "request_router_config": _ROUTER,
     }
@@ -168,6 +169,7 @@ def ingress_options(configured: IngressConfig) -> dict[str, Any]:
     n_ongoing = configured.max_ongoing_requests
     defaults = {
         "max_ongoing_requests": n_ongoing,
+        "max_queued_requests": n_ongoing,  # a burst is no reason for 503
         "graceful_shutdown_timeout_s": 600,
     }
     autoscaling = {

@@ -161,8 +161,10 @@ class DeploymentConfig(_Section):
     max_ongoing_requests: PositiveInt | None = None
     """Requests in one replica at once. Default for an engine: its slots, its waiting queue, and
     some room so that statistics and health checks get through to a full replica."""
-    max_queued_requests: PositiveInt = 64
-    """Requests that one ingress replica may hold back while all engine replicas are full."""
+    max_queued_requests: PositiveInt | None = None
+    """Requests that are held back while all replicas are full (those of an engine, by one ingress replica),
+    or until they have taken a burst. Default for an engine: 64; for the ingress, its
+    `max_ongoing_requests`."""
     health_check_period_s: PositiveFloat = 5
     health_check_timeout_s: PositiveFloat = 30
     """A replica that does not answer for so long is replaced."""
