@@ -15,8 +15,8 @@ from serve_app.ingress.anthropic import preparation, serving
 from serve_app.ingress.anthropic.serving import MessageAnswer
 from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.http import sse
-from serve_app.ingress.http.bodies import Bodies
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.workers.bodies import Bodies
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:

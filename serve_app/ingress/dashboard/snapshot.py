@@ -171,6 +171,19 @@ def _told(replica: _Replica) -> Json:
     }
 
 
+def without_requests(view: Json) -> Json:
+    """A board's view for those who may not see what single requests do."""
+    if "replicas" not in view:
+        return view
+    replicas = {
+        key: told
+        | {"slots": {slot: [lane[0], 0, 0, 0, 0] for slot, lane in told["slots"].items()}}
+        | {"requests": dict.fromkeys(told["requests"])}
+        for key, told in view["replicas"].items()
+    }
+    return view | {"replicas": replicas}
+
+
 def _rate(n: float, seconds: float) -> float:
     return round(n / seconds, 1) if seconds else 0.0
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.embeddings.preparation import Texts
 from serve_app.ingress.http import request_context
-from serve_app.ingress.http.bodies import Bodies
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.workers.bodies import Bodies
 
 Vectors = NDArray[np.float32]
 

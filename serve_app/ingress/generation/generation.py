@@ -19,11 +19,12 @@ _Items = AsyncGenerator[tuple[int, Accepted | TokenDelta]]
 
 
 def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
-    """The engine's requests: one prompt's after the other's. Raises KeyLimitError or RateLimitError for
-    what the caller may not."""
+    """The engine's requests: one prompt's after the other's. Raises KeyLimitError, RateLimitError
+    or PermissionDeniedError for what the caller may not."""
     n = wanted.n
     many = len(wanted.prompts) * n > 1
     caller = request_context.current()
+    caller.check_priority(wanted.priority)
     caller.admit(wanted.prompts)
     return [
         GenerationRequest(

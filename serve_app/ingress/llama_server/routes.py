@@ -5,6 +5,7 @@ Source: llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve_app import __version__
 from serve_app.ingress.generation import generation
-from serve_app.ingress.http import sse
-from serve_app.ingress.http.bodies import Bodies
+from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
 from serve_app.ingress.llama_server import slots as llama_slots
@@ -24,6 +24,7 @@ from serve_app.ingress.llama_server.preparation import Completion
 from serve_app.ingress.llama_server.serving import LlamaAnswer
 from serve_app.ingress.llama_server.slots import slots_of
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.workers.bodies import Bodies
 from serve_app.sampling import SamplingParams
 
 
@@ -91,7 +92,9 @@ def _add_text(app: FastAPI, bodies: Bodies) -> None:
 def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/props")
     async def props(model: str | None = None) -> dict[str, Any]:
-        """What the model is served with; slots are those of all its replicas."""
+        """What the model is served with; slots are those of all its replicas. Operators are told where its
+        file is."""
+        path_of = str if request_context.current().is_operator else os.path.basename
         found = find(models, model)
         defaults = serving.generation_settings(SamplingParams(), found.n_ctx_slot, found.id)
         slots = await slots_of(found)
@@ -107,7 +110,7 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             },
             "total_slots": len(slots),
             "model_alias": found.id,
-            "model_path": found.tokenizer.path,
+            "model_path": path_of(found.tokenizer.path),
             "chat_template": found.tokenizer.chat_template or "",
             "bos_token": found.tokenizer.bos,
             "eos_token": found.tokenizer.eos,

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError
-from serve_app.ingress.http.bodies import Bodies
+from serve_app.ingress.http import request_context
 from serve_app.ingress.llama_server import preparation
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.workers.bodies import Bodies
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
@@ -25,7 +26,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
 def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.get("/slots")
     async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
-        """The slots of all replicas of the model."""
+        """The slots of all replicas of the model; what is in them, operators are told only."""
         found = await slots_of(find(models, model))
         if fail_on_no_slot and all(slot["is_processing"] for slot in found):
             raise EngineUnavailableError("No slot is free.")
@@ -39,7 +40,8 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) 
         replica_id: str | None = None,
     ) -> dict[str, Any]:
         """Save an idle slot's cache to a file, take it back, or erase it. `replica_id` says whose, if
-        there are several replicas."""
+        there are several replicas. For operators."""
+        request_context.current().check_operator("What is done to slots")
         model, filename = await bodies.read(request, preparation.slot_request, optional=True)
         engine = find(models, model).engine
         if (action == "erase") is not (filename is None):
@@ -73,26 +75,34 @@ def _add_adapters(app: FastAPI, bodies: Bodies) -> None:
 
     @app.post("/lora-adapters")
     async def scale_lora_adapters(request: Request) -> dict[str, bool]:
-        """Set their scales: there are none."""
+        """Set their scales: there are none. For operators."""
+        request_context.current().check_operator("What is done to adapters")
         await bodies.read(request, preparation.scale_adapters)
         return {"success": True}
 
 
 async def slots_of(model: ServedModel) -> list[dict[str, Any]]:
-    """All slots of a model, as llama-server tells them."""
+    """All slots of a model, as llama-server tells them; what is in them, operators are told only."""
+    is_operator = request_context.current().is_operator
     return [
         {
             "id": slot["id"],
             "replica_id": replica.replica_id,
-            "id_task": slot["request_id"],
             "n_ctx": model.n_ctx_slot,
             "speculative": False,
             "is_processing": slot["request_id"] is not None,
-            "n_prompt_tokens": slot["n_prompt"],
-            "n_past": slot["n_past"],
-            "next_token": {"n_decoded": slot["n_generated"]},
         }
+        | (_content(slot) if is_operator else {})
         for replica in await model.engine.stats()
         for slot in replica.engine["slots"]
         if slot["state"] != "pinned"
     ]
+
+
+def _content(slot: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id_task": slot["request_id"],
+        "n_prompt_tokens": slot["n_prompt"],
+        "n_past": slot["n_past"],
+        "next_token": {"n_decoded": slot["n_generated"]},
+    }

@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse, Response
 from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
-from serve_app.ingress.http.bodies import Bodies
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.openai import preparation, serving
 from serve_app.ingress.openai.protocol import ModelCard, ModelList
 from serve_app.ingress.openai.serving import Answer, Choice
+from serve_app.ingress.workers.bodies import Bodies
 from serve_app.types import GenerationRequest
 
 

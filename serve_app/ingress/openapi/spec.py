@@ -133,12 +133,14 @@ ROUTES = {
 _STATUSES = {
     400: "The request is wrong: the same request will never work.",
     401: "No API key, or none that is valid here.",
+    403: "Known, and not allowed: see the code.",
     404: "No such model, or no such request.",
-    408: "The body did not arrive in time.",
+    408: "The body came too slowly.",
     413: "The body is too large.",
     429: "The API key has used up what it may, or the queue is full.",
     500: "The server failed to handle this request.",
     503: "No engine is up, or one does not answer.",
+    507: "The folder for slots has no room.",
 }
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _EVENTS = {
@@ -211,9 +213,13 @@ def _content(about: Route, schemas: Json) -> Json:
 
 def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
     """By status: those that the route can give."""
-    given = {408, 413, 500}
+    given = {500}
     if route.name != "health":
-        given |= {401, 429}
+        given |= {401, 403, 429}
+    if "requestBody" in operation:
+        given |= {408, 413}
+    if route.name == "act_on_slot":
+        given |= {507}
     if "requestBody" in operation or route.name == "slots":
         given |= {400}
     if "requestBody" in operation or operation.get("parameters"):

@@ -13,10 +13,10 @@ from fastapi.responses import JSONResponse, Response
 
 from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.http import sse
-from serve_app.ingress.http.bodies import Bodies
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.responses import preparation, serving
 from serve_app.ingress.responses.serving import ResponseAnswer
+from serve_app.ingress.workers.bodies import Bodies
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:

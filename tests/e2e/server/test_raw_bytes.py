@@ -16,10 +16,10 @@ SEED = 20_240_611
 SLOW_S = 20
 """Sooner than the server gives slow ones up: who had to wait for them would get no answer."""
 BODY = json.dumps({"model": "demo", "prompt": "A", "max_tokens": 8, "stream": True}).encode()
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 OK = b"HTTP/1.1 200"
-GET = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(autouse=True)

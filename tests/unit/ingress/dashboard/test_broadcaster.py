@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import pytest
 
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.api import build_api
-from serve_app.ingress.dashboard.broadcaster import N_FRAMES, Broadcaster
+from serve_app.ingress.dashboard.broadcaster import MAX_VIEWERS, N_FRAMES, Broadcaster
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import ReplicaStats
 from tests.unit.ingress.dashboard.test_snapshot import merged, replica
@@ -63,6 +64,26 @@ async def test_viewers_share_the_looks(looked_at: Engine, models: dict[str, Serv
     for _ in range(10):
         await asyncio.sleep(0)
     assert looked_at.n_looks == n_looks, "somebody still looks"
+
+
+async def test_of_too_many_viewers_the_first_of_who_has_most_is_told_no_more(
+    models: dict[str, ServedModel],
+) -> None:
+    broadcaster = Broadcaster(models, period_s=0)
+    async with AsyncExitStack() as stack:
+
+        async def view(holder: str) -> AsyncGenerator[Any]:
+            frames = await stack.enter_async_context(aclosing(broadcaster.frames(holder=holder)))
+            assert (await anext(frames))["replicas"]
+            return frames
+
+        early = await view("ben")
+        anas = [await view("ana") for _ in range(MAX_VIEWERS - 1)]
+        late = await view("ben")
+        with pytest.raises(StopAsyncIteration):
+            await anext(anas[0])
+        for one in (early, *anas[1:], late):
+            assert await anext(one)
 
 
 async def test_who_comes_back_soon_finds_the_events(

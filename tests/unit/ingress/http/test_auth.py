@@ -14,8 +14,9 @@ import yaml
 
 from serve_app.errors import CorralError
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http import auth
-from serve_app.ingress.http.auth import MAX_BODY_BYTES, Access
+from serve_app.ingress.http import bodies
+from serve_app.ingress.http.auth import Access
+from serve_app.ingress.http.bodies import MAX_BODY_BYTES
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import (
     Accepted,
@@ -191,7 +192,7 @@ async def test_a_body_that_is_too_large(connect: Open, chunked: bool) -> None:
 
 
 async def test_a_body_that_does_not_come(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "BODY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(bodies, "PROGRESS_S", 0.0)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"{"
