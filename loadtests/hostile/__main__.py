@@ -60,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"{one.family}: {one.name}. {one.what} {one.expects}" for one in attacks))
         return 0
     calm_s = args.seconds or (SHORT_CALM_S if args.short else CALM_S)
-    results = run(attacks, Plan(calm_s, calm_s, args.users), _tell)
+    results: list[Result] = []
+
+    def tell(result: Result) -> None:
+        results.append(result)
+        print(report.line(result), file=sys.stderr)
+        if args.json:  # what there is, should this be interrupted
+            args.json.write_text(json.dumps(report.document(results, _facts(args.users)), indent=1))
+
+    run(attacks, Plan(calm_s, calm_s, args.users), tell)
     print(report.table(results), report.summary(results), sep="\n\n")
-    if args.json:
-        args.json.write_text(json.dumps(report.document(results, _facts(args.users)), indent=1))
     return int(any(result.verdict == HURT for result in results))
-
-
-def _tell(result: Result) -> None:
-    found = "; ".join(result.reasons) or "held"
-    attack = result.attack
-    print(f"{attack.family}: {attack.name}, {result.seconds:.1f} s: {found}", file=sys.stderr)
 
 
 def _facts(users: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from loadtests.common.benchmark import percentile
 from loadtests.load.stream_metrics import COMPLETE, Outcome, read_journal
@@ -58,9 +59,10 @@ def read(lines: Iterable[str]) -> Journal:
     return Journal(len(sent), outcomes, probes)
 
 
-def seen(journal: Journal, begin_s: float, end_s: float) -> Seen:
+def seen(journal: Journal, begin_s: float, end_s: float, *, and_later: bool = False) -> Seen:
     """What was seen between these two moments, since the epoch. A request belongs to the moment that it was
-    sent, a gap to that of its end, and a failure to all of the time that its request took."""
+    sent, a gap and a failure to that of their end; `and_later`, failures that ended later, too, if their
+    requests were sent before `end_s`."""
     own = [one for one in journal.outcomes if begin_s <= one.start_s < end_s]
     ttft_s = [one.ttft_s for one in own if one.ttft_s is not None]
     gaps_s = [
@@ -71,7 +73,9 @@ def seen(journal: Journal, begin_s: float, end_s: float) -> Seen:
     failures = [
         f"{one.end}: {one.reason}"
         for one in journal.outcomes
-        if one.end != COMPLETE and one.start_s < end_s and one.start_s + one.wall_s >= begin_s
+        if one.end != COMPLETE
+        and one.start_s < end_s
+        and begin_s <= one.start_s + one.wall_s < (inf if and_later else end_s)
     ]
     failures += [f"/health: {one.status or 'no answer'}" for one in probes if one.status != 200]
     return Seen(

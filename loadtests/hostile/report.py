@@ -19,7 +19,7 @@ COLUMNS = (
     "memory, MiB",
     "verdict",
 )
-MOST_ANSWERS = 4
+MOST_ANSWERS, MOST_REASONS = 4, 4
 
 
 def table(results: Sequence[Result]) -> str:
@@ -32,7 +32,12 @@ def summary(results: Sequence[Result]) -> str:
     """How many held, and by name what is wrong with the others."""
     hurt = [result for result in results if result.verdict == HURT]
     head = f"{len(results) - len(hurt)} of {len(results)} attacks held."
-    return "\n".join([head, *(f"HURT {_name(one)}: {'; '.join(one.reasons)}" for one in hurt)])
+    return "\n".join([head, *(f"HURT {_name(one)}: {_told(one.reasons)}" for one in hurt)])
+
+
+def line(one: Result) -> str:
+    """One result, as soon as it is there."""
+    return f"{_name(one)}, {one.seconds:.1f} s: {_told(one.reasons) or 'held'}"
 
 
 def document(results: Sequence[Result], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,9 +57,14 @@ def _row(one: Result) -> str:
             _answers(one.answers),
             ", ".join(one.died) or "none",
             f"{one.memory_mib:+.0f}",
-            f"**hurt**: {'; '.join(one.reasons)}" if one.reasons else "held",
+            f"**hurt**: {_told(one.reasons)}" if one.reasons else "held",
         )
     )
+
+
+def _told(reasons: Sequence[str]) -> str:
+    rest = len(reasons) - MOST_REASONS
+    return "; ".join([*reasons[:MOST_REASONS], *([f"{rest} more"] if rest > 0 else [])])
 
 
 def _name(one: Result) -> str:
@@ -85,6 +95,7 @@ def _entry(one: Result) -> dict[str, Any]:
         "expects": attack.expects,
         "verdict": one.verdict,
         "reasons": one.reasons,
+        "attempt": one.attempt,
         "seconds": round(one.seconds, 2),
         "calm": _seen(one, calm=True),
         "during": _seen(one, calm=False),

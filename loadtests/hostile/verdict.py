@@ -33,6 +33,8 @@ class Result:
     memory_most_mib: float
     recovered_s: float | None
     """How long after it an honest request was answered; None if none was."""
+    attempt: int = 1
+    """It was made so many times, this one included."""
 
     @property
     def memory_mib(self) -> float:
@@ -42,7 +44,12 @@ class Result:
     @property
     def reasons(self) -> list[str]:
         """What is wrong, the worst first; nothing if the server held."""
-        return [*self._broken(), *self._slower(), *self.problems]
+        return [*self._broken(), *self._slower(), *self._large(), *self.problems]
+
+    @property
+    def is_only_slow(self) -> bool:
+        """Whether nothing is wrong but honest users' times, which others on the machine change, too."""
+        return bool(self._slower()) and not (self._broken() or self._large() or self.problems)
 
     @property
     def verdict(self) -> str:
@@ -71,9 +78,12 @@ class Result:
             found.append(f"gaps were {_times(during.itl_p99_s, calm.itl_p99_s)} as long")
         if _above(during.longest_pause_s, calm.longest_pause_s, 1, bars.pause_s):
             found.append(f"/health took {during.longest_pause_s:.2f} s")
-        if bars.memory_mib is not None and self.memory_mib > bars.memory_mib:
-            found.append(f"memory grew by {self.memory_mib:.0f} MiB")
         return found
+
+    def _large(self) -> list[str]:
+        most = self.attack.bars.memory_mib
+        is_large = most is not None and self.memory_mib > most
+        return [f"memory grew by {self.memory_mib:.0f} MiB"] if is_large else []
 
 
 def _above(

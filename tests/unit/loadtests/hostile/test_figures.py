@@ -42,12 +42,13 @@ def test_a_gap_belongs_to_when_it_ended() -> None:
     assert seen(made, 20.0, 30.0).longest_gap_s == 9.0
 
 
-def test_a_failure_belongs_to_all_the_time_that_it_took() -> None:
+def test_a_failure_belongs_to_when_it_ended_or_also_to_when_it_was_sent() -> None:
     left = outcome(8.0, 1.0, (4.0,), ABORTED)  # until 13
     refused = outcome(25.0, None, (), REFUSED)
     made = journal(left, refused)
-    assert seen(made, 0.0, 8.0).failures == ()
-    assert seen(made, 5.0, 9.0).failures == ("aborted: ",)
+    assert seen(made, 5.0, 9.0).failures == ()
+    assert seen(made, 5.0, 9.0, and_later=True).failures == ("aborted: ",)
+    assert seen(made, 5.0, 8.0, and_later=True).failures == ()
     assert seen(made, 12.0, 20.0).failures == ("aborted: ",)
     assert seen(made, 20.0, 30.0).failures == ("refused: ",)
 

@@ -62,6 +62,22 @@ def test_hurt(made: Result, reason: str) -> None:
     assert reason in made.reasons[0]
 
 
+def test_only_times_may_be_others_fault() -> None:
+    slow = replace(CALM, ttft_p95_s=9.0)
+    assert result(during=slow).is_only_slow
+    assert not result().is_only_slow
+    assert not result(during=slow, problems=["a key sees another's"]).is_only_slow
+    assert not result(during=slow, died=["engine"]).is_only_slow
+    assert not result(during=slow, memory_most_mib=9000.0).is_only_slow
+    assert not result(during=replace(slow, failures=("failed: 503",))).is_only_slow
+
+
+def test_reasons_that_are_many_are_cut_in_the_table_only() -> None:
+    made = result(problems=[str(number) for number in range(6)])
+    assert "**hurt**: 0; 1; 2; 3; 2 more |" in table([made])
+    assert len(made.reasons) == 6
+
+
 def test_a_bar_that_is_none_is_not_looked_at() -> None:
     bars = Bars(ttft_factor=None, itl_factor=None, pause_s=None, memory_mib=None)
     slow = replace(CALM, ttft_p95_s=9.0, itl_p99_s=9.0, longest_pause_s=9.0)
