@@ -19,6 +19,8 @@ from loadtests.load.target import Target
 
 CUT = 0
 """The status of a request that got none: the connection was refused, cut, or said nothing in time."""
+UNFINISHED, HELD = "unfinished", "held"
+"""Ends of requests that were running when the attack was over, and of connections that were open."""
 MOST_READ_BYTES = 2**24
 REQUEST_S = 30.0
 """Longest silence that an attacker waits for."""
@@ -88,7 +90,7 @@ class Scene:
 
     def sleep(self, seconds: float) -> None:
         """Wait, but not longer than the attack lasts."""
-        time.sleep(min(seconds, self.left_s()))
+        time.sleep(max(0.0, min(seconds, self.left_s())))
 
     def found(self, problem: str) -> None:
         """Tell what should not be; once is enough."""
@@ -128,13 +130,20 @@ class Scene:
                 )
         except (OSError, HTTPException):
             answer = Answer(CUT, b"", time.monotonic() - start, {})
-        self.count(answer.status, answer.code)
+        if answer.status != CUT or self.left_s():
+            self.count(answer.status, answer.code)
+        else:
+            self.note(UNFINISHED)
         return answer
 
     def count(self, status: int, code: str = "") -> None:
         """A request has ended so."""
+        self.note(f"{status or 'cut'} {code}".strip())
+
+    def note(self, end: str, n: int = 1) -> None:
+        """So many requests, or connections, have ended so."""
         with self._lock:
-            self.answers[f"{status or 'cut'} {code}".strip()] += 1
+            self.answers[end] += n
 
     @contextmanager
     def opened(

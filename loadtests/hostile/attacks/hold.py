@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
-from loadtests.hostile.attack import MIB, MOST_BODY_BYTES, Attack, Bars
-from loadtests.hostile.scene import Scene, status_of
+from loadtests.hostile.attack import MOST_BODY_BYTES, Attack, Bars
+from loadtests.hostile.scene import HELD, Scene, status_of
 
 N_SLOW = 1000
 N_LARGE = 64
-N_READERS = 40
+N_READERS, N_VIEWERS, N_ASKERS = 40, 300, 32
 HELD_MIB = 256
-"""What bodies that are being read may take in all."""
+"""What bodies that are being read may take in all: half of those."""
 RECEIVE_BUFFER = 4096
 _BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 
@@ -60,26 +61,24 @@ def crowd(
 
 def drip(scene: Scene, wires: list[socket.socket], drop: bytes) -> None:
     """A byte a second on each, until the attack is over; whoever is answered is counted."""
-    open_ones = list(wires)
-    while scene.left_s() and open_ones:
-        for wire in list(open_ones):
-            try:
-                wire.send(drop)
-            except BlockingIOError:
-                pass
-            except OSError:
-                open_ones.remove(wire)
-        for wire in list(open_ones):
-            with suppress(BlockingIOError):
-                try:
-                    got = wire.recv(65536)
-                except BlockingIOError:
-                    raise
-                except OSError:
-                    got = b""
-                scene.count(status_of(got))
-                open_ones.remove(wire)
+    held = list(wires)
+    while scene.left_s() and held:
+        held = [wire for wire in held if _still_held(scene, wire, drop)]
         scene.sleep(1.0)
+    scene.note(HELD, len(held))
+
+
+def _still_held(scene: Scene, wire: socket.socket, drop: bytes) -> bool:
+    """Send this; False if the server has answered, or closed."""
+    try:
+        wire.send(drop)
+        answer = wire.recv(65536)
+    except BlockingIOError:
+        return True
+    except OSError:
+        answer = b""
+    scene.count(status_of(answer))
+    return False
 
 
 def _slow_bodies(scene: Scene, path: str, key: str | None) -> None:
@@ -96,7 +95,7 @@ def _slow_heads(scene: Scene) -> None:
 def _silent(scene: Scene) -> None:
     with crowd(scene, N_SLOW, b"") as wires:
         scene.sleep(scene.left_s() - 1)
-        scene.answers[f"{len(wires)} held"] += 1
+        scene.note(HELD, len(wires))
 
 
 def _large_bodies(scene: Scene) -> None:
@@ -105,11 +104,10 @@ def _large_bodies(scene: Scene) -> None:
     sent = filling + b" " * (MOST_BODY_BYTES - 1)
     with crowd(scene, N_LARGE, sent) as wires:
         scene.sleep(scene.left_s() - 1)
-        drip_once = [wire for wire in wires if _peeked(wire)]
-        scene.answers[f"{len(wires) - len(drip_once)} held"] += 1
+        scene.note(HELD, sum(not _is_answered(wire) for wire in wires))
 
 
-def _peeked(wire: socket.socket) -> bool:
+def _is_answered(wire: socket.socket) -> bool:
     """Whether the server has answered, or closed."""
     try:
         wire.recv(1, socket.MSG_PEEK)
@@ -137,7 +135,7 @@ def _slow_readers(scene: Scene) -> None:
     first = head(scene, "/v1/completions", len(sent), "mallory") + sent
     with crowd(scene, N_READERS, first, RECEIVE_BUFFER) as wires:
         scene.sleep(scene.left_s() - 1)
-        scene.answers[f"{len(wires)} held"] += 1
+        scene.note(HELD, len(wires))
 
 
 def _come_and_go(scene: Scene) -> None:
@@ -146,6 +144,26 @@ def _come_and_go(scene: Scene) -> None:
     while scene.left_s():
         with crowd(scene, 50, first):
             pass
+
+
+def _viewers(scene: Scene) -> None:
+    """Many watch what the server does, and read none of it."""
+    asked = f"GET /v1/live HTTP/1.1\r\nHost: 127.0.0.1:{scene.port}\r\n"
+    shown = "".join(f"{name}: {value}\r\n" for name, value in scene.headers("mallory").items())
+    with crowd(scene, N_VIEWERS, f"{asked}{shown}\r\n".encode(), RECEIVE_BUFFER) as wires:
+        scene.sleep(scene.left_s() - 1)
+        scene.note(HELD, len(wires))
+
+
+def _askers(scene: Scene) -> None:
+    """Many ask all replicas for their statistics, all the time."""
+
+    def ask(path: str) -> None:
+        while scene.left_s():
+            scene.get(path)
+
+    with ThreadPoolExecutor(N_ASKERS) as pool:
+        list(pool.map(ask, ("/v1/stats", "/metrics", "/slots", "/props") * (N_ASKERS // 4)))
 
 
 _NOTHING = "Honest users notice nothing: what is being read has a bound, in number and in bytes."
@@ -200,6 +218,12 @@ ATTACKS = tuple(
             _come_and_go,
             Bars(itl_factor=2.0),
         ),
+        ("viewers", f"{N_VIEWERS} viewers of /v1/live who read nothing.", _viewers, Bars()),
+        (
+            "askers",
+            f"{N_ASKERS} clients who ask for statistics, slots and metrics all the time.",
+            _askers,
+            Bars(itl_factor=1.5),  # loopback's other end takes a share of the same cores
+        ),
     )
 )
-assert HELD_MIB < N_LARGE * MOST_BODY_BYTES / MIB
