@@ -103,7 +103,7 @@ def path_takes_limit(body: Any) -> bool:
 
 def _crash(scene: Scene, routes: tuple[tuple[str, Frame], ...]) -> None:
     """All of them, and the first that cut its connection again, until it is told why not."""
-    killers = []
+    killers: list[Shot] = []
     for shot in shots(routes):
         if not scene.left_s():
             break

@@ -49,7 +49,7 @@ def _refused(scene: Scene, answer: Answer, who: str) -> None:
 def _all(scene: Scene, headers: Mapping[str, str], who: str) -> None:
     for path in READ:
         _refused(scene, scene.request("GET", path, None, None, headers), who)
-    as_json = {"Content-Type": "application/json"} | headers
+    as_json = {"Content-Type": "application/json", **headers}
     asked = scene.request("POST", "/v1/completions", ASKED, None, as_json)
     _refused(scene, asked, who)
 
