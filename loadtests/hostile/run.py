@@ -58,11 +58,11 @@ def run(attacks: Sequence[Attack], plan: Plan, tell: Callable[[Result], None]) -
 
 
 def _surely(attack: Attack, setup: Setup, journal: Callable[[], Journal], plan: Plan) -> Result:
-    """An attack that has done nothing but slow honest users down is made again: others use this machine,
-    too, and what they take looks the same, but not every time."""
+    """An attack that may have slowed honest users down is made again: others use this machine, too, and what
+    they take looks the same, but not every time."""
     for attempt in range(1, ATTEMPTS + 1):
         result = replace(_one(attack, setup, journal, plan), attempt=attempt)
-        if not result.is_only_slow:
+        if not result.is_doubtful:
             break
     return result
 
