@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import inf
 from pathlib import Path
 
 import httpx
@@ -40,6 +41,8 @@ class Plan:
     least_s: float
     """An attack counts for so long at least, as some are over at once."""
     users: int
+    most_s: float = inf
+    """The longest that any attack may take, if that is shorter than what it may anyway."""
 
 
 def run(attacks: Sequence[Attack], plan: Plan, tell: Callable[[Result], None]) -> None:
@@ -58,8 +61,8 @@ def run(attacks: Sequence[Attack], plan: Plan, tell: Callable[[Result], None]) -
 
 
 def _surely(attack: Attack, setup: Setup, journal: Callable[[], Journal], plan: Plan) -> Result:
-    """An attack that may have slowed honest users down is made again: others use this machine, too, and what
-    they take looks the same, but not every time."""
+    """An attack that may have slowed honest users down is made again: others use this machine, too, and
+    what they take looks the same, but not every time."""
     for attempt in range(1, ATTEMPTS + 1):
         result = replace(_one(attack, setup, journal, plan), attempt=attempt)
         if not result.is_doubtful:
@@ -76,9 +79,10 @@ def _one(attack: Attack, setup: Setup, journal: Callable[[], Journal], plan: Pla
     else:
         _bounded(attack.beside, Scene(setup.target, plan.calm_s, setup.keys), plan.calm_s)
     begin = time.time()
-    scene = Scene(setup.target, attack.seconds, setup.keys)
+    seconds = min(attack.seconds, plan.most_s)
+    scene = Scene(setup.target, seconds, setup.keys)
     with watch.measured(setup.directory) as memory:
-        _bounded(attack.act, scene, attack.seconds)
+        _bounded(attack.act, scene, seconds)
         took_s = time.time() - begin
         time.sleep(max(0.0, plan.least_s - took_s))
     end = time.time()

@@ -50,8 +50,8 @@ class Result:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether nothing is wrong but honest users' times, by so little that others on the machine may be to
-        blame."""
+        """Whether nothing is wrong but honest users' times, by so little that others on the machine may be
+        to blame."""
         grave = self._broken() or self._slower(DOUBT) or self._large() or self.problems
         return bool(self._slower()) and not grave
 

@@ -115,6 +115,5 @@ ATTACKS = (
         what="An ordinary key looks for what others ask, and who they are.",
         expects="It sees its own only.",
         act=_looking,
-        is_short=True,
     ),
 )

@@ -99,7 +99,6 @@ ATTACKS = (
         expects="Refused, with an error that says what to set.",
         act=_proxies,
         server=KEYLESS,
-        is_short=True,
     ),
     Attack(
         name="pages",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import groupby
 
 import pytest
 
@@ -37,16 +38,14 @@ def test_names_are_unique_and_fit_an_argument() -> None:
 
 
 def test_attacks_of_one_server_follow_each_other() -> None:
-    """A server takes a quarter of a minute to start."""
-    servers = [attack.server for attack in ATTACKS if attack.family != "control"]
-    assert servers == sorted(servers, reverse=True)
+    servers = [attack.server for attack in ATTACKS]
+    assert [server for server, _ in groupby(servers)] == [KEYLESS, KEYED]
 
 
 def test_the_short_form_has_the_gravest_families() -> None:
     short = chosen((), (), short=True)
     assert {attack.family for attack in short} == set(FAMILIES)
     assert len(short) < len(ATTACKS) / 2
-    assert sum(attack.seconds for attack in short) < 300
 
 
 def test_families_and_names_are_chosen() -> None:
