@@ -6,7 +6,6 @@ import ctypes
 import functools
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -15,12 +14,12 @@ from typing import Literal
 
 import llama_cpp
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.llamacpp import lltokenizer_from_vocab
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.constraint import LIMITS, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
+from serve_app.llama.grammar_tokenizer import grammar_tokenizer, is_delimiter
 
 _LOAD_MODES: dict[LoadMode, int] = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -257,17 +256,12 @@ class Model:
 
     def delimiter_token(self, text: str) -> int | None:
         """The one token that stands for the text, and not for its characters; grammars write it otherwise
-        then. As llguidance decides it, in `lltokenizer_from_vocab`."""
+        then."""
         tokens = self.tokenize(text, add_special=False, parse_special=True)
         if len(tokens) != 1:
             return None
         found = llama_cpp.llama_vocab_get_attr(self._vocab, tokens[0])
-        in_brackets = text.startswith("<") and text.endswith(">")
-        if found & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL or (
-            found & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED and in_brackets
-        ):
-            return tokens[0]
-        return None
+        return tokens[0] if is_delimiter(found, text.encode()) else None
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -290,9 +284,7 @@ class Model:
 
     @functools.cached_property
     def _trie(self) -> LLTokenizer:
-        with warnings.catch_warnings():  # it uses a deprecated name
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return lltokenizer_from_vocab(self._vocab, eos_token=list(self.eog_tokens) or None)
+        return grammar_tokenizer(self._vocab, self.n_vocab, self.eog_tokens)
 
     def encode_pair(self, query: str, document: str) -> list[int]:
         """What a reranking model reads: by its own template, or as BOS query EOS SEP document EOS, as
