@@ -23,6 +23,10 @@ class FinishReason(StrEnum):
     """The engine failed; `SequenceEnd.error` says how."""
 
 
+SHARED_GROUP = "*"
+"""The cache group of what all groups may start from: the system prompts of the configuration."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to continue. `id` is unique among the engine's live requests."""
@@ -49,6 +53,9 @@ class GenerationRequest:
     """How many replicas that was."""
     failed_over_s: float = 0.0
     """Seconds that it spent with them."""
+    cache_group: str = ""
+    """Who may start from what it leaves in the KV cache, and whose prefixes it may start from: requests of
+    the same group; all without API keys have the empty one. Compared, and nothing else."""
 
     @property
     def given(self) -> tuple[int, ...]:

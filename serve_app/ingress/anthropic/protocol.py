@@ -16,6 +16,7 @@ from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.strict import StrictModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.openai.protocol import (
+    CacheSalt,
     ChatCompletionRequest,
     NamedFunction,
     NamedToolChoice,
@@ -185,6 +186,8 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool = False
     metadata: Metadata | None = None
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -199,6 +202,7 @@ class MessagesRequest(CountTokensRequest):
             **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
             "user": self.metadata.user_id if self.metadata else None,
+            "cache_salt": self.cache_salt,
         }
 
 

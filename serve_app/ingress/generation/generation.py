@@ -52,6 +52,7 @@ def requests(
             priority=params.priority,
             context_shift=params.context_shift,
             n_keep=params.n_keep,
+            cache_group=caller.cache_group(params.cache_salt),
         )
         for i, prompt in enumerate(prompts)
         for j in range(n)
