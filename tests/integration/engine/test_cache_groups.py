@@ -15,7 +15,9 @@ from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
-OPTIONS = EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False)
+OPTIONS = EngineOptions(
+    n_slots=2, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, kv_unified=False
+)
 SYSTEM = "You are a patient assistant who answers every question of every guest in this house. "
 STORY = (
     "The letter that nobody but its reader should know about says that the key is under the mat. "
