@@ -161,6 +161,12 @@ class Sampled(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Accepted:
+    """An engine has taken the request, and has computed nothing yet: what a request's stream begins with,
+    unless it is refused. Deltas follow."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New text of a request. A delta may hold several tokens, or none (text held back, or the end)."""
 

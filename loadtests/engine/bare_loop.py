@@ -26,7 +26,7 @@ RUN_TIMEOUT_S = 600.0
 # Kept at module level: llama.cpp holds a bare pointer.
 _NO_LOG = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
-# llama.cpp rounds a lane's length up to this many cells.
+# llama.cpp rounds a slot's length up to this many cells.
 _CELL_PADDING = 256
 
 
@@ -68,17 +68,6 @@ class BareLoop:
         self._batch = llama_cpp.llama_batch_init(options.n_batch, 0, 1)
         for i in range(options.n_batch):
             self._batch.n_seq_id[i] = 1
-
-    def close(self) -> None:
-        """Free the context; nothing is called afterwards."""
-        llama_cpp.llama_batch_free(self._batch)
-        llama_cpp.llama_free(self._context)
-
-    def __enter__(self) -> BareLoop:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def run(
         self, prompts: Sequence[Prompt], max_tokens: int, groups: Groups, seeds: Sequence[int]

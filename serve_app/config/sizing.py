@@ -104,6 +104,7 @@ def resolve(
         embedding_pooling=None if config.embedding_pooling == "auto" else config.embedding_pooling,
         prefix_folder=config.cache_folder,
         slot_folder=config.slot_folder,
+        slot_folder_max_bytes=config.slot_folder_max_mib << 20,
     )
 
 

@@ -43,9 +43,7 @@ class Engine:
         self._loop = DecoderLoop(open_backend, options)
         self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
-        self.slot_files = SlotFiles(
-            options.slot_folder, self._loop.state_key, self._loop.run_between_steps
-        )
+        self.slot_files = SlotFiles(options, self._loop.state_key, self._loop.run_between_steps)
         self.prefixes = PrefixTransfer(options, self._loop.state_key, self._loop.run_between_steps)
 
     @classmethod

@@ -62,6 +62,8 @@ class EngineOptions:
     """Where the prefixes that lost their slot are kept for the next start."""
     slot_folder: Path | None = None
     """Where slots are saved to and restored from, when somebody asks for it; None refuses that."""
+    slot_folder_max_bytes: int = 2**32
+    """What all files in it may take."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):

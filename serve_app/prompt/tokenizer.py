@@ -8,14 +8,14 @@ from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama.model import Model
-from serve_app.prompt import answer
-from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt import output_parser
 from serve_app.prompt.chat_template import ChatTemplate, Message
-from serve_app.prompt.quotes import Quotes
+from serve_app.prompt.escaping import ControlTokenEscaper
+from serve_app.prompt.output_parser import DELIMITERS, OutputParser
 from serve_app.prompt.tool_calls import ToolFormat
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
-_THOUGHT_TOKENS = 16
+_REASONING_TOKENS = 16
 # What llama-server puts before a file for models without a token for that.
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
@@ -24,8 +24,8 @@ class Tokenizer:
     """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._model = Model(path, vocab_only=True)
-        self._quotes = Quotes(self._model.control_texts)
+        self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        self._escaper = ControlTokenEscaper(self._model.control_texts)
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""
         self.eos = self._special(self._model.eos)
@@ -102,18 +102,18 @@ class Tokenizer:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._model.detokenize(tokens, special=special)
 
-    def mark(self, text: str) -> int | None:
-        """See `serve_app.llama.model.Model.mark`."""
-        return self._model.mark(text)
+    def delimiter_token(self, text: str) -> int | None:
+        """See `serve_app.llama.model.Model.delimiter_token`."""
+        return self._model.delimiter_token(text)
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
         """The tokens of a prompt for what is between two texts, as llama-server has them: prefix, suffix,
         middle. `prompt` goes on with the first text; control tokens written out in it are recognised.
         Raises InvalidRequestError if the model has no tokens for that."""
-        marks = self._model.infill_tokens
-        if marks is None:
+        infill = self._model.infill_tokens
+        if infill is None:
             raise InvalidRequestError("This model has no tokens for infill.", "suffix")
-        prefix, suffix, middle = marks
+        prefix, suffix, middle = infill
         said = self._model.tokenize(prompt, add_special=False, parse_special=True)
         bos = self._model.tokenize("", add_special=True, parse_special=False)
         before_tokens, after_tokens = self._plain(before), self._plain(after)
@@ -159,32 +159,32 @@ class Tokenizer:
         extra: Mapping[str, Any] | None = None,
         thinks: bool = True,
     ) -> tuple[int, ...]:
-        """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, a thought
+        """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, reasoning
         that the template begins is ended. What the template writes as control tokens becomes control
         tokens; what messages and tools write stays text. Raises InvalidRequestError like `render_chat`."""
-        if self._quotes.needed(messages, tools):
-            messages, tools = self._quotes.put(messages, tools)
+        if self._escaper.needed(messages, tools):
+            messages, tools = self._escaper.escape(messages, tools)
         text = self.render_chat(messages, tools, extra)
-        if not thinks and text.rstrip().endswith(answer.OPEN):
-            text = f"{text.rstrip()}\n\n{answer.CLOSE}\n\n"
+        if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
+            text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
         wants_bos = not (self.bos and text.startswith(self.bos))
         tokens: list[int] = []
-        for part, is_quoted in self._quotes.parts(text):
+        for part, is_escaped in self._escaper.split(text):
             first = wants_bos and not tokens
-            tokens += self._model.tokenize(part, add_special=first, parse_special=not is_quoted)
+            tokens += self._model.tokenize(part, add_special=first, parse_special=not is_escaped)
         return tuple(tokens)
 
-    def answer_parser(
+    def output_parser(
         self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), thinks: bool = True
-    ) -> AnswerParser:
-        """What splits the answer to this prompt, of a chat with these tools. Thoughts stay in the prose
-        unless `thinks`."""
+    ) -> OutputParser:
+        """What splits the answer to this prompt, of a chat with these tools. Reasoning stays in the
+        content unless `thinks`."""
         calls = self.tool_format.parser(tools) if tools and self.tool_format else None
-        beginning = self.decode(prompt[-_THOUGHT_TOKENS:], special=True)
-        return AnswerParser(
+        beginning = self.decode(prompt[-_REASONING_TOKENS:], special=True)
+        return OutputParser(
             calls,
             thinks=thinks and self.thinks,
-            is_thinking=beginning.rstrip().endswith(answer.OPEN),
+            is_thinking=beginning.rstrip().endswith(output_parser.REASONING_OPEN),
         )
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:

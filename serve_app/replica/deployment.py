@@ -32,6 +32,7 @@ from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.types import (
+    Accepted,
     GenerationRequest,
     ReplicaStats,
     RequestRecord,
@@ -80,10 +81,10 @@ class EngineReplica:
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes
-    ) -> AsyncGenerator[TokenDelta | CorralError]:
-        """Run a request to its end, whose tokens are of that vocabulary. Cancelling frees its slot. What
-        goes wrong with it is the last item: what is raised, Serve takes for an error of the replica, and
-        logs it with its traceback."""
+    ) -> AsyncGenerator[Accepted | TokenDelta | CorralError]:
+        """Run a request to its end, whose tokens are of that vocabulary. The first item says that the
+        engine has taken it. Cancelling frees its slot. What goes wrong with it is the last item: what is
+        raised, Serve takes for an error of the replica, and logs it with its traceback."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             if request.sampling.grammar is not None:
@@ -91,6 +92,7 @@ class EngineReplica:
             stream = await self._enter(request)
             if isinstance(stream, CorralError):
                 raise stream
+            yield Accepted()
             async for delta in stream:
                 if delta.end is not None:
                     self._metrics.ended(delta.end)

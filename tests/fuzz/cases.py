@@ -104,7 +104,7 @@ def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
     )
     try:
         model = ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
-        yield build_api({"m": model}, Access(allow_anonymous=True))
+        yield build_api({"m": model}, Access(allow_anonymous=True, anonymous_admin=True))
     finally:
         engine.close(timeout_s=0)
 

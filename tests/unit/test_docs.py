@@ -24,6 +24,7 @@ from serve_app.errors import ConfigError, CorralError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.http.api_keys import KeyFile
 from serve_app.ingress.openapi import reference
+from serve_app.prompt.tool_calls import FORMATS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -89,6 +90,12 @@ def test_no_folder_is_crowded(top: str) -> None:
     counts = Counter(module.parent for module in MODULES if module.parts[0] == top)
     counts.update(path.parent.relative_to(ROOT) for path in (ROOT / top).rglob("*.js"))
     assert [folder for folder, n in counts.items() if n > MOST_FILES] == []
+
+
+def test_every_tool_format_is_in_the_readmes_table() -> None:
+    (table,) = re.findall(r"^\| format \| models \|\n((?:\|.*\n)+)", README, re.M)
+    names = re.findall(r"^\| `([\w-]+)` \|", table, re.M)
+    assert sorted(names) == sorted(form.name for form in FORMATS)
 
 
 def test_paths_in_the_documents_exist() -> None:

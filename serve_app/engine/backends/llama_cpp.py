@@ -26,6 +26,7 @@ from serve_app.llama.context import Context
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
+from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
 
 logger = logging.getLogger("corral.engine")
@@ -55,7 +56,7 @@ class LlamaBackend:
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
         if options.numa:
             library.init_numa(options.numa)
-        self.vocabulary = Model(path, load_mode=options.load_mode)
+        self.vocabulary = Model(path, load_mode=options.load_mode, delimiters=DELIMITERS)
         self._options = options
         self._embedder: Embedder | None = None
         try:

@@ -67,6 +67,12 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
     return StoredPrefix(unpacked(tokens), state, group.decode())
 
 
+def size_of(prefix: StoredPrefix) -> int:
+    """Bytes of the file that `write` would make."""
+    n_group, n_tokens = len(prefix.group.encode()), len(prefix.tokens)
+    return _FIELDS.size + _DIGEST_BYTES + n_group + n_tokens * TOKEN_BYTES + len(prefix.state)
+
+
 def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
     """Make a file, whole or not at all, which nobody but the owner can read; returns its bytes. Raises
     OSError."""

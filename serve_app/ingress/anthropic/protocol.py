@@ -20,6 +20,7 @@ from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
     NamedFunction,
     NamedToolChoice,
+    PingInterval,
 )
 from serve_app.sampling import Api
 
@@ -83,9 +84,9 @@ class Thinking(BaseModel):
     type: Literal["enabled", "adaptive", "disabled"]
     """`adaptive` is for any model: whether it thinks is its own business."""
     budget_tokens: Annotated[int, Field(ge=1024)] | None = None
-    """What thoughts should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
+    """What reasoning should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted` leaves the thoughts out of the answer; otherwise they are given as they are."""
+    """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""
 
     @model_validator(mode="after")
     def _check(self) -> Thinking:
@@ -122,7 +123,7 @@ class CountTokensRequest(StrictModel):
     tools: list[AnthropicTool] = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    """Whether the model thinks before it answers, if its chat template has thoughts; without this, it is
+    """Whether the model thinks before it answers, if its chat template has reasoning; without this, it is
     asked not to."""
 
     @model_validator(mode="after")
@@ -156,7 +157,7 @@ class CountTokensRequest(StrictModel):
         told = joined(self.system)
         system = [ChatMessage(role="system", content=told)] if told else []
         choice = self.tool_choice
-        turns = [turn for one in self.messages for turn in one.as_messages(thoughts=self.thinks)]
+        turns = [turn for one in self.messages for turn in one.as_messages(reasoning=self.thinks)]
         return ChatCompletionRequest(
             messages=system + turns,
             tools=[tool.as_tool() for tool in self.tools],
@@ -185,6 +186,9 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool = False
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
+    -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: Metadata | None = None
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
@@ -199,6 +203,8 @@ class MessagesRequest(CountTokensRequest):
 
     def _sampling(self) -> dict[str, Any]:
         return {
+            "stream": self.stream,
+            "sse_ping_interval": self.sse_ping_interval,
             **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
             "user": self.metadata.user_id if self.metadata else None,

@@ -1,4 +1,4 @@
-"""What the replicas do, in the form in which watchers are told. Pure: no engine, no clock."""
+"""What the replicas do, in the form in which viewers get it. Pure: no engine, no clock."""
 
 from __future__ import annotations
 
@@ -169,6 +169,19 @@ def _told(replica: _Replica) -> Json:
         "slots": {str(slot["id"]): _slot(slot) for slot in engine["slots"]},
         "requests": {str(slot["id"]): slot["request_id"] for slot in engine["slots"]},
     }
+
+
+def without_requests(view: Json) -> Json:
+    """A board's view for those who may not see what single requests do."""
+    if "replicas" not in view:
+        return view
+    replicas = {
+        key: told
+        | {"slots": {slot_id: [slot[0], 0, 0, 0, 0] for slot_id, slot in told["slots"].items()}}
+        | {"requests": dict.fromkeys(told["requests"])}
+        for key, told in view["replicas"].items()
+    }
+    return view | {"replicas": replicas}
 
 
 def _rate(n: float, seconds: float) -> float:

@@ -39,6 +39,10 @@ class ApiKey(BaseModel):
     """Of all prompts of a request together."""
     cache_group: Annotated[str, Field(min_length=1)] | None = None
     """Keys of one group start from each other's cached prefixes; by default it is the key's own name."""
+    min_priority: int = 0
+    """The lowest `priority`, which goes first, that its requests may have."""
+    admin: bool = False
+    """Whether it may do what operators do, and see what others do."""
 
 
 class KeyFile(BaseModel):
@@ -103,6 +107,11 @@ class Account:
                     math.ceil(60 * missing / key.tokens_per_minute),
                 )
         self.charge(n_prompt)
+
+    def refund(self, n_tokens: int) -> None:
+        """So many tokens that were charged were not used."""
+        if self.key.tokens_per_minute is not None:
+            self._spent = max(0.0, self._spent - n_tokens)
 
     def charge(self, n_tokens: int) -> None:
         """So many tokens were used."""
@@ -179,7 +188,7 @@ def read(path: Path) -> list[ApiKey]:
         reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
         raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
     except ValidationError as error:
-        raise ConfigError(f"ingress.api_key_file: {path}: {validation.told(error)}") from None
+        raise ConfigError(f"ingress.api_key_file: {path}: {validation.describe(error)}") from None
 
 
 def _digest(secret: str) -> bytes:

@@ -74,7 +74,7 @@ class LlamaParams(GenerationParams):
         "samplers": (None, *map(list, dict.fromkeys(_ORDERS))),
     }
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {"sse_ping_interval", *(name for one in LACKING.values() for name in one.details)}
+        {name for one in LACKING.values() for name in one.details}
     )
 
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -216,3 +216,22 @@ class ApplyTemplateRequest(BaseModel):
     tools: list[Tool] = Field(default=[])
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
+
+
+class SlotRequest(BaseModel):
+    """POST /slots/{id_slot}."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    filename: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """In `engine.slot_folder`; to save and to restore."""
+    model: str | None = None
+
+
+class LoraAdapter(BaseModel):
+    """One entry of POST /lora-adapters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: int
+    scale: float

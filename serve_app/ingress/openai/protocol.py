@@ -24,6 +24,8 @@ MAX_CHOICES = 32
 """Answers that one request may ask for, over all of its prompts."""
 MAX_LOGPROBS = 20
 
+PingInterval = Annotated[int, Field(ge=-1, le=3600)]
+
 Text = Annotated[str, Field(min_length=1)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -77,6 +79,9 @@ class GenerationParams(StrictModel):
     """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
+    never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: dict[str, Any] | None = None
     """Accepted and not used."""
 
@@ -273,7 +278,7 @@ class ChatCompletionRequest(GenerationParams):
     chat_template_kwargs: dict[str, Any] | None = None
     """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
-    """llama-server's: `none` leaves thoughts and their tags in the content."""
+    """llama-server's: `none` leaves reasoning and its tags in the content."""
 
     @field_validator("tools", mode="before", json_schema_input_type=list[Tool] | None)
     @classmethod

@@ -20,6 +20,7 @@ from serve_app.ingress.openai.protocol import (
     NamedFunction,
     NamedSchema,
     NamedToolChoice,
+    PingInterval,
 )
 from serve_app.ingress.responses.items import Items, turns
 from serve_app.sampling import Api
@@ -119,6 +120,9 @@ class ResponsesRequest(StrictModel):
     """Whose request it is: slots are shared fairly among users."""
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
+    never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: dict[str, str] | None = None
     """Given back with the answer."""
 
@@ -137,6 +141,8 @@ class ResponsesRequest(StrictModel):
         choice = self.tool_choice
         return ChatCompletionRequest(
             messages=messages,
+            stream=self.stream,
+            sse_ping_interval=self.sse_ping_interval,
             max_tokens=self.max_output_tokens,
             json_schema=self.text.schema_of_answer(),
             tools=[tool.as_tool() for tool in self.tools],

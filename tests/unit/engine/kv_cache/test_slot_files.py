@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.commands import Command
-from serve_app.errors import EngineClosedError, EngineUnavailableError
+from serve_app.errors import EngineClosedError, EngineUnavailableError, StorageFullError
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,
@@ -82,6 +83,44 @@ def test_it_is_refused_without_a_folder() -> None:
             engine.slot_files.save(0, "a")
         with pytest.raises(InvalidRequestError, match=r"engine\.slot_folder"):
             engine.slot_files.erase(0)
+
+
+def test_files_have_a_bound(tmp_path: Path) -> None:
+    folder = tmp_path / "slots"
+    opts = options(2, slot_folder=folder, slot_folder_max_bytes=2000)
+    with running(WatchedBackend(n_slots=2), opts) as engine:
+        ask(engine, request("a", PROMPT))
+        slot, _ = slot_of(engine)
+        size = engine.slot_files.save(slot, "a.bin").n_bytes
+        others = 2000 - 2 * size
+        assert others > 0
+        (folder / "other").write_bytes(b"x" * others)
+        assert engine.slot_files.save(slot, "b.bin").n_bytes == size  # to the last byte
+        before = sorted(folder.iterdir())
+        with pytest.raises(
+            StorageFullError, match=rf"{size} bytes.*slot_folder_max_mib"
+        ) as refused:
+            engine.slot_files.save(slot, "c.bin")
+        assert refused.value.status == 507
+        assert sorted(folder.iterdir()) == before
+        assert engine.slot_files.save(slot, "a.bin").n_bytes == size, "it takes its own place"
+        (folder / "b.bin").unlink()
+        engine.slot_files.save(slot, "c.bin")
+
+
+def test_the_disk_is_not_filled(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(engine, request("a", PROMPT))
+    slot, _ = slot_of(engine)
+    size = engine.slot_files.save(slot, "a.bin").n_bytes
+    free = [size - 1]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    with pytest.raises(StorageFullError, match=f"disk has {size - 1} left"):
+        engine.slot_files.save(slot, "b.bin")
+    assert [file.name for file in (tmp_path / "slots").iterdir()] == ["a.bin"]
+    free[0] = size
+    engine.slot_files.save(slot, "b.bin")
 
 
 def test_a_busy_slot_is_left_alone(tmp_path: Path) -> None:

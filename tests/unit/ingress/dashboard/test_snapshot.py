@@ -1,4 +1,4 @@
-"""What watchers are told of the replicas."""
+"""What viewers get of the replicas."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.prompt.quotes import Quotes
+from serve_app.prompt.escaping import ControlTokenEscaper
 
-QUOTES = Quotes(["<|im_end|>", "<|im_end|>x", "</s>"])
+ESCAPER = ControlTokenEscaper(["<|im_end|>", "<|im_end|>x", "</s>"])
 
 
 def user(content: str) -> dict[str, Any]:
@@ -16,8 +16,8 @@ def user(content: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", ["", "hello", "<|im_start|>", "< /s>"])
-def test_most_texts_need_no_quotes(text: str) -> None:
-    assert not QUOTES.needed([user(text)], [])
+def test_most_texts_need_no_escapes(text: str) -> None:
+    assert not ESCAPER.needed([user(text)], [])
 
 
 @pytest.mark.parametrize(
@@ -32,18 +32,18 @@ def test_most_texts_need_no_quotes(text: str) -> None:
     ],
 )
 def test_they_are_found_again(text: str, parts: list[tuple[str, bool]]) -> None:
-    assert QUOTES.needed([user(text)], [])
-    (message,), _ = QUOTES.put([user(text)], [])
-    assert list(QUOTES.parts(message["content"])) == parts
+    assert ESCAPER.needed([user(text)], [])
+    (message,), _ = ESCAPER.escape([user(text)], [])
+    assert list(ESCAPER.split(message["content"])) == parts
 
 
 def test_they_are_found_wherever_they_are() -> None:
     call = {"function": {"name": "f", "arguments": {"a": ["x</s>"]}}}
     tool = {"function": {"description": "ends with </s>"}}
     for messages, tools in (([user("") | {"tool_calls": [call]}], []), ([user("")], [tool])):
-        assert QUOTES.needed(messages, tools)
-        assert QUOTES.put(messages, tools) != (messages, tools)
+        assert ESCAPER.needed(messages, tools)
+        assert ESCAPER.escape(messages, tools) != (messages, tools)
 
 
 def test_a_model_without_control_tokens() -> None:
-    assert not Quotes([]).needed([user("</s>")], [])
+    assert not ControlTokenEscaper([]).needed([user("</s>")], [])
