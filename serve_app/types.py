@@ -54,8 +54,8 @@ class GenerationRequest:
     failed_over_s: float = 0.0
     """Seconds that it spent with them."""
     cache_group: str = ""
-    """Who may start from what it leaves in the KV cache, and whose prefixes it may start from: requests of
-    the same group; all without API keys have the empty one. Compared, and nothing else."""
+    """Whose prefixes it may start from, and who may start from what it leaves in the KV cache: requests of
+    the same group. It is empty for all that come without API keys and without a `cache_salt`."""
 
     @property
     def given(self) -> tuple[int, ...]:
