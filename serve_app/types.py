@@ -23,6 +23,10 @@ class FinishReason(StrEnum):
     """The engine failed; `SequenceEnd.error` says how."""
 
 
+SHARED_GROUP = "*"
+"""The cache group of what all groups may start from: the system prompts of the configuration."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to continue. `id` is unique among the engine's live requests."""
@@ -49,6 +53,9 @@ class GenerationRequest:
     """How many replicas that was."""
     failed_over_s: float = 0.0
     """Seconds that it spent with them."""
+    cache_group: str = ""
+    """Whose prefixes it may start from, and who may start from what it leaves in the KV cache: requests of
+    the same group. It is empty for all that come without API keys and without a `cache_salt`."""
 
     @property
     def given(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.request_log import RequestLog
 from serve_app.engine.metrics.snapshot import engine_stats
-from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings
+from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
@@ -463,5 +463,6 @@ class DecoderLoop:
         )
 
     def _hold(self) -> Holdings:
-        waiting = (sequence.request.given for sequence in self._waiting.unordered)
+        requests = (sequence.request for sequence in self._waiting.unordered)
+        waiting = (HeldPrompt(one.cache_group, one.given) for one in requests)
         return Holdings((*waiting, *self._cache.prompts), tuple(self._taken))

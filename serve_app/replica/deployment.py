@@ -20,6 +20,7 @@ from ray import serve
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine, TokenStream
+from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.errors import ConfigError, CorralError, EngineFailedError, ModelReplacedError
 from serve_app.logs import forward_to_serve
 from serve_app.placement import leases, topology
@@ -183,11 +184,11 @@ class EngineReplica:
         """See KVTransfer.offer."""
         return await self._kv_transfer.offer(asker)
 
-    async def send_prefix(self, source: str, tokens: bytes) -> list[Any] | None:
+    async def send_prefix(self, source: str, wanted: Prefix) -> list[Any] | None:
         """See KVTransfer.send."""
-        return await self._kv_transfer.send(source, tokens)
+        return await self._kv_transfer.send(source, wanted)
 
-    async def lack_prefixes(self, asker: str, prefixes: list[bytes]) -> TransferTarget | None:
+    async def lack_prefixes(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
         """See KVTransfer.lacks."""
         return await self._kv_transfer.lacks(asker, prefixes)
 
