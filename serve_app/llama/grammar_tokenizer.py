@@ -60,9 +60,11 @@ def pieces(text: bytes) -> Iterator[bytes]:
     """The text in pieces of MAX_PIECE_BYTES at most, cut between characters of UTF-8."""
     start = 0
     while start < len(text):
-        end = min(len(text), start + MAX_PIECE_BYTES)
+        most = start + MAX_PIECE_BYTES
+        end = most
         while start < end < len(text) and text[end] & 0xC0 == 0x80:
             end -= 1
+        end = end if end > start else most  # no UTF-8
         yield text[start:end]
         start = end
 
