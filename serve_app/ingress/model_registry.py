@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,17 @@ from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.openai.protocol import ModelCard
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SlotAction, TokenDelta
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers(Generic[T]):
+    """What a model's replicas answered."""
+
+    found: tuple[T, ...]
+    missing: tuple[str, ...] = ()
+    """The ids of replicas that run and did not answer in time."""
 
 
 class EngineClient(Protocol):
@@ -26,8 +37,8 @@ class EngineClient(Protocol):
         """A vector, not normalised, for each text, given as tokens; of a reranking model, one score each.
         Raises CorralError. Cancelling it ends the request."""
 
-    async def stats(self) -> list[ReplicaStats]:
-        """What each replica tells about itself. Raises EngineUnavailableError if one does not answer."""
+    async def stats(self) -> Answers[ReplicaStats]:
+        """What each replica tells about itself. Raises nothing because of a late one."""
 
     async def replica_states(self) -> dict[str, int]:
         """How many replicas are in which state, by Serve's names (`STARTING`, `RUNNING`, `STOPPING`).
@@ -38,8 +49,8 @@ class EngineClient(Protocol):
     ) -> SlotAction:
         """Save, restore or erase one replica's slot. Raises CorralError."""
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
-        """What the replicas remember of a request. Raises EngineUnavailableError if one does not answer."""
+    async def explain(self, wanted: str) -> Answers[RequestRecord]:
+        """What the replicas remember of a request. Raises nothing because of a late one."""
 
 
 @dataclasses.dataclass(frozen=True)

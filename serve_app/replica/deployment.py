@@ -32,8 +32,8 @@ from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.types import (
     GenerationRequest,
+    ReplicaRecords,
     ReplicaStats,
-    RequestRecord,
     SequenceEnd,
     SlotAction,
     TokenDelta,
@@ -169,13 +169,14 @@ class EngineReplica:
         except CorralError as error:
             return error
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
+    async def explain(self, wanted: str) -> ReplicaRecords:
         """See Engine.explain."""
         replica_id, node_id = _whereabouts()
-        return [
+        records = (
             dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
             for record in self._engine.explain(wanted)
-        ]
+        )
+        return ReplicaRecords(replica_id, tuple(records))
 
     async def offer_prefixes(self, asker: str) -> Offer | None:
         """See Handover.offer."""

@@ -12,19 +12,21 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engine import Engine
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, hottest
 from serve_app.engine.kv_cache.transfer import Parcel, RefusedPrefixError
+from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.replica")
 
 # A replica that comes is not ready, and one that leaves does not end, for so much longer at most. Engines
 # answer between two steps, which are seconds while they compute nothing but prompts.
 _LIMIT_S = 10.0
+# Of that, how long it waits for those who might offer or take something, before it goes on without them.
+_OFFERS_S = 4.0
 # A new replica gets what so many of the last prompts began with: what a single one has is its own affair.
 _SHARED_BY = 2
 
@@ -86,18 +88,25 @@ class Handover:
             logger.info("%s", tally)
 
     async def _receive(self, tally: Tally) -> None:
-        offers = await self._ask_all("offer_prefixes", self._id)
+        offers = await broadcast.ask_all(
+            self._peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S
+        )
         held = await asyncio.to_thread(self._prefixes.held)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().stored_bytes
         for wanted, elder in wishes(self._usable(offers, Offer), held, room_bytes):
-            sent: list[Any] | None = await self._ask_one("send_prefix", elder, wanted.tokens)
+            sent: list[Any] | None = await broadcast.ask_one(
+                self._peers, "send_prefix", elder, wanted.tokens, timeout_s=_LIMIT_S
+            )
             if sent is not None:
                 tally.add(elder, wanted.tokens, await self._adopt(await sent[0], wanted.tokens))
 
     async def _bequeath(self, tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
         tokens = [one.tokens for one in offered]
-        answers = await self._ask_all("lack_prefixes", self._id, tokens) if tokens else []
+        if not tokens:
+            return
+        asked = "lack_prefixes", self._id, tokens
+        answers = await broadcast.ask_all(self._peers, *asked, timeout_s=_OFFERS_S)
         sent: list[bytes] = []
         for wanted, heir in bequests(offered, self._usable(answers, Heir)):
             if any(one.startswith(wanted.tokens) for one in sent):
@@ -105,7 +114,9 @@ class Handover:
             parcel = await asyncio.to_thread(self._prefixes.lend, wanted.tokens)
             if parcel is not None:
                 reference = await asyncio.to_thread(ray.put, parcel)
-                n_bytes = await self._ask_one("take_prefix", heir, [reference])
+                n_bytes = await broadcast.ask_one(
+                    self._peers, "take_prefix", heir, [reference], timeout_s=_LIMIT_S
+                )
                 tally.add(heir, parcel.tokens, n_bytes or 0)
                 sent.append(parcel.tokens)
 
@@ -165,19 +176,6 @@ class Handover:
                 "No prefixes are exchanged with %s: another model or context.", strangers
             )
         return [one for one in found if one.key == self._prefixes.key]
-
-    async def _ask_one(self, method: str, replica_id: str, *arguments: Any) -> Any:
-        answers = await self._ask_all(method, replica_id, *arguments)
-        said = (one for one in answers if one is not None and not isinstance(one, Exception))
-        return next(said, None)
-
-    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        try:
-            return await self._peers.broadcast(method, *arguments).results_async(
-                return_exceptions=True
-            )
-        except DeploymentUnavailableError:
-            return []  # nobody else is there
 
 
 class Tally:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError
-from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.model_registry import Answers, ServedModel, find
 
 
 class SlotRequest(BaseModel):
@@ -42,12 +42,17 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
 
 def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/slots")
-    async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
-        """The slots of all replicas of the model."""
-        found = await slots_of(find(models, model))
-        if fail_on_no_slot and all(slot["is_processing"] for slot in found):
+    async def slots(
+        response: Response, model: str | None = None, fail_on_no_slot: int = 0
+    ) -> list[dict[str, Any]]:
+        """The slots of all replicas of the model. The header `x-corral-missing` names those that did not
+        answer in time."""
+        answers = await slots_of(find(models, model))
+        if fail_on_no_slot and all(slot["is_processing"] for slot in answers.found):
             raise EngineUnavailableError("No slot is free.")
-        return found
+        if answers.missing:
+            response.headers["x-corral-missing"] = ", ".join(answers.missing)
+        return list(answers.found)
 
     @app.post("/slots/{id_slot}")
     async def act_on_slot(
@@ -62,7 +67,8 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         engine = find(models, asked.model).engine
         if (action == "erase") is not (asked.filename is None):
             raise InvalidRequestError("'filename' goes with save and restore.", "filename")
-        replicas = [replica.replica_id for replica in await engine.stats()]
+        answers = await engine.stats()
+        replicas = [*(replica.replica_id for replica in answers.found), *answers.missing]
         if replica_id not in replicas and (replica_id is not None or len(replicas) != 1):
             known = ", ".join(replicas) or "none"
             message = f"Name one of the replicas as replica_id; those are: {known}."
@@ -99,9 +105,10 @@ def _add_adapters(app: FastAPI) -> None:
         return {"success": True}
 
 
-async def slots_of(model: ServedModel) -> list[dict[str, Any]]:
+async def slots_of(model: ServedModel) -> Answers[dict[str, Any]]:
     """All slots of a model, as llama-server tells them."""
-    return [
+    answers = await model.engine.stats()
+    slots = (
         {
             "id": slot["id"],
             "replica_id": replica.replica_id,
@@ -113,7 +120,8 @@ async def slots_of(model: ServedModel) -> list[dict[str, Any]]:
             "n_past": slot["n_past"],
             "next_token": {"n_decoded": slot["n_generated"]},
         }
-        for replica in await model.engine.stats()
+        for replica in answers.found
         for slot in replica.engine["slots"]
         if slot["state"] != "pinned"
-    ]
+    )
+    return Answers(tuple(slots), answers.missing)
