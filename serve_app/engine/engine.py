@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.embedding import Texts, Vectors
+from serve_app.engine.health import HangWatch
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.slot_files import SlotFiles
 from serve_app.engine.kv_cache.transfer import PrefixExchange
@@ -43,6 +45,7 @@ class Engine:
         self._loop = DecoderLoop(open_backend, options)
         self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
+        self._hang_watch = HangWatch()
         self.slot_files = SlotFiles(options.slot_folder, self._loop.state_key, self._loop.ask)
         self.prefixes = PrefixExchange(options, self._loop.state_key, self._loop.ask)
 
@@ -137,10 +140,17 @@ class Engine:
         """What prompts could start from, as of its last step."""
         return self._loop.holdings
 
-    def check_health(self) -> None:
-        """Raises EngineFailedError if the decoder thread is dead."""
+    def check_health(self, now: float | None = None) -> None:
+        """Raises EngineFailedError if the decoder thread is dead or hangs in a batch. To be called by one
+        thread only, every few seconds; `now` is on `time.monotonic`."""
         if self._loop.failure is not None:
             raise EngineFailedError(*self._loop.failure.args)
+        batch, now = self._loop.progress.batch, time.monotonic() if now is None else now
+        if self._hang_watch.hangs(batch, now) and batch is not None:
+            raise EngineFailedError(
+                f"The engine hangs: a batch that was to take {batch.forecast_s:.2f} s has been running for "
+                f"{now - batch.began:.0f} s."
+            )
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Drain: finish what was accepted, refuse the rest, end with an error what is not done after

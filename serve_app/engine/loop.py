@@ -16,6 +16,7 @@ from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import Commands, Mailbox
 from serve_app.engine.commands import Errand
 from serve_app.engine.embedding import EmbeddingQueue, Texts
+from serve_app.engine.health import Progress
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.disk_tier import PrefixFiles
 from serve_app.engine.kv_cache.manager import Lanes
@@ -82,6 +83,7 @@ class DecoderLoop:
         """Why the loop is dead, if it is."""
         self._history = History()
         self.latencies = Latencies()
+        self.progress = Progress()
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self.holdings = Holdings()
         self.stats: EngineStats
@@ -189,7 +191,7 @@ class DecoderLoop:
         stored = PrefixStore(options.cache_ram_bytes, kept, self._files)
         self._lanes = Lanes(backend, table, stored)
         self._lanes.pin(options.n_batch)
-        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s)
+        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s, self.progress)
         self.stats = self._snapshot()
         self.holdings = self._hold()
 
@@ -230,8 +232,10 @@ class DecoderLoop:
     def _forward(self, plan: Pass) -> None:
         began = time.monotonic()
         settled = self._lanes.settled
+        depth = self._costs.attended(plan.depth, plan.n_cells)
         try:
-            self._backend.decode(plan.rows)
+            with self.progress.computing(self._costs.batch_s(len(plan.rows), depth)):
+                self._backend.decode(plan.rows)
         finally:
             for lane, end in plan.fillers:
                 self._backend.truncate(lane, end)
