@@ -60,8 +60,8 @@ class Model:
     """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
 
     `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
-    and megabytes, enough to tokenize. Raises ConfigError when the file is missing or llama.cpp
-    cannot load it.
+    and megabytes, enough to tokenize. Raises ConfigError when the file is missing, llama.cpp
+    cannot load it, or the model has an encoder besides its decoder.
     """
 
     def __init__(
@@ -88,6 +88,11 @@ class Model:
         self.pointer = pointer
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
+        if llama_cpp.llama_model_has_encoder(pointer):  # as T5, whose decoder sees no prompt itself
+            raise ConfigError(
+                f"{self.path} is of the architecture {self.meta('general.architecture')}, with an encoder "
+                "for prompts: Corral serves models that are a decoder alone, or BERT's kind for embeddings."
+            )
         self._vocab = llama_cpp.llama_model_get_vocab(pointer)
         if not self._vocab:
             raise ConfigError(f"{self.path} holds no vocabulary.")
@@ -302,13 +307,14 @@ class Model:
             warnings.simplefilter("ignore", DeprecationWarning)
             return lltokenizer_from_vocab(self._vocab, eos_token=list(self.eog_tokens) or None)
 
+    @property
+    def rerank_template(self) -> str | None:
+        """What a reranking model reads, with `{query}` and `{document}` in it, if the file says so."""
+        return self.meta("tokenizer.chat_template.rerank")
+
     def encode_pair(self, query: str, document: str) -> list[int]:
-        """What a reranking model reads: by its own template, or as BOS query EOS SEP document EOS, as
-        far as the vocabulary wants those; llama-server's rules."""
-        template = self.meta("tokenizer.chat_template.rerank")
-        if template is not None:
-            text = template.replace("{query}", query).replace("{document}", document)
-            return self.tokenize(text, add_special=False, parse_special=True)
+        """What a reranking model without a template reads: BOS query EOS SEP document EOS, as far as the
+        vocabulary wants those; llama-server's rules."""
         sep = llama_cpp.llama_vocab_sep(self._vocab)
         ends = [self.eos if self.eos is not None else sep]
         ends *= llama_cpp.llama_vocab_get_add_eos(self._vocab)

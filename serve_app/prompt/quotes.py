@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from serve_app.prompt.chat_template import Message
-
-# Code points that are no characters, and which nobody sends but to do harm: those are dropped.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
-_QUOTED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
-
 
 class Quotes:
-    """Quotes these texts wherever they occur. Immutable: any thread.
+    """Finds these texts wherever they occur. Immutable: any thread.
 
     A rendered chat does not show which of its words are the template's and which the users'. So
     users' control tokens are marked before it is rendered, and found by their marks afterwards.
@@ -25,30 +19,39 @@ class Quotes:
         longest_first = sorted(texts, key=len, reverse=True)
         self._found = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def needed(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether there is anything to quote."""
-        return any(
-            self._found.search(text) or _MARKS.search(text) for text in _texts([messages, tools])
-        )
+    def needed(self, *values: Any) -> bool:
+        """Whether there is anything to quote in what users sent: JSON of any kind."""
+        return any(self._found.search(text) for text in _texts(values))
 
-    def put(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Message], list[Mapping[str, Any]]]:
-        """The same with quotes."""
-        return [self._put(one) for one in messages], [self._put(one) for one in tools]
+    def begin(self) -> Quoting:
+        """The marks for one chat."""
+        return Quoting(self._found)
 
-    def _put(self, value: Any) -> Any:
+
+class Quoting:
+    """One chat's marks: digits, which no user foresees, and which templates leave what they are. What is
+    no character becomes `\\ufdd0` in JSON, or where a list is written out."""
+
+    def __init__(self, found: re.Pattern[str]) -> None:
+        number = f"{secrets.randbelow(10**12):012}"
+        self._found = found
+        self._open, self._close = f"{number}(", f"{number})"
+        self._marks = re.compile(rf"{number}[()]")
+        self._quoted = re.compile(rf"{number}\((.*?){number}\)", re.DOTALL)
+
+    def put(self, value: Any) -> Any:
+        """The same JSON with quotes."""
         if isinstance(value, str):
-            return self._found.sub(rf"{_OPEN}\g<0>{_CLOSE}", _MARKS.sub("", value))
+            return self._found.sub(rf"{self._open}\g<0>{self._close}", value)
         if isinstance(value, Mapping):
-            return {self._put(key): self._put(inner) for key, inner in value.items()}
-        return [self._put(inner) for inner in value] if isinstance(value, list) else value
+            return {self.put(key): self.put(inner) for key, inner in value.items()}
+        return [self.put(inner) for inner in value] if isinstance(value, list) else value
 
     def parts(self, rendered: str) -> Iterator[tuple[str, bool]]:
         """A rendered chat's texts in order, none of them empty, and whether each was quoted."""
-        for i, text in enumerate(_QUOTED.split(rendered)):
-            if text:
-                yield _MARKS.sub("", text), i % 2 == 1
+        for i, text in enumerate(self._quoted.split(rendered)):
+            if bare := self._marks.sub("", text):  # a template may have cut a text in two
+                yield bare, i % 2 == 1
 
 
 def _texts(value: Any) -> Iterator[str]:

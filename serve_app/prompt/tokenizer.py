@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from serve_app.prompt.tool_calls import ToolFormat
 _THOUGHT_TOKENS = 16
 # What llama-server puts before a file for models without a token for that.
 _SNIPPET = "\n\n--- snippet ---\n\n"
+# Where a reranking model's template has the texts.
+_PLACES = re.compile(r"\{query\}|\{document\}")
 
 
 class Tokenizer:
@@ -76,8 +79,15 @@ class Tokenizer:
         return self._model.pooling == "rank"
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
-        """What a reranking model reads; see `serve_app.llama.model.Model.encode_pair`."""
-        return tuple(self._model.encode_pair(query, document))
+        """What a reranking model reads: by its own template as in llama-server, or see
+        `serve_app.llama.model.Model.encode_pair`. Control tokens written out in the texts stay text."""
+        template = self._model.rerank_template
+        if template is None:
+            return tuple(self._model.encode_pair(query, document))
+        quoting = self._quotes.begin()
+        told = {"{query}": quoting.put(query), "{document}": quoting.put(document)}
+        text = _PLACES.sub(lambda found: told[found[0]], template)
+        return self._encode_parts(quoting.parts(text), add_special=False)
 
     def least_tokens(self, n_chars: int) -> int:
         """A text of so many characters has so many tokens at least."""
@@ -161,16 +171,26 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, a thought
         that the template begins is ended. What the template writes as control tokens becomes control
-        tokens; what messages and tools write stays text. Raises InvalidRequestError like `render_chat`."""
-        if self._quotes.needed(messages, tools):
-            messages, tools = self._quotes.put(messages, tools)
+        tokens; what messages, tools and `extra` write stays text. Raises InvalidRequestError like
+        `render_chat`."""
+        quoting = self._quotes.begin()
+        if self._quotes.needed(messages, tools, extra):
+            messages, tools = quoting.put(list(messages)), quoting.put(list(tools))
+            # A variable's name is the template's word, and not a text.
+            extra = {name: quoting.put(value) for name, value in (extra or {}).items()}
         text = self.render_chat(messages, tools, extra)
         if not thinks and text.rstrip().endswith(answer.OPEN):
             text = f"{text.rstrip()}\n\n{answer.CLOSE}\n\n"
         wants_bos = not (self.bos and text.startswith(self.bos))
+        return self._encode_parts(quoting.parts(text), add_special=wants_bos)
+
+    def _encode_parts(
+        self, parts: Iterable[tuple[str, bool]], *, add_special: bool
+    ) -> tuple[int, ...]:
+        """The tokens of texts, each of which was quoted or not."""
         tokens: list[int] = []
-        for part, is_quoted in self._quotes.parts(text):
-            first = wants_bos and not tokens
+        for part, is_quoted in parts:
+            first = add_special and not tokens
             tokens += self._model.tokenize(part, add_special=first, parse_special=not is_quoted)
         return tuple(tokens)
 
