@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from serve_app.errors import (
     TextTooLongError,
 )
 from serve_app.types import GenerationRequest, RequestRecord, TokenDelta
+
+logger = logging.getLogger("corral.engine")
 
 
 class Engine:
@@ -164,10 +167,19 @@ class Engine:
     def _enter(
         self, entries: list[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
     ) -> list[CorralError | None]:
-        made = [self._sequence(*entry) for entry in entries]
+        made = [self._sequence_or_refusal(*entry) for entry in entries]
         sequences = [one for one in made if isinstance(one, EngineSequence)]
         admitted = iter(self._loop.submit(sequences))
         return [next(admitted) if isinstance(one, EngineSequence) else one for one in made]
+
+    def _sequence_or_refusal(
+        self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
+    ) -> EngineSequence | CorralError:
+        try:
+            return self._sequence(request, sink)
+        except Exception as error:  # whatever it is, those that came together with this one go on
+            logger.exception("Request %s cannot be begun.", request.id)
+            return CorralError(f"The request cannot be begun ({type(error).__name__}).")
 
     def _sequence(
         self, request: GenerationRequest, sink: Callable[[TokenDelta], None]

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engine import Engine
@@ -97,8 +98,14 @@ class Handover:
             sent: list[Any] | None = await broadcast.ask_one(
                 self._peers, "send_prefix", elder, wanted.tokens, timeout_s=_LIMIT_S
             )
-            if sent is not None:
-                tally.add(elder, wanted.tokens, await self._adopt(await sent[0], wanted.tokens))
+            if sent is None:
+                continue
+            try:
+                parcel: Parcel = await sent[0]
+            except RayError as error:  # its giver is gone; the others are not
+                logger.warning("A prefix of %s is lost: %r.", elder, error)
+                continue
+            tally.add(elder, wanted.tokens, await self._adopt(parcel, wanted.tokens))
 
     async def _bequeath(self, tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
