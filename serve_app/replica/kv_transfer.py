@@ -98,7 +98,7 @@ class Handover:
             sent: list[Any] | None = await broadcast.ask_one(
                 self._peers, "send_prefix", elder, wanted.tokens, timeout_s=_LIMIT_S
             )
-            if sent is None:
+            if not sent:
                 continue
             try:
                 parcel: Parcel = await sent[0]
@@ -138,11 +138,11 @@ class Handover:
 
     async def send(self, giver: str, tokens: bytes) -> list[Any] | None:
         """To one that comes: a reference to a parcel that begins with these tokens. In a list, as Ray would
-        fetch it else for everybody whom it is sent to."""
+        fetch it else for everybody whom it is sent to; the list is empty if there is none any more."""
         if giver != self._id:
             return None
         parcel = await asyncio.to_thread(self._prefixes.lend, tokens)
-        return None if parcel is None else [await asyncio.to_thread(ray.put, parcel)]
+        return [] if parcel is None else [await asyncio.to_thread(ray.put, parcel)]
 
     async def lacks(self, asker: str, prefixes: list[bytes]) -> Heir | None:
         """To one that leaves: what of this is not here, and the bytes that could be."""
