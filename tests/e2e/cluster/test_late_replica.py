@@ -45,10 +45,13 @@ def one_stopped(corral: Corral) -> Iterator[None]:
 
 def test_all_questions_are_answered(corral: Corral) -> None:
     ids = {replica["replica_id"] for replica in corral.replicas()}
-    http = httpx.Client(base_url=corral.url, timeout=PATIENCE_S)
     asked = {"prompt": "A", "max_tokens": 4, "temperature": 0}
-    done = [http.post("/v1/completions", json=asked).json()["id"] for _ in range(8)]
-    with http, one_stopped(corral), ThreadPoolExecutor(40) as pool:
+    done = [corral.http.post("/v1/completions", json=asked).json()["id"] for _ in range(8)]
+    with (
+        httpx.Client(base_url=corral.url, timeout=PATIENCE_S) as http,
+        one_stopped(corral),
+        ThreadPoolExecutor(40) as pool,
+    ):
         stats = list(pool.map(lambda _: http.get("/v1/stats"), range(40)))
         assert {answer.status_code for answer in stats} == {200}
         (told,) = stats[0].json()["models"]
