@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -35,7 +35,6 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast
 from serve_app.types import (
     GenerationRequest,
-    ReplicaRecords,
     ReplicaStats,
     RequestRecord,
     SlotAction,
@@ -92,8 +91,8 @@ class HandleClient:
         return await self._stats.ask()
 
     async def _ask_stats(self, _: str) -> Answers[ReplicaStats]:
-        found: list[ReplicaStats] = await self._ask_all("stats")
-        return Answers(tuple(found), self._missing(found))
+        found, missing = await self._ask_all("stats")
+        return Answers(tuple(found), missing)
 
     async def replica_states(self) -> dict[str, int]:
         """See EngineClient; Serve's controller knows. Nothing if it is away, or late."""
@@ -115,9 +114,8 @@ class HandleClient:
         return await self._explained.ask(wanted)
 
     async def _ask_explain(self, wanted: str) -> Answers[RequestRecord]:
-        found: list[ReplicaRecords] = await self._ask_all("explain", wanted)
-        records = tuple(record for one in found for record in one.records)
-        return Answers(records, self._missing(found))
+        found, missing = await self._ask_all("explain", wanted)
+        return Answers(tuple(record for one in found for record in one.records), missing)
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
@@ -131,13 +129,14 @@ class HandleClient:
             raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
         return answer
 
-    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        return await broadcast.ask_all(self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S)
-
-    def _missing(self, answered: Iterable[ReplicaStats | ReplicaRecords]) -> tuple[str, ...]:
-        """Who runs, and is not among those."""
+    async def _ask_all(self, method: str, *arguments: Any) -> tuple[list[Any], tuple[str, ...]]:
+        """What was answered, each with its `replica_id`, and who ran all the time and did not answer."""
         running = broadcast.running(self._handle)
-        return tuple(sorted(running - {one.replica_id for one in answered}))
+        found = await broadcast.ask_all(
+            self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S
+        )
+        running &= broadcast.running(self._handle)
+        return found, tuple(sorted(running - {one.replica_id for one in found}))
 
 
 @asynccontextmanager

@@ -162,6 +162,18 @@ async def test_stats_of_those_that_answer() -> None:
     assert (found.found, found.missing) == ((stats,), ("r1", "r3"))
 
 
+@pytest.mark.parametrize("after", [["r2", "r3", "r4"], ["r2", "r3"]])
+async def test_who_comes_or_goes_meanwhile_is_not_missing(after: list[str]) -> None:
+    late = asyncio.Event()
+    client, handle = asking(ReplicaStats("r2", "n", {}), ReplicaStats("r3", "n", {}), late)
+    asked = asyncio.create_task(client.stats())
+    while not handle.calls:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    note_running(handle.app_name, handle.deployment_name, after)
+    handle.calls[2].fail(ActorUnavailableError("gone", None))
+    assert (await asked).missing == ()
+
+
 @pytest.mark.usefixtures("_soon")
 async def test_records_of_those_that_answer() -> None:
     record = RequestRecord("a", "", "", "waiting")

@@ -14,10 +14,17 @@ class Call:
     def __init__(self, answer: Any) -> None:
         self._answer = answer
         self.left = False
+        self._failure: Exception | None = None
+
+    def fail(self, failure: Exception) -> None:
+        """Let one that is late fail now."""
+        self._failure = failure
+        self._answer.set()
 
     async def get_async(self) -> Any:
         if isinstance(self._answer, asyncio.Event):  # it is late
             await self._answer.wait()
+            self._answer = self._failure
         if isinstance(self._answer, BaseException) and not isinstance(self._answer, CorralError):
             raise self._answer
         return self._answer
