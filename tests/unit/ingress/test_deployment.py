@@ -214,7 +214,7 @@ async def test_a_late_controller_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         assert may_answer.wait(30)
         raise RayError("away")
 
-    monkeypatch.setattr(deployment.serve, "status", status)
+    monkeypatch.setattr("serve_app.ingress.deployment.serve.status", status)
     client, _ = asking()
     try:
         assert [await client.replica_states() for _ in range(3)] == [{}] * 3

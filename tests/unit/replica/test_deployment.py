@@ -12,7 +12,6 @@ from serve_app.app import resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError, EngineFailedError
-from serve_app.replica import deployment
 from serve_app.replica.deployment import EngineReplica, settle_in
 
 N_CORES = 4
@@ -150,7 +149,7 @@ def _ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(status: int) -> None:
         raise EndedError(status)
 
-    monkeypatch.setattr(deployment.os, "_exit", end)
+    monkeypatch.setattr("serve_app.replica.deployment.os._exit", end)
 
 
 SERVED: Any = EngineReplica
