@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.meta
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.prompt import answer, tool_calls

@@ -65,10 +65,15 @@ def test_a_process_that_was_stopped_does_not_hang() -> None:
 def test_a_batch_is_there_as_long_as_it_is_computed() -> None:
     progress = Progress()
     with progress.computing(0.5):
-        assert progress.batch is not None
-        assert progress.batch.forecast_s == 0.5
-        assert progress.batch.began <= time.monotonic()
+        batch = progress.batch
+    assert batch is not None
+    assert batch.forecast_s == 0.5
+    assert batch.began <= time.monotonic()
     assert progress.batch is None
+
+
+def test_a_batch_that_fails_is_over() -> None:
+    progress = Progress()
     with pytest.raises(KeyError), progress.computing(0.5):
         raise KeyError
     assert progress.batch is None

@@ -94,9 +94,10 @@ async def test_an_asker_that_leaves_takes_nobody_along(looks: Looks) -> None:
 
 async def test_all_are_told_what_went_wrong(looks: Looks) -> None:
     shared = SharedLooks(looks, every_s=0)
-    looks.failure = KeyError("Nobody knows.")
+    looks.failure = failure = KeyError("Nobody knows.")
     looks.may_end.set()
-    found = await asyncio.gather(shared.ask(), shared.ask(), return_exceptions=True)
-    assert found == [looks.failure] * 2
+    found: list[object] = []
+    found += await asyncio.gather(shared.ask(), shared.ask(), return_exceptions=True)
+    assert found == [failure] * 2
     looks.failure = None
     assert await shared.ask() == 2
