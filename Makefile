@@ -26,7 +26,7 @@ cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine;
 cluster-down: $(READY)  ## Stop all of it.
 	@$(BIN)/python -m cluster.local.cluster down
 
-test: $(READY)  ## Tests: unit, integration, end to end, and of the page if there is a browser.
+test: $(READY)  ## Tests: unit, integration, end to end, and of the page if there is a browser; some minutes.
 	$(BIN)/pytest -m "not long" -n 2 --dist loadfile tests/integration tests/unit
 	$(BIN)/pytest -m "not long" tests/e2e
 	@if command -v chromium > /dev/null && $(BIN)/python -c "import playwright" 2> /dev/null; then \
@@ -41,6 +41,7 @@ test-ui: $(READY)  ## Tests of the page in a real browser: Debian's Chromium, in
 	$(BIN)/pytest tests/ui
 
 test-long: $(READY)  ## What `test` leaves out, as it takes longer.
+	$(BIN)/pytest -m long tests/integration tests/unit
 	$(BIN)/pytest -m long tests/e2e
 
 fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.

@@ -16,13 +16,13 @@ from serve_app.config.schema import DeploymentConfig, IngressConfig, ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.http.auth import Access
+from serve_app.ingress.http.bodies import BodyLimits
 from serve_app.llama.model import Model
 from serve_app.placement.machine import available_memory, oversubscription, usable_cores
 from serve_app.replica.deployment import EngineReplica
 
 # Room in a full replica for statistics and health checks, which the engine's queue does not bound.
 _CONTROL_REQUESTS = 16
-_INGRESS_ONGOING_REQUESTS = 1000
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
 _ROUTER = {
@@ -37,7 +37,7 @@ _ROUTER = {
 def build(args: dict[str, Any]) -> Application:
     """The application for `applications[0].args`.
 
-    Raises RayServeException with one message that names the fields at fault: the only kind of error
+    Raises RayServeException with one message that names the fields that are wrong: the only kind of error
     that Serve shows as it is, and does not try again.
     """
     try:
@@ -50,15 +50,23 @@ def build(args: dict[str, Any]) -> Application:
         EngineReplica.options(**engine_options(configured, model)).bind(model)  # type: ignore[attr-defined]
         for configured, model in zip(app.models, models, strict=True)
     ]
-    ingress = Ingress.options(**ingress_options(app.ingress.deployment))  # type: ignore[attr-defined]
-    hidden = app.ingress.ui == "auto" and _behind_haproxy()  # loopback means nothing then
-    access = Access(
-        app.ingress.api_key_file,
-        app.ingress.allow_anonymous,
-        False if hidden else app.ingress.ui,
-        tuple(app.ingress.cors_origins),
+    ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
+    ping_s = app.ingress.sse_ping_interval_s
+    return ingress.bind(models, engines, access(app.ingress), ping_s)  # type: ignore[no-any-return]
+
+
+def access(ingress: IngressConfig) -> Access:
+    """Who may come in, by the configuration and by what stands before the ingress."""
+    hidden = ingress.ui == "auto" and _behind_haproxy()  # loopback means nothing then
+    return Access(
+        ingress.api_key_file,
+        ingress.allow_anonymous,
+        False if hidden else ingress.ui,
+        tuple(ingress.cors_origins),
+        tuple(ingress.allowed_hosts),
+        ingress.anonymous_admin,
+        BodyLimits(ingress.open_bodies, ingress.max_open_bodies_mib << 20, ingress.min_body_rate),
     )
-    return ingress.bind(models, engines, access)  # type: ignore[no-any-return]
 
 
 def _refuse_strangers(ingress: IngressConfig) -> None:
@@ -133,11 +141,9 @@ def _needs(model: ModelConfig) -> sizing.ModelNeeds | None:
     """What the model needs; None if the configuration leaves nothing open. Raises ConfigError for a file
     here that cannot be served."""
     if model.engine.n_slots is not None and model.engine.n_ctx_slot is not None:
-        path = model.source.path
-        if (
-            path is not None and path.expanduser().is_file()
-        ):  # replicas on other nodes look for themselves
-            Model(path.expanduser(), vocab_only=True)
+        path = None if model.source.path is None else model.source.path.expanduser()
+        if path is not None and path.is_file():  # replicas on other nodes look for themselves
+            Model(path, vocab_only=True)
         return None
     return sizing.ModelNeeds.of(Model(locate(model.source), vocab_only=True))
 
@@ -148,6 +154,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
         "max_ongoing_requests": options.n_slots + options.max_waiting + _CONTROL_REQUESTS,
+        "max_queued_requests": 64,
         "graceful_shutdown_timeout_s": 30,
         "request_router_config": _ROUTER,
     }
@@ -162,18 +169,20 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
 
 
-def ingress_options(configured: DeploymentConfig) -> dict[str, Any]:
+def ingress_options(configured: IngressConfig) -> dict[str, Any]:
     """Serve's options for the ingress deployment."""
+    n_ongoing = configured.max_ongoing_requests
     defaults = {
-        "max_ongoing_requests": _INGRESS_ONGOING_REQUESTS,
+        "max_ongoing_requests": n_ongoing,
+        "max_queued_requests": n_ongoing,  # a burst is no reason for 503
         "graceful_shutdown_timeout_s": 600,
     }
     autoscaling = {
         "min_replicas": 1,
         "max_replicas": 4,
-        "target_ongoing_requests": math.ceil(_INGRESS_ONGOING_REQUESTS / 4),
+        "target_ongoing_requests": math.ceil(n_ongoing / 4),
     }
-    return defaults | _serve_options(configured, autoscaling, num_cpus=0)
+    return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=0)
 
 
 def _serve_options(

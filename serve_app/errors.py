@@ -7,11 +7,15 @@
     |   |   `-- TextTooLongError  400 context_length_exceeded
     |   `-- KeyLimitError         400 key_limit_exceeded
     |-- AuthenticationError       401 invalid_api_key
+    |-- PermissionDeniedError     403 permission_denied
+    |-- HostNotAllowedError       403 host_not_allowed
+    |-- CrossSiteError            403 cross_site_request
     |-- ModelNotFoundError        404 model_not_found
     |-- RequestNotFoundError      404 request_not_found
     |-- SlowRequestError          408 request_timeout
     |-- RequestTooLargeError      413 request_too_large
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
+    |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
     |-- EngineUnavailableError    503 engine_unavailable
     |   |-- ModelReplacedError    503 engine_unavailable
@@ -19,7 +23,8 @@
     |-- DecodeError               500 decode_failed
     |   `-- CacheFullError        500 decode_failed, if it cannot be helped
     |-- ConstraintError           500 constraint_failed
-    `-- EngineFailedError         500 engine_failed
+    |-- EngineFailedError         500 engine_failed
+    `-- StorageFullError          507 storage_full
 
 Errors cross processes: every subclass hands all of its arguments, positionally, to
 `Exception.__init__`, or it could not be unpickled.
@@ -44,7 +49,7 @@ class CorralError(Exception):
 
     @property
     def param(self) -> str | None:
-        """The request's field that is at fault, if it is one field."""
+        """The request's field that is wrong, if it is one field."""
         return None
 
     @property
@@ -124,6 +129,38 @@ class AuthenticationError(CorralError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(CorralError):
+    """The sender is known, and may not do this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "permission_denied"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+
+    @property
+    def param(self) -> str | None:
+        param: str | None = self.args[1]
+        return param
+
+
+class HostNotAllowedError(CorralError):
+    """The request was sent to a name that this server does not go by."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "host_not_allowed"
+
+
+class CrossSiteError(CorralError):
+    """A page of another web site sent the request, and may not."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "cross_site_request"
+
+
 class ModelNotFoundError(CorralError):
     """No model of that name is served here."""
 
@@ -170,7 +207,7 @@ class RequestTooLargeError(CorralError):
 
 
 class RateLimitError(CorralError):
-    """An API key has used up what it may: try again after `retry_after_s` seconds."""
+    """A client has used up what it may: try again after `retry_after_s` seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -183,6 +220,10 @@ class RateLimitError(CorralError):
     def retry_after_s(self) -> int:
         seconds: int = self.args[1]
         return seconds
+
+
+class BodyEndedError(RateLimitError):
+    """Others needed the room of the request's body, which was being read."""
 
 
 class QueueFullError(RateLimitError):
@@ -232,3 +273,10 @@ class EngineFailedError(CorralError):
     """The engine itself broke and ended every request it had."""
 
     code = "engine_failed"
+
+
+class StorageFullError(CorralError):
+    """The folder for files of slots may hold no more."""
+
+    status = 507
+    code = "storage_full"

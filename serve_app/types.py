@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from serve_app.errors import CorralError
+from serve_app.sampling import SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -20,43 +21,6 @@ class FinishReason(StrEnum):
     """The client left, or asked for the end."""
     ERROR = "error"
     """The engine failed; `SequenceEnd.error` says how."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one sequence picks its tokens. Defaults are llama-server's, except that it stops nowhere.
-
-    Ranges are checked where the request is parsed; see `serve_app.ingress.openai.protocol`.
-    """
-
-    temperature: float = 0.8
-    """0 picks the most likely token."""
-    top_k: int = 40
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    """How many last tokens, prompt included, the three penalties look at; 0 switches them off,
-    -1 means the whole context."""
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, value added to its logit); -inf bans the token."""
-    seed: int | None = None
-    """None draws a new seed for each request."""
-    max_tokens: int | None = None
-    """None means up to the end of the slot's context; 0 only computes the prompt."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
-    ignore_eos: bool = False
-    grammar: str | None = None
-    """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
-    logprobs: int | None = None
-    """For every token its log probability, and those of so many most likely ones; None for neither."""
-    prompt_logprobs: bool = False
-    """Whether the prompt's tokens are told with theirs, too: it is computed whole then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +159,12 @@ class Sampled(NamedTuple):
     """If the request wants them."""
     complete: bool = False
     """Whether its grammar allows nothing after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An engine has taken the request, and has computed nothing yet: what a request's stream begins with,
+    unless it is refused. Deltas follow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,7 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,8 @@ from pathlib import Path
 import httpx
 import yaml
 
-from loadtests.common.servers import corral_is_ready, processes
+from loadtests.common.processes import run_tool, send, tagged, within
+from loadtests.common.servers import corral_is_ready
 
 HERE = Path(__file__).parent
 DEPLOY_TIMEOUT_S = 180
@@ -75,7 +73,7 @@ class LocalCluster:
     def up(self) -> None:
         """Start Ray's head, deploy Corral, and wait until it answers. Raises ClusterError; then nothing is
         left running."""
-        if processes(self.folder):
+        if tagged(self.folder):
             raise ClusterError("The cluster is up already; `make cluster-down` stops it.")
         for port in (self.ray_port, self.dashboard_port, self.http_port):
             _require_free(port)
@@ -92,12 +90,10 @@ class LocalCluster:
     def down(self) -> None:
         """Stop every process that the cluster started; logs stay. Raises ClusterError if one is left."""
         for signum, timeout_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, STOP_TIMEOUT_S)):
-            for pid in processes(self.folder):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signum)
-            if _within(timeout_s, lambda: not processes(self.folder)):
+            send(self.folder, signum)
+            if within(timeout_s, lambda: not tagged(self.folder)):
                 return
-        raise ClusterError(f"Still running: {processes(self.folder)}")
+        raise ClusterError(f"Still running: {tagged(self.folder)}")
 
     def worker_nodes(self) -> int:
         """How many nodes there are besides the head, as Ray says. Raises httpx.HTTPError."""
@@ -133,23 +129,14 @@ class LocalCluster:
         file = self.folder / "serve_config.yaml"
         file.write_text(json.dumps(config))
         self._run("serve", "deploy", "--address", self._dashboard, file)
-        if not _within(DEPLOY_TIMEOUT_S, lambda: _answers(self.url)):
+        if not within(DEPLOY_TIMEOUT_S, lambda: _answers(self.url)):
             raise ClusterError(f"Corral does not answer. Logs are in {self.folder}.")
 
     def _run(self, *command: str | Path) -> None:
         """A tool of this Python's environment; what it prints goes to a file."""
-        tool, *arguments = command
+        tool = command[0]
         log = self.folder / f"{tool}.log"
-        with log.open("wb") as output:
-            ended = subprocess.run(
-                [Path(sys.executable).with_name(str(tool)), *arguments],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                check=False,
-            )
-        if ended.returncode:
+        if run_tool(command, log, self.environment):
             raise ClusterError(f"`{tool}` failed:\n{log.read_text(errors='replace')}")
 
 
@@ -163,16 +150,6 @@ def _answers(url: str) -> bool:
     with suppress(httpx.HTTPError, KeyError, ValueError):
         return corral_is_ready(url)
     return False
-
-
-def _within(timeout_s: float, condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes to hold in that time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import platform
 import random
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,13 +65,19 @@ def cpu_name() -> str:
     return next(names, platform.machine())
 
 
-def machine(model: Path, threads: int) -> dict[str, Any]:
-    """What figures depend on. `model_mb` is in units of 10^6 bytes."""
+def machine_and_model(model: Path) -> dict[str, Any]:
+    """What all figures depend on. `model_mb` is in units of 10^6 bytes."""
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "model": model.name,
         "model_mb": round(model.stat().st_size / 1e6),
+    }
+
+
+def machine(model: Path, threads: int) -> dict[str, Any]:
+    """What an engine's figures depend on."""
+    return machine_and_model(model) | {
         "llama_cpp_python": version("llama-cpp-python"),
         "threads": threads,
     }
@@ -86,13 +92,20 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median (min-max)."""
+    """Median (min-max); a dash if there are none."""
+    if not values:
+        return "-"
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def table_row(cells: Sequence[object]) -> str:
+def _row(cells: Sequence[object]) -> str:
     """A line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    return "\n".join([_row(header), _row(["---"] * len(header)), *map(_row, rows)])
 
 
 def usable_cores() -> int:
@@ -113,10 +126,10 @@ def bounded(low: int, high: int) -> Callable[[str], int]:
 
 
 def listed(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """An argument's type: values between commas."""
+    """An argument's type: values between commas, each once."""
 
     def values(text: str) -> tuple[T, ...]:
-        return tuple(parse(part) for part in text.split(","))
+        return tuple(dict.fromkeys(parse(part) for part in text.split(",")))
 
     return values
 

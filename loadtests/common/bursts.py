@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,11 @@ class Burst:
         return sum(answer.tokens for answer in self.answers)
 
     @property
+    def ttft_s(self) -> list[float]:
+        """Seconds to the first text, of each answer that has one."""
+        return [answer.ttft_s for answer in self.answers if answer.ttft_s is not None]
+
+    @property
     def client_share(self) -> float:
         """Of one core, what the client used."""
         return self.client_cpu_s / self.wall_s
@@ -46,14 +52,13 @@ class Burst:
     def figures(self) -> dict[str, float]:
         """FIGURES: tokens generated per second of the burst, times to the first text over its users,
         and gaps between texts over all of them. Raises BenchmarkError if there are none."""
-        ttft_s = [answer.ttft_s for answer in self.answers if answer.ttft_s is not None]
         gaps_s = [gap for answer in self.answers for gap in answer.gaps_s]
         if not gaps_s:
             raise BenchmarkError(f"No stream to measure: {[a.error for a in self.answers]}")
         values = (
             self.tokens / self.wall_s,
-            percentile(ttft_s, 50),
-            percentile(ttft_s, 95),
+            percentile(self.ttft_s, 50),
+            percentile(self.ttft_s, 95),
             1000 * percentile(gaps_s, 50),
             1000 * percentile(gaps_s, 99),
         )
@@ -63,6 +68,21 @@ class Burst:
         """Everything, for JSON."""
         totals = {"tokens": self.tokens, "client_share": self.client_share}
         return asdict(self) | totals | self.figures()
+
+
+def random_requests(n: int, prompt_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Bodies for Corral of prompts that no cache holds, each of random tokens, as many as that, and answers
+    of exactly so many."""
+    return [
+        {
+            "prompt": [random.randrange(300, 500) for _ in range(prompt_tokens)],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(n)
+    ]
 
 
 def run(url: str, requests: Sequence[Mapping[str, Any]]) -> Burst:

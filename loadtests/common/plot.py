@@ -79,19 +79,19 @@ def ticks(top: float) -> list[float]:
 
 def _chart(chart: Chart, x_title: str, colours: Mapping[str, str]) -> Iterator[str]:
     values = [v for line in chart.lines.values() for v in line if v is not None]
-    marks = ticks(max(values, default=0.0))
+    lines_at = ticks(max(values, default=0.0))
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def x(place: int) -> float:
         return _LEFT + (right - _LEFT) * (place + 0.5) / len(chart.places)
 
     def y(value: float) -> float:
-        return bottom - (bottom - _TOP) * value / marks[-1]
+        return bottom - (bottom - _TOP) * value / lines_at[-1]
 
     yield _text(_LEFT, _TOP - 12, chart.title, "start", 'font-weight="bold"')
-    for mark in marks:
-        yield f'<path d="M{_LEFT} {y(mark):.1f}H{right}" stroke="#ddd"/>'
-        yield _text(_LEFT - 6, y(mark) + 4, f"{mark:g}", "end")
+    for tick in lines_at:
+        yield f'<path d="M{_LEFT} {y(tick):.1f}H{right}" stroke="#ddd"/>'
+        yield _text(_LEFT - 6, y(tick) + 4, f"{tick:g}", "end")
     for i, place in enumerate(chart.places):
         yield _text(x(i), bottom + 15, place, "middle")
     yield _text((_LEFT + right) / 2, bottom + 31, x_title, "middle")

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,8 +18,12 @@ from typing import Any
 
 import httpx
 
+from loadtests.common import processes
+
 ROOT = Path(__file__).parents[2]
 NO_SETTINGS: Mapping[str, str] = {}
+LOG = "log"
+"""In a server's directory, what it has printed."""
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
 
@@ -39,20 +42,17 @@ class Server:
 
     url: str
     directory: Path | None = None
-    """Its own, and the mark of its processes; None if it is somebody else's."""
+    """Its own, and the tag of its processes; None if it is somebody else's."""
 
     def pause(self) -> None:
         """Stop all its processes where they are, so that they take no time from others."""
-        self._signal(signal.SIGSTOP)
+        if self.directory is not None:
+            processes.send(self.directory, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let them go on."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in processes(self.directory) if self.directory else ():
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
+        if self.directory is not None:
+            processes.send(self.directory, signal.SIGCONT)
 
 
 @contextmanager
@@ -69,16 +69,16 @@ def running(
     not ready in START_TIMEOUT_S.
     """
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # short: Ray's sockets go in
-    log, port = directory / "log", free_port()
+    port = free_port()
     server = Server(f"http://127.0.0.1:{port}", directory)
     try:
-        started = _start(command(directory, port), directory, log, settings)
+        started = start(command(directory, port), directory, settings)
         try:
-            _wait_ready(started, lambda: is_ready(server.url), log)
+            wait_ready(started, lambda: is_ready(server.url), directory)
             yield server
         finally:
             server.go_on()
-            _stop(started, directory)
+            processes.stop(started, directory, STOP_TIMEOUT_S)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -94,11 +94,16 @@ def serve_run(
 
     def command(directory: Path, port: int) -> list[str | Path]:
         hidden = "RAY_SERVE_ENABLE_HA_PROXY" in environment
-        config = write_config(directory, model, port, allow_anonymous=hidden)
-        return [Path(sys.executable).with_name("serve"), "run", config]
+        config = write_config(directory, [model], port, allow_anonymous=hidden)
+        return serve_command("run", config)
 
     with running(command, corral_is_ready, environment) as server:
         yield server
+
+
+def serve_command(*arguments: str | Path) -> list[str | Path]:
+    """Ray Serve's program of this Python's environment."""
+    return [Path(sys.executable).with_name("serve"), *arguments]
 
 
 def environment_of(name: str) -> dict[str, str]:
@@ -114,24 +119,28 @@ def haproxy_settings() -> dict[str, str]:
 
 
 def write_config(
-    directory: Path, model: Mapping[str, Any], port: int, *, allow_anonymous: bool = False
+    directory: Path, models: Sequence[Mapping[str, Any]], port: int, **ingress: object
 ) -> Path:
-    """A new file for `serve run` with this entry of `models`, on this port of loopback."""
+    """A new file for `serve run`: these `models` and settings of `ingress`, on this port of loopback."""
     app = {
         "name": "corral",
         "route_prefix": "/",
         "import_path": "serve_app.app:build",
-        "args": {"models": [model], "ingress": {"allow_anonymous": allow_anonymous}},
+        "args": {"models": models, "ingress": ingress},
     }
-    http_options = {"host": "127.0.0.1", "port": port}
+    document = {
+        "proxy_location": "HeadOnly",  # nodes of one machine would share the port
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [app],
+    }
     config = directory / "serve_config.yaml"
-    config.write_text(json.dumps({"http_options": http_options, "applications": [app]}))  # is YAML
+    config.write_text(json.dumps(document))  # is YAML
     return config
 
 
-def corral_is_ready(url: str) -> bool:
-    """Whether Corral serves there, and an engine of every model answers."""
-    stats = httpx.get(f"{url}/v1/stats")
+def corral_is_ready(url: str, headers: Mapping[str, str] | None = None) -> bool:
+    """Whether Corral serves there, and an engine of every model answers. Raises httpx.TransportError."""
+    stats = httpx.get(f"{url}/v1/stats", headers=headers)
     return stats.is_success and all(model["replicas"] for model in stats.json()["models"])
 
 
@@ -150,74 +159,36 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 
-def _start(
-    command: Sequence[str | Path], directory: Path, log: Path, settings: Mapping[str, str]
+def start(
+    command: Sequence[str | Path], directory: Path, settings: Mapping[str, str] = NO_SETTINGS
 ) -> subprocess.Popen[bytes]:
-    ours = {
-        "RAY_TMPDIR": str(directory),  # also the mark by which our processes are known
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    """Start a server with signals at their defaults, `directory` as the tag of its processes and these
+    environment variables, in no other Ray cluster. What it prints goes to `directory/log`."""
+    ours = {processes.TAG: str(directory), "RAY_USAGE_STATS_ENABLED": "0"}
     environment = os.environ | ours | dict(settings)
     environment.pop("RAY_ADDRESS", None)  # somebody's cluster
-    with log.open("wb") as output:
+    with (directory / LOG).open("wb") as output:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            processes.with_default_signals(*command),
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
 
 
-def _wait_ready(server: subprocess.Popen[bytes], is_ready: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            if is_ready():
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise RuntimeError(f"The server did not start:\n{log.read_text(errors='replace')}")
+def wait_ready(
+    server: subprocess.Popen[bytes], is_ready: Callable[[], bool], directory: Path
+) -> None:
+    """Wait until it is. Raises RuntimeError with the log if the server ends, or is not ready in
+    START_TIMEOUT_S."""
 
+    def ended_or_ready() -> bool:
+        with suppress(httpx.TransportError):
+            return server.poll() is not None or is_ready()
+        return False
 
-def _stop(server: subprocess.Popen[bytes], directory: Path) -> None:
-    """As Ctrl-C does; then by force."""
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-    if not _gone(directory):
-        for process in processes(directory):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        _gone(directory)
-    server.wait(STOP_TIMEOUT_S)
-
-
-def _gone(directory: Path) -> bool:
-    """Whether all of them ended within STOP_TIMEOUT_S."""
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while processes(directory):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def processes(directory: Path) -> list[int]:
-    """Ids of the live processes that were started with this directory: those that have it in their
-    environment, and all that descend from these. A process that gives itself a title, as many of Ray's
-    do, writes it over its environment."""
-    mark = f"RAY_TMPDIR={directory}".encode()
-    found: set[int] = set()
-    children: dict[int, list[int]] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        pid = int(process.name)
-        try:
-            state, parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-            if state != b"Z":
-                children.setdefault(int(parent), []).append(pid)
-            if mark in (process / "environ").read_bytes().split(b"\0"):  # of zombies, it is empty
-                found.add(pid)
-        except OSError:
-            continue  # another user's, or gone by now
-    new = list(found)
-    while new:
-        new = [child for one in new for child in children.get(one, ()) if child not in found]
-        found.update(new)
-    return sorted(found)
+    if not processes.within(START_TIMEOUT_S, ended_or_ready) or server.poll() is not None:
+        log = (directory / LOG).read_text(errors="replace")
+        raise RuntimeError(f"The server did not start:\n{log}")

@@ -38,11 +38,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -50,8 +49,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.common import bursts
-from loadtests.common.benchmark import bounded, cpu_name
+from loadtests.common.benchmark import bounded, choice, listed, machine_and_model, usable_cores
 from loadtests.common.bursts import Burst
+from loadtests.common.rounds import turns
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.compare import llama_server
 from loadtests.compare import report as peer_report
@@ -131,8 +131,8 @@ def measure(settings: Settings) -> Iterator[Record]:
     for number in range(1, settings.rounds + 1):
         with ExitStack() as servers:
             paused = {s: servers.enter_context(_warm(s, settings, words)) for s in settings.sides}
-            for i, point in enumerate(settings.points, number):
-                for side in settings.sides if i % 2 else settings.sides[::-1]:
+            for i, point in enumerate(settings.points, number - 1):
+                for side in turns(settings.sides, i):
                     url = paused[side].url
                     bodies = requests(side, url, words, number, point)
                     with _awake(paused[side]):
@@ -179,12 +179,8 @@ def by_point(
 
 
 def facts(settings: Settings) -> dict[str, Any]:
-    """What the figures depend on. `model_mb` is in units of 10^6 bytes."""
-    found: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "model": settings.model.name,
-        "model_mb": round(settings.model.stat().st_size / 1e6),
+    """What the figures depend on."""
+    found = machine_and_model(settings.model) | {
         "versions": {name: version(name) for name in ("corral", "llama-cpp-python", "ray")},
         "sizes": asdict(Sizes(settings.threads)),
         "engine": settings.engine,
@@ -251,16 +247,6 @@ def _progress(record: Record) -> None:
     )
 
 
-def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(text.split(",")))
-        if unknown := set(names) - set(known):
-            raise argparse.ArgumentTypeError(f"{unknown} not among {', '.join(known)}.")
-        return names
-
-    return parse
-
-
 def _sides(text: str) -> tuple[str, ...]:
     sides = tuple(dict.fromkeys(side.rstrip("/") for side in text.split(",")))
     if unknown := [side for side in sides if side not in SIDES and not is_url(side)]:
@@ -286,13 +272,11 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     user_count = bounded(1, MAX_USERS)
     parser.add_argument("--model", type=_absolute, required=True)
-    parser.add_argument("--workloads", type=_names(tuple(WORKLOADS)), default=tuple(WORKLOADS))
-    parser.add_argument(
-        "--users", type=lambda text: tuple(map(user_count, text.split(","))), default=(1, 4, 8, 16)
-    )
+    parser.add_argument("--workloads", type=listed(choice(*WORKLOADS)), default=tuple(WORKLOADS))
+    parser.add_argument("--users", type=listed(user_count), default=(1, 4, 8, 16))
     parser.add_argument("--rounds", type=bounded(1, 50), default=3)
     parser.add_argument("--sides", type=_sides, default=(CORRAL, BARE, LLAMA_SERVER))
-    parser.add_argument("--threads", type=bounded(1, 512), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
     parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--engine", type=_engine, default={})
     parser.add_argument("--json", type=Path, default=None)

@@ -24,8 +24,10 @@ from serve_app.app import resolve
 from serve_app.config import schema
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
-from serve_app.ingress.api import build_api
+from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.model_registry import Answers, ServedModel
+from serve_app.ingress.workers.pool import WorkerPool
+from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import ReplicaStats, RequestRecord, SlotAction
 
@@ -75,13 +77,14 @@ def serve(file: Path) -> None:
     http_options = yaml.safe_load(file.read_text())["http_options"]
     model = resolve(schema.load(file).models[0], share=1)
     path = locate(model.source)
-    options = dataclasses.replace(model.options, sweep_folder=cache_folder() / "sweeps")
+    options = dataclasses.replace(model.options, profile_folder=cache_folder() / "profiles")
     engine = Engine.load(path, options)  # as the replica does it
     try:
         served = ServedModel(
             model.id, model.options.n_ctx_slot, Tokenizer(path), LocalClient(engine)
         )
-        api = build_api({served.id: served})
+        file_of = ModelFile(served.id, served.n_ctx_slot, path)
+        api = build_api({served.id: served}, workers=WorkerPool([file_of], PREPARATIONS))
         uvicorn.run(api, **http_options, log_level="warning", access_log=False)
     finally:
         engine.close(timeout_s=0)

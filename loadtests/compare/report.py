@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from loadtests.common import benchmark
 from loadtests.common.bursts import FIGURES, Burst
+from loadtests.common.rounds import ratios
 from loadtests.compare.sides import LLAMA_SERVER
 
 Round = Mapping[str, Burst]
 """One burst of each side, by its name, with the same prompts."""
 
-HEADER = (
-    "| users | side | tokens/s | TTFT p50, s | TTFT p95, s | ITL p50, ms | ITL p99, ms | tokens |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+_HEADER = (
+    *("users", "side", "tokens/s", "TTFT p50, s", "TTFT p95, s", "ITL p50, ms", "ITL p99, ms"),
+    "tokens",
 )
 _FORMATS = dict(zip(FIGURES, (".1f", ".2f", ".2f", ".1f", ".1f"), strict=True))
 
@@ -26,7 +27,7 @@ def table(results: Mapping[int, Sequence[Round]]) -> str:
         for users, rounds in results.items()
         for side in rounds[0]
     ]
-    return "\n".join([HEADER, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+    return benchmark.table(_HEADER, rows)
 
 
 def baseline(sides: Iterable[str]) -> str:
@@ -36,22 +37,19 @@ def baseline(sides: Iterable[str]) -> str:
 
 
 def cell(rounds: Sequence[Round], side: str, figure: str) -> str:
-    """A side's median, and how it compares with the baseline's."""
-    median = statistics.median(one[side].figures()[figure] for one in rounds)
-    text = f"{median:{_FORMATS[figure]}}"
-    if side == baseline(rounds[0]):
-        return text
-    values = ratios(rounds, side, figure)
-    if any(map(math.isnan, values)):
-        return text
-    return f"{text}, {statistics.median(values):.2f}x ({min(values):.2f}-{max(values):.2f})"
-
-
-def ratios(rounds: Sequence[Round], side: str, figure: str) -> list[float]:
-    """This side's figure over the baseline's, in each round; NaN where that is 0."""
+    """A side's median, and its ratios to the baseline's in the same rounds, if there are any."""
+    values = of_side(rounds, side, figure)
+    text = f"{statistics.median(values):{_FORMATS[figure]}}"
     other = baseline(rounds[0])
-    pairs = ((one[side].figures()[figure], one[other].figures()[figure]) for one in rounds)
-    return [ours / theirs if theirs else math.nan for ours, theirs in pairs]
+    found = None if side == other else ratios(values, of_side(rounds, other, figure))
+    if found is None:
+        return text
+    return f"{text}, {statistics.median(found):.2f}x ({min(found):.2f}-{max(found):.2f})"
+
+
+def of_side(rounds: Sequence[Round], side: str, figure: str) -> list[float]:
+    """A side's figure in each round."""
+    return [one[side].figures()[figure] for one in rounds]
 
 
 def answered(rounds: Sequence[Round], side: str) -> str:

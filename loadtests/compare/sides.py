@@ -75,7 +75,7 @@ def start(
     entry = {"id": "model", "source": {"path": str(model)}, "engine": asdict(sizes) | dict(engine)}
 
     def bare(directory: Path, port: int) -> list[str | Path]:
-        config = write_config(directory, entry, port)
+        config = write_config(directory, [entry], port)
         return [sys.executable, "-m", "loadtests.compare.bare_server", config]
 
     def peer(_: Path, port: int) -> list[str | Path]:

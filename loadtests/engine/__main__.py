@@ -45,10 +45,11 @@ from loadtests.common.benchmark import (
     machine,
     usable_cores,
 )
+from loadtests.common.rounds import in_turns
 from loadtests.engine.bare_loop import text_tokens
 from loadtests.engine.batched_bench import NATIVE, BatchedBench
 from loadtests.engine.modes import BARE, BATCHED, MODES, ModeProcess
-from loadtests.engine.report import Round, plot, summary, table
+from loadtests.engine.report import plot, summary, table
 from loadtests.engine.run import AnyRun, NativeRun
 from serve_app.engine import EngineOptions
 
@@ -81,7 +82,7 @@ class Settings:
             kv_unified=False,
             max_stall_s=None,
             speculate=False,
-            sweep_limit_s=0,
+            profile_limit_s=0,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -107,10 +108,9 @@ def check(run: AnyRun, sequences: int, prompt_tokens: int, max_tokens: int) -> N
         raise BenchmarkError(f"{run.mode} computed {run.prompt_tokens} prompt tokens.")
 
 
-def measure(sequences: int, settings: Settings, prompts: Prompts) -> list[Round]:
+def measure(sequences: int, settings: Settings, prompts: Prompts) -> list[dict[str, AnyRun]]:
     """A short warm-up and then `rounds` runs of each mode, in turns."""
     options = settings.options(sequences)
-    rounds: list[Round] = []
     with ExitStack() as stack:
         opened: dict[str, ModeProcess | BatchedBench] = {
             mode: stack.enter_context(ModeProcess(mode, settings.model, options))
@@ -118,18 +118,19 @@ def measure(sequences: int, settings: Settings, prompts: Prompts) -> list[Round]
         }
         if settings.batched_bench is not None:
             opened[NATIVE] = BatchedBench(settings.batched_bench, settings.model, options)
-        order = list(opened)
-        for number in range(settings.rounds + 1):
-            drawn = [prompts.draw(settings.prompt_tokens) for _ in range(sequences)]
+        drawn = [
+            [prompts.draw(settings.prompt_tokens) for _ in range(sequences)]
+            for _ in range(settings.rounds + 1)
+        ]
+
+        def run(number: int, mode: str) -> AnyRun:
             max_tokens = settings.max_tokens if number else _WARM_UP_TOKENS
-            found: dict[str, AnyRun] = {}
-            for mode in order:
-                found[mode] = run = opened[mode].run(drawn, max_tokens)
-                check(run, sequences, settings.prompt_tokens, max_tokens)
-                _progress(f"{sequences} at once, {f'round {number}' if number else 'warm-up'}", run)
-            rounds.append({mode: found[mode] for mode in opened})
-            order.reverse()
-    return rounds[1:]
+            found = opened[mode].run(drawn[number], max_tokens)
+            check(found, sequences, settings.prompt_tokens, max_tokens)
+            _progress(f"{sequences} at once, {f'round {number}' if number else 'warm-up'}", found)
+            return found
+
+        return in_turns(tuple(opened), settings.rounds, run)
 
 
 def _progress(what: str, run: AnyRun) -> None:

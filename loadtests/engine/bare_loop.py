@@ -26,7 +26,7 @@ RUN_TIMEOUT_S = 600.0
 # Kept at module level: llama.cpp holds a bare pointer.
 _NO_LOG = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
-# llama.cpp rounds a lane's length up to this many cells.
+# llama.cpp rounds a slot's length up to this many cells.
 _CELL_PADDING = 256
 
 
@@ -69,17 +69,6 @@ class BareLoop:
         for i in range(options.n_batch):
             self._batch.n_seq_id[i] = 1
 
-    def close(self) -> None:
-        """Free the context; nothing is called afterwards."""
-        llama_cpp.llama_batch_free(self._batch)
-        llama_cpp.llama_free(self._context)
-
-    def __enter__(self) -> BareLoop:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def run(
         self, prompts: Sequence[Prompt], max_tokens: int, groups: Groups, seeds: Sequence[int]
     ) -> tuple[list[list[float]], int]:
@@ -101,11 +90,11 @@ class BareLoop:
             steps += 1
             self._decode(rows)
             sampled = [(row[2], i) for i, row in enumerate(rows) if row[3]]
-            for lane, i in sampled:
-                last[lane] = llama_cpp.llama_sampler_sample(chains[lane], self._context, i)
+            for seq_id, i in sampled:
+                last[seq_id] = llama_cpp.llama_sampler_sample(chains[seq_id], self._context, i)
             now = time.perf_counter()
-            for lane, _ in sampled:
-                arrivals[lane].append(now)
+            for seq_id, _ in sampled:
+                arrivals[seq_id].append(now)
             if now > deadline:
                 raise TimeoutError(f"The bare loop took longer than {RUN_TIMEOUT_S} s.")
 
@@ -117,7 +106,12 @@ class BareLoop:
                     step(rows[first : first + self._n_batch])
             for past in range(max_tokens - 1):
                 for group in groups:
-                    step([(last[lane], len(prompts[lane]) + past, lane, True) for lane in group])
+                    step(
+                        [
+                            (last[seq_id], len(prompts[seq_id]) + past, seq_id, True)
+                            for seq_id in group
+                        ]
+                    )
         finally:
             for chain in chains:
                 llama_cpp.llama_sampler_free(chain)
@@ -193,7 +187,7 @@ def _new_context(
 def _prompt_rows(prompts: Sequence[Prompt], group: Sequence[int]) -> list[Row]:
     """The group's prompts one after the other; each one's last token wants logits."""
     return [
-        (token, position, lane, position == len(prompts[lane]) - 1)
-        for lane in group
-        for position, token in enumerate(prompts[lane])
+        (token, position, seq_id, position == len(prompts[seq_id]) - 1)
+        for seq_id in group
+        for position, token in enumerate(prompts[seq_id])
     ]

@@ -53,12 +53,6 @@ class BatchedBench:
                 raise BenchmarkError(f"{NATIVE} ended with {process.returncode}: {log.read()}")
             return out.read(), peak
 
-    def __enter__(self) -> BatchedBench:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is open between two runs."""
-
 
 def bench_arguments(
     model: Path, options: EngineOptions, prompts: Sequence[Prompt], max_tokens: int

@@ -5,36 +5,25 @@
 `round-robin`  one context, one row of one sequence a step, in turn
 `separate`     a thread pool, a context for each sequence, the threads shared out among them
 
-They cannot share a process: peak memory would be of all, and libgomp counts every thread that a process
-ever started a team from; once there are more than cores, all of its teams sleep at every barrier
-instead of spinning.
+They cannot share a process: `process` says why.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from loadtests.common.benchmark import BenchmarkError, Prompt, peak_bytes
+from loadtests.engine import asking, process
 from loadtests.engine.bare_loop import RUN_TIMEOUT_S, BareLoop, BareModel
 from loadtests.engine.run import Run
-from serve_app.engine import (
-    CorralError,
-    Engine,
-    EngineOptions,
-    GenerationRequest,
-    SamplingParams,
-    TokenStream,
-)
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 
 BATCHED, BARE, ROUND_ROBIN, SEPARATE = "batched", "bare", "round-robin", "separate"
 
@@ -46,64 +35,42 @@ class ModeProcess:
     """One mode's process: idle, all its threads asleep, but for `run`."""
 
     def __init__(self, name: str, model: Path, options: EngineOptions) -> None:
-        context = multiprocessing.get_context("spawn")
         self._name = name
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_work, args=(name, model, options, theirs), daemon=True
-        )
-        self._process.start()
-        theirs.close()
+        self._pool = process.started_with(_open, name, model, options)
 
     def run(self, prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        """All prompts at once, `max_tokens` tokens each. Raises what went wrong over there."""
-        self._connection.send((prompts, max_tokens))
-        if not self._connection.poll(2 * RUN_TIMEOUT_S):
-            raise BenchmarkError(f"The {self._name} mode gave no answer.")
+        """All prompts at once, `max_tokens` tokens each. Raises BenchmarkError for what went wrong over
+        there."""
         try:
-            answer = self._connection.recv()
-        except EOFError:
-            raise BenchmarkError(f"The {self._name} mode's process died.") from None
-        if not isinstance(answer, Run):
-            raise BenchmarkError(f"The {self._name} mode failed: {answer}")
-        return answer
-
-    def close(self) -> None:
-        """End the process, by force if it does not follow."""
-        self._connection.close()
-        self._process.join(30)
-        self._process.kill()
+            return self._pool.submit(_run, prompts, max_tokens).result(2 * RUN_TIMEOUT_S)
+        except Exception as error:
+            raise BenchmarkError(f"The {self._name} mode failed: {error!r}") from error
 
     def __enter__(self) -> ModeProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._pool.shutdown()
 
 
-def _work(name: str, model: Path, options: EngineOptions, connection: Connection) -> None:
-    """The process: answers each call with a Run, or with the error that ended it."""
-    try:
-        with MODES[name](model, options) as runner:
-            while True:
-                connection.send(runner(*connection.recv()))
-    except EOFError:
-        pass
-    except Exception as error:
-        connection.send(repr(error))
+def _open(name: str, model: Path, options: EngineOptions) -> Runner:
+    """Over there: the mode, which stays open until the process ends."""
+    return MODES[name](model, options)
 
 
-@contextmanager
-def _batched(model: Path, options: EngineOptions) -> Iterator[Runner]:
+def _run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
+    """Over there: one run."""
+    runner: Runner = process.opened()
+    return runner(prompts, max_tokens)
+
+
+def _batched(model: Path, options: EngineOptions) -> Runner:
     engine = Engine.load(model, options)
 
     def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
         return asyncio.run(_run_engine(engine, prompts, max_tokens))
 
-    try:
-        yield run
-    finally:
-        engine.close()
+    return run
 
 
 async def _run_engine(engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Run:
@@ -119,7 +86,8 @@ async def _run_engine(engine: Engine, prompts: Sequence[Prompt], max_tokens: int
     before, meter = engine.stats(), _Meter(BATCHED)
     async with asyncio.timeout(RUN_TIMEOUT_S):
         outcomes = engine.submit_many(requests)
-        arrivals = await asyncio.gather(*(_read(stream) for stream in outcomes))
+        answers = await asyncio.gather(*map(asking.arrivals, outcomes))
+    arrivals = [times for times, _ in answers]
     after = engine.stats()
     if after.generated_tokens - before.generated_tokens != sum(map(len, arrivals)):
         raise BenchmarkError("The engine's own count of tokens is another.")
@@ -127,62 +95,50 @@ async def _run_engine(engine: Engine, prompts: Sequence[Prompt], max_tokens: int
     return meter.run(prompt_tokens, arrivals, after.steps - before.steps)
 
 
-async def _read(stream: TokenStream | CorralError) -> list[float]:
-    if isinstance(stream, CorralError):
-        raise stream
-    times: list[float] = []
-    async with stream:
-        async for delta in stream:
-            times += [time.perf_counter()] * len(delta.token_ids)
-    return times
-
-
-@contextmanager
-def _one_context(mode: str, model: Path, options: EngineOptions) -> Iterator[Runner]:
+def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:
     """Bare: all sequences are one group. Round-robin: each is a group of its own."""
-    with BareModel(model) as opened, BareLoop(opened, options) as loop:
+    loop = BareLoop(BareModel(model), options)
 
-        def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-            lanes = range(len(prompts))
-            groups = [lanes] if mode == BARE else [[lane] for lane in lanes]
-            meter = _Meter(mode)
-            arrivals, steps = loop.run(prompts, max_tokens, groups, seeds=lanes)
-            return meter.run(sum(map(len, prompts)), arrivals, steps)
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
+        seq_ids = range(len(prompts))
+        groups = [seq_ids] if mode == BARE else [[seq_id] for seq_id in seq_ids]
+        meter = _Meter(mode)
+        arrivals, steps = loop.run(prompts, max_tokens, groups, seeds=seq_ids)
+        return meter.run(sum(map(len, prompts)), arrivals, steps)
 
-        yield run
+    return run
 
 
-@contextmanager
-def _separate(model: Path, options: EngineOptions) -> Iterator[Runner]:
+def _separate(model: Path, options: EngineOptions) -> Runner:
     """Every context computes with `threads // n_slots` threads, at least one: together they use
     the same cores as the others, and more than those only if there are more sequences than cores."""
     n = options.n_slots
     alone = replace(options, n_slots=1, threads=max(1, options.threads // n))
-    with BareModel(model) as opened, ExitStack() as stack:
-        loops = [stack.enter_context(BareLoop(opened, alone)) for _ in range(n)]
-        pool = stack.enter_context(ThreadPoolExecutor(n))
+    opened = BareModel(model)
+    loops = [BareLoop(opened, alone) for _ in range(n)]
+    pool = ThreadPoolExecutor(n)
 
-        def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-            meter = _Meter(SEPARATE)
-            futures = [
-                pool.submit(loop.run, [prompt], max_tokens, [[0]], [seed])
-                for seed, (loop, prompt) in enumerate(zip(loops, prompts, strict=True))
-            ]
-            results = [future.result() for future in futures]
-            arrivals = [times for (times,), _ in results]
-            steps = sum(steps for _, steps in results)
-            return meter.run(sum(map(len, prompts)), arrivals, steps)
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
+        meter = _Meter(SEPARATE)
+        futures = [
+            pool.submit(loop.run, [prompt], max_tokens, [[0]], [seed])
+            for seed, (loop, prompt) in enumerate(zip(loops, prompts, strict=True))
+        ]
+        results = [future.result() for future in futures]
+        arrivals = [times for (times,), _ in results]
+        steps = sum(steps for _, steps in results)
+        return meter.run(sum(map(len, prompts)), arrivals, steps)
 
-        yield run
+    return run
 
 
-MODES: dict[str, Callable[[Path, EngineOptions], AbstractContextManager[Runner]]] = {
+MODES: dict[str, Callable[[Path, EngineOptions], Runner]] = {
     SEPARATE: _separate,
     ROUND_ROBIN: partial(_one_context, ROUND_ROBIN),
     BARE: partial(_one_context, BARE),
     BATCHED: _batched,
 }
-"""How each mode opens its model."""
+"""How each mode opens its model, for as long as its process lives."""
 
 
 class _Meter:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence, Set
@@ -25,10 +24,9 @@ from loadtests.common.benchmark import (
     bounded,
     machine,
     machine_line,
-    spread,
-    table_row,
     usable_cores,
 )
+from loadtests.common.rounds import compared, in_turns
 from loadtests.engine import process
 from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
@@ -61,8 +59,8 @@ async def _decode(engine: Engine, prompts: Sequence[Prompt], begin: float, secon
     return rate
 
 
-def measure(settings: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens/s of all replicas together in each round, after one that warms up."""
+def measure(settings: argparse.Namespace) -> list[dict[str, float]]:
+    """Tokens/s of all replicas together in each round."""
     draw = Prompts(text_tokens(settings.model)).draw
     share = usable_cores() // settings.replicas
     options = EngineOptions(
@@ -70,26 +68,24 @@ def measure(settings: argparse.Namespace) -> dict[str, list[float]]:
         n_ctx_slot=_N_CTX_SLOT,
         threads=share,
         speculate=False,
-        sweep_limit_s=0,
+        profile_limit_s=0,
     )
     pools = [process.started(settings.model, options) for _ in range(settings.replicas)]
-    rates: dict[str, list[float]] = {PINNED: [], FREE: []}
-    order = list(rates)
-    for number in range(settings.rounds + 1):
-        for way in order:
-            begin = time.time() + settings.lead_s
-            runs = []
-            for pool, cores in zip(pools, _cores(way, share, settings.replicas), strict=True):
-                prompts = [draw(_PROMPT_TOKENS) for _ in range(settings.sequences)]
-                runs.append(pool.submit(_run, prompts, cores, begin, settings.seconds))
-            rate = sum(run.result(_TIMEOUT_S) for run in runs)
-            print(f"{way}, round {number}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
-            if number:
-                rates[way].append(rate)
-        order.reverse()
+
+    def run(number: int, way: str) -> float:
+        begin = time.time() + settings.lead_s
+        runs = []
+        for pool, cores in zip(pools, _cores(way, share, settings.replicas), strict=True):
+            prompts = [draw(_PROMPT_TOKENS) for _ in range(settings.sequences)]
+            runs.append(pool.submit(_run, prompts, cores, begin, settings.seconds))
+        rate = sum(run.result(_TIMEOUT_S) for run in runs)
+        print(f"{way}, round {number}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
+        return rate
+
+    rounds = in_turns((PINNED, FREE), settings.rounds, run)
     for pool in pools:
         pool.shutdown()
-    return rates
+    return rounds
 
 
 def _cores(way: str, share: int, n_replicas: int) -> list[set[int]]:
@@ -111,12 +107,9 @@ def main() -> None:
     parser.add_argument("--lead-s", type=float, default=3, help="time for prompts, before")
     parser.add_argument("--rounds", type=bounded(1, 100), default=3)
     settings = parser.parse_args()
-    rates = measure(settings)
+    rounds = measure(settings)
     print(machine_line(machine(settings.model, usable_cores() // settings.replicas)))
-    print("| way | tokens/s | to not pinned |\n| --- | --- | --- |")
-    for way, of_way in rates.items():
-        ratios = [rate / free for rate, free in zip(of_way, rates[FREE], strict=True)]
-        print(table_row([way, f"{statistics.median(of_way):.1f}", spread(ratios)]))
+    print(compared(rounds, FREE, ("way", "tokens/s", "to not pinned"), "{:.1f}".format))
 
 
 if __name__ == "__main__":

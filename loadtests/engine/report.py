@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from loadtests.common.benchmark import machine_line, percentile, table_row
+from loadtests.common import benchmark
+from loadtests.common.benchmark import machine_line, percentile
 from loadtests.common.plot import Chart, svg
+from loadtests.common.rounds import ratios as ratios_of
 from loadtests.engine.modes import BATCHED
 from loadtests.engine.run import AnyRun
 
@@ -37,10 +39,10 @@ def ratios(rounds: Sequence[Round], mode: str, rate: str) -> dict[str, Any] | No
     """Batched over another mode, for each round, with median and spread; None if one is missing."""
     if mode == BATCHED or any(BATCHED not in one for one in rounds):
         return None
-    pairs = [(getattr(one[BATCHED], rate), getattr(one[mode], rate)) for one in rounds]
-    if any(rate is None for pair in pairs for rate in pair):
+    batched, other = ([getattr(one[name], rate) for one in rounds] for name in (BATCHED, mode))
+    values = ratios_of(batched, other)
+    if values is None:
         return None
-    values = [batched / other for batched, other in pairs]
     median = statistics.median(values)
     return {"rounds": values, "median": median, "min": min(values), "max": max(values)}
 
@@ -84,14 +86,12 @@ _HEADER = (
 
 def table(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """A line of facts and a Markdown table. "Batched / it" is the ratio to the row's mode."""
-    lines = [
+    line = (
         machine_line(facts)
         + ", {prompt_tokens} prompt tokens, {max_tokens} generated; medians of {rounds} rounds; "
-        "peak: resident memory of the mode's own process".format(**facts),
-        "",
-        table_row(_HEADER),
-        table_row(["---"] * len(_HEADER)),
-    ]
+        "peak: resident memory of the mode's own process".format(**facts)
+    )
+    rows = []
     for result in results:
         for mode, figures in result["modes"].items():
             cells = (
@@ -103,8 +103,8 @@ def table(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
                 *(_cell(figures[f"{name}_ms"]) for name in ("ttft_p50", "itl_p50", "itl_p99")),
                 f"{figures['peak_mib']:.0f}",
             )
-            lines.append(table_row((result["sequences"], mode, *cells)))
-    return "\n".join(lines)
+            rows.append((result["sequences"], mode, *cells))
+    return f"{line}\n\n{benchmark.table(_HEADER, rows)}"
 
 
 def plot(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:

@@ -21,15 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from loadtests.common import benchmark
 from loadtests.common.benchmark import (
     bounded,
     choice,
@@ -37,9 +36,9 @@ from loadtests.common.benchmark import (
     machine,
     machine_line,
     percentile,
-    table_row,
     usable_cores,
 )
+from loadtests.engine import process
 from loadtests.engine.bare_loop import text_tokens
 from loadtests.engine.simulation import Answer, Scenario, play
 
@@ -94,7 +93,7 @@ _HEADER = (
 
 def table(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """A line of facts and a Markdown table, a row for each scenario."""
-    lines = [machine_line(facts), "", table_row(_HEADER), table_row(["---"] * len(_HEADER))]
+    rows = []
     for result in results:
         scenario = result["scenario"]
         cells = (
@@ -116,16 +115,16 @@ def table(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
             f"{result['e2e_p50_s']:.2f}",
             f"{result['total_s']:.1f}",
         )
-        lines.append(table_row(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    return f"{machine_line(facts)}\n\n{benchmark.table(_HEADER, rows)}"
 
 
 def measure(model: Path, scenario: Scenario, vocabulary: Sequence[int]) -> dict[str, Any]:
     """One scenario in a fresh process."""
     shape = f"{scenario.shared_tokens} shared, continuous {'on' if scenario.continuous else 'off'}"
     print(f"{shape}: {scenario.clients * scenario.requests} requests ...", file=sys.stderr)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        result = summary(scenario, pool.submit(play, model, scenario, vocabulary).result())
+    with process.started(model, scenario.options()) as pool:
+        result = summary(scenario, pool.submit(play, scenario, vocabulary).result())
     print(f"{shape}: {result['total_s']:.1f} s", file=sys.stderr, flush=True)
     return result
 

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from loadtests.common.benchmark import SEED, Prompts
+from loadtests.engine import process
+from loadtests.engine.asking import arrivals
 from serve_app.engine import (
     CorralError,
     Engine,
@@ -146,27 +147,16 @@ class Simulation:
     async def _read(
         self, request: GenerationRequest, stream: TokenStream | CorralError, sent_s: float
     ) -> Answer:
-        if isinstance(stream, CorralError):
-            raise stream
-        arrivals: list[float] = []
-        async with stream:
-            async for delta in stream:
-                arrivals += [self._now()] * len(delta.token_ids)
-                if delta.end is not None:
-                    answer = Answer(request.id, delta.end.usage, sent_s, tuple(arrivals))
-                    self._answers.append(answer)
-                    return answer
-        raise RuntimeError(f"{request.id} had no end.")
+        times, usage = await arrivals(stream)
+        answer = Answer(request.id, usage, sent_s, tuple(t - self._start for t in times))
+        self._answers.append(answer)
+        return answer
 
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
 
-def play(model: Path, scenario: Scenario, vocabulary: Sequence[int]) -> list[Answer]:
-    """Every answer of an engine of its own, loaded and closed here."""
-    engine = Engine.load(model, scenario.options())
-    try:
-        simulation = Simulation(engine, make_requests(scenario, vocabulary))
-        return asyncio.run(simulation.run(continuous=scenario.continuous))
-    finally:
-        engine.close()
+def play(scenario: Scenario, vocabulary: Sequence[int]) -> list[Answer]:
+    """Every answer of this process's engine."""
+    simulation = Simulation(process.engine(), make_requests(scenario, vocabulary))
+    return asyncio.run(simulation.run(continuous=scenario.continuous))

@@ -13,17 +13,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from loadtests.common.benchmark import Prompt, Prompts, percentile, spread, usable_cores
+from loadtests.common.benchmark import (
+    Prompt,
+    Prompts,
+    listed,
+    percentile,
+    spread,
+    table,
+    usable_cores,
+)
+from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.engine import asking, process
 from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 
@@ -31,6 +39,15 @@ _TIMEOUT_S = 300
 _SWITCH = {"auto": None, "on": True, "off": False}
 _CALM_TOKENS = 8
 """Tokens that every stream has before the long prompt comes."""
+_HEADER = (
+    "max_stall_ms",
+    "calm gap p50, ms",
+    "gaps p50",
+    "p99",
+    "longest",
+    "TTFT / alone, s",
+    "ratio",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +64,24 @@ class Round:
     """Gaps that ended while it was computed."""
 
 
-_engine: Engine | None = None
-
-
-def _open(model: Path, options: EngineOptions) -> None:
-    """The process's start: its engine."""
-    global _engine
-    _engine = Engine.load(model, options)
-
-
 def _run(alone: Prompt, long: Prompt, streams: Sequence[Prompt]) -> Round:
-    if _engine is None:
-        raise RuntimeError("The process has no engine.")
-    return asyncio.run(asyncio.wait_for(_round(_engine, alone, long, streams), _TIMEOUT_S))
+    round_ = _round(process.engine(), alone, long, streams)
+    return asyncio.run(asyncio.wait_for(round_, _TIMEOUT_S))
 
 
 async def _round(engine: Engine, alone: Prompt, long: Prompt, streams: Sequence[Prompt]) -> Round:
-    alone_s = await _first_token(engine, "alone", alone)
+    alone_s = await asking.ttft_s(engine, _request("alone", alone, 1))
     arrivals: list[list[float]] = [[] for _ in streams]
     calm = asyncio.Event()
     readers = [
         asyncio.create_task(
-            _read(_start(engine, f"stream-{i}", prompt, None), times, arrivals, calm)
+            _read(engine.submit(_request(f"stream-{i}", prompt, None)), times, arrivals, calm)
         )
         for i, (prompt, times) in enumerate(zip(streams, arrivals, strict=True))
     ]
     await calm.wait()
     came = time.perf_counter()
-    beside_s = await _first_token(engine, "long", long)
+    beside_s = await asking.ttft_s(engine, _request("long", long, 1))
     done = time.perf_counter()
     for reader in readers:
         reader.cancel()
@@ -88,18 +95,8 @@ async def _round(engine: Engine, alone: Prompt, long: Prompt, streams: Sequence[
     )
 
 
-def _start(engine: Engine, name: str, prompt: Prompt, max_tokens: int | None) -> TokenStream:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return engine.submit(GenerationRequest(name, prompt, sampling))
-
-
-async def _first_token(engine: Engine, name: str, prompt: Prompt) -> float:
-    began = time.perf_counter()
-    async with _start(engine, name, prompt, 1) as stream:
-        async for delta in stream:
-            if delta.token_ids:
-                return time.perf_counter() - began
-    raise RuntimeError("The prompt had no token.")
+def _request(name: str, prompt: Prompt, max_tokens: int | None) -> GenerationRequest:
+    return GenerationRequest(name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 async def _read(
@@ -113,25 +110,26 @@ async def _read(
     raise RuntimeError("A stream ended before the long prompt was done.")
 
 
-def measure(settings: argparse.Namespace) -> dict[str, list[Round]]:
-    """The rounds of each bound, after one that warms up."""
-    prompt = Prompts(text_tokens(settings.model)).draw
-    context = multiprocessing.get_context("spawn")
+def measure(settings: argparse.Namespace) -> list[dict[str, Round]]:
+    """The rounds, by bounds."""
+    draw = Prompts(text_tokens(settings.model)).draw
+    n = settings.prompt_tokens
+    prompts = [
+        (draw(n), draw(n), [draw(64) for _ in range(settings.streams)])
+        for _ in range(settings.rounds + 1)
+    ]
     pools = {
-        bound: ProcessPoolExecutor(1, context, _open, (settings.model, _options(settings, bound)))
+        bound: process.started(settings.model, _options(settings, bound))
         for bound in settings.bounds
     }
-    rounds: dict[str, list[Round]] = {bound: [] for bound in pools}
-    order = list(pools)
-    for number in range(settings.rounds + 1):
-        alone, long = prompt(settings.prompt_tokens), prompt(settings.prompt_tokens)
-        streams = [prompt(64) for _ in range(settings.streams)]
-        for bound in order:
-            found = pools[bound].submit(_run, alone, long, streams).result(2 * _TIMEOUT_S)
-            print(f"{bound} ms, round {number}: {_row([found])}", file=sys.stderr, flush=True)
-            if number:
-                rounds[bound].append(found)
-        order.reverse()
+
+    def run(number: int, bound: str) -> Round:
+        found = pools[bound].submit(_run, *prompts[number]).result(2 * _TIMEOUT_S)
+        cells = " | ".join(_cells([found]))
+        print(f"{bound} ms, round {number}: {cells}", file=sys.stderr, flush=True)
+        return found
+
+    rounds = in_turns(settings.bounds, settings.rounds, run)
     for pool in pools.values():
         pool.shutdown()
     return rounds
@@ -148,16 +146,16 @@ def _options(settings: argparse.Namespace, bound: str) -> EngineOptions:
     )
 
 
-def _row(rounds: Sequence[Round]) -> str:
+def _cells(rounds: Sequence[Round]) -> list[str]:
     calm = [1000 * gap for one in rounds for gap in one.calm_s]
     gaps = [1000 * gap for one in rounds for gap in one.gaps_s]
     alone, beside = ([getattr(one, name) for one in rounds] for name in ("alone_s", "beside_s"))
-    ratios = [one.beside_s / one.alone_s for one in rounds]
-    return (
-        f"{statistics.median(calm):.0f} | {statistics.median(gaps):.0f} | {percentile(gaps, 99):.0f} | "
-        f"{max(gaps):.0f} | {statistics.median(beside):.2f} / {statistics.median(alone):.2f} | "
-        + spread(ratios)
-    )
+    return [
+        f"{statistics.median(calm):.0f}",
+        *(f"{value:.0f}" for value in (statistics.median(gaps), percentile(gaps, 99), max(gaps))),
+        f"{statistics.median(beside):.2f} / {statistics.median(alone):.2f}",
+        spread(ratios(beside, alone) or []),
+    ]
 
 
 def main() -> None:
@@ -165,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.engine.stalls", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--bounds", type=lambda text: text.split(","), default=["250", "none"])
+    parser.add_argument("--bounds", type=listed(str), default=("250", "none"))
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
@@ -174,12 +172,7 @@ def main() -> None:
     parser.add_argument("--kv-unified", choices=_SWITCH, default="auto")
     settings = parser.parse_args()
     rounds = measure(settings)
-    print(
-        "| max_stall_ms | calm gap p50, ms | gaps p50 | p99 | longest | TTFT / alone, s | ratio |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for bound, of_bound in rounds.items():
-        print(f"| {bound} | {_row(of_bound)} |")
+    print(table(_HEADER, [(bound, *_cells(found)) for bound, found in of_each(rounds)]))
 
 
 if __name__ == "__main__":

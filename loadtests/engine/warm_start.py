@@ -2,8 +2,8 @@
 
     python -m loadtests.engine.warm_start --model PATH [--shared 512] [--own 32] [--rounds 5]
 
-An elder has answered requests that begin with the same `--shared` tokens and go on with `--own` others. In
-every round, one more such request is asked of the elder, of an engine in a new process that has the elder's
+A warm engine has answered requests that begin with the same `--shared` tokens and go on with `--own`
+others. In every round, one more such request is asked of it, of an engine in a new process that has its
 hottest prefixes, and of one that has nothing; in turns, one at a time. Each engine has all cores.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from loadtests.common.benchmark import (
@@ -23,18 +23,17 @@ from loadtests.common.benchmark import (
     bounded,
     machine,
     machine_line,
-    spread,
-    table_row,
     usable_cores,
 )
-from loadtests.engine import process
+from loadtests.common.rounds import compared, in_turns
+from loadtests.engine import asking, process
 from loadtests.engine.bare_loop import text_tokens
-from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.engine import EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import hottest
-from serve_app.engine.kv_cache.transfer import Parcel
+from serve_app.engine.kv_cache.transfer import Payload
 
-ELDER, FRESH, COLD = "a warm engine", "a fresh one with its prefixes", "a fresh one without"
+WARM, FRESH, COLD = "a warm engine", "a fresh one with its prefixes", "a fresh one without"
 _SAMPLING = SamplingParams(max_tokens=4)
 _WARM_UP = 3
 _TIMEOUT_S = 300
@@ -42,28 +41,24 @@ _TIMEOUT_S = 300
 
 def _ttft(prompt: Prompt) -> float:
     """Seconds from a request to its first token."""
-    return asyncio.run(_ask(process.engine(), prompt))
+    request = GenerationRequest("request", prompt, _SAMPLING)
+    return asyncio.run(asking.ttft_s(process.engine(), request))
 
 
-async def _ask(engine: Engine, prompt: Prompt) -> float:
-    began, first = time.perf_counter(), 0.0
-    async for _ in engine.submit(GenerationRequest("request", prompt, _SAMPLING)):
-        first = first or time.perf_counter() - began
-    return first
-
-
-def _lend() -> list[tuple[Parcel, int]]:
+def _export() -> list[tuple[Payload, int]]:
     """What the engine would give to a new one, and how many of the tokens are wanted."""
     prefixes = process.engine().prefixes
     wanted = hottest(prefixes.offers(2), [], prefixes.budget_bytes)
-    lent = [(prefixes.lend(one.tokens), state_format.n_tokens(one.tokens)) for one in wanted]
-    return [(parcel, n_tokens) for parcel, n_tokens in lent if parcel is not None]
+    lent = [
+        (prefixes.export_prefix(one.tokens), state_format.n_tokens(one.tokens)) for one in wanted
+    ]
+    return [(payload, n_tokens) for payload, n_tokens in lent if payload is not None]
 
 
-def _adopt(lent: list[tuple[Parcel, int]]) -> tuple[int, float]:
+def _import(lent: list[tuple[Payload, int]]) -> tuple[int, float]:
     """Take that; returns the bytes that are kept, and how long it took."""
     began = time.perf_counter()
-    n_bytes = sum(process.engine().prefixes.adopt(*one) for one in lent)
+    n_bytes = sum(process.engine().prefixes.import_prefix(*one) for one in lent)
     return n_bytes, time.perf_counter() - began
 
 
@@ -77,7 +72,7 @@ class Bench:
             n_ctx_slot=settings.shared + settings.own + 256,
             threads=usable_cores(),
             cache_ram_bytes=2**30,
-            sweep_limit_s=0,
+            profile_limit_s=0,
         )
         self._n_own: int = settings.own
         self._prompts = Prompts(text_tokens(settings.model))
@@ -89,26 +84,30 @@ class Bench:
     def _process(self) -> ProcessPoolExecutor:
         return process.started(self._model, self._options)
 
-    def run(self, n_rounds: int) -> dict[str, list[float]]:
+    def run(self, n_rounds: int) -> list[dict[str, float]]:
         """Seconds to the first token in each round."""
-        seconds: dict[str, list[float]] = {ELDER: [], FRESH: [], COLD: []}
-        with self._process() as elder:
+        with self._process() as warm:
             for _ in range(_WARM_UP):
-                elder.submit(_ttft, self._prompt()).result(_TIMEOUT_S)
-            for number in range(n_rounds):
-                seconds[ELDER].append(elder.submit(_ttft, self._prompt()).result(_TIMEOUT_S))
-                lent = elder.submit(_lend).result(_TIMEOUT_S)
-                with self._process() as fresh:
-                    n_bytes, adopt_s = fresh.submit(_adopt, lent).result(_TIMEOUT_S)
-                    seconds[FRESH].append(fresh.submit(_ttft, self._prompt()).result(_TIMEOUT_S))
-                with self._process() as cold:
-                    seconds[COLD].append(cold.submit(_ttft, self._prompt()).result(_TIMEOUT_S))
-                took = ", ".join(f"{way}: {times[-1]:.3f} s" for way, times in seconds.items())
-                print(
-                    f"Round {number}: {took}; {n_bytes / 2**20:.0f} MiB taken in {adopt_s:.3f} s.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warm.submit(_ttft, self._prompt()).result(_TIMEOUT_S)
+            return in_turns(
+                (WARM, FRESH, COLD),
+                n_rounds,
+                lambda number, way: self._ask(number, way, warm),
+                warm_up=False,
+            )
+
+    def _ask(self, number: int, way: str, warm: ProcessPoolExecutor) -> float:
+        """Seconds to the first token of one more request, asked this way."""
+        with ExitStack() as stack:
+            asked, taken = warm, ""
+            if way != WARM:
+                asked = stack.enter_context(self._process())
+            if way == FRESH:
+                exported = warm.submit(_export).result(_TIMEOUT_S)
+                n_bytes, import_s = asked.submit(_import, exported).result(_TIMEOUT_S)
+                taken = f"; {n_bytes / 2**20:.0f} MiB taken in {import_s:.3f} s"
+            seconds: float = asked.submit(_ttft, self._prompt()).result(_TIMEOUT_S)
+        print(f"{way}, round {number}: {seconds:.3f} s{taken}", file=sys.stderr, flush=True)
         return seconds
 
 
@@ -123,12 +122,10 @@ def main() -> None:
     parser.add_argument("--own", type=bounded(1, 10_000), default=32)
     parser.add_argument("--rounds", type=bounded(1, 100), default=5)
     settings = parser.parse_args()
-    seconds = Bench(settings).run(settings.rounds)
+    rounds = Bench(settings).run(settings.rounds)
     print(machine_line(machine(settings.model, usable_cores())))
-    print("| asked of | time to first token, ms | to a warm one |\n| --- | --- | --- |")
-    for way, times in seconds.items():
-        ratios = [one / warm for one, warm in zip(times, seconds[ELDER], strict=True)]
-        print(table_row([way, f"{1000 * statistics.median(times):.0f}", spread(ratios)]))
+    header = ("asked of", "time to first token, ms", "to a warm one")
+    print(compared(rounds, WARM, header, lambda seconds: f"{1000 * seconds:.0f}"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtests.common.benchmark import SEED, bounded, table_row
+from loadtests.common import benchmark
+from loadtests.common.benchmark import SEED, bounded
 from loadtests.common.servers import exit_on_sigterm
 from loadtests.load.driver import Load, LoadError, Result, drive
 from loadtests.load.stream_metrics import Slo
@@ -111,14 +112,13 @@ def measure(
 def table(held: Sequence[Held], bounds: Mapping[str, float]) -> str:
     """Every configuration with what it holds, as Markdown, and the best."""
     header = ["configuration", "users", *bounds, "tokens/s"]
-    lines = [table_row(header), table_row(["---"] * len(header))]
+    rows = []
     for one in held:
         values = [one.figures.get(name) for name in (*bounds, "tokens_per_s")]
         cells = ["-" if value is None else f"{value:.3g}" for value in values]
-        lines.append(table_row([one.name, one.users, *cells]))
+        rows.append([one.name, one.users, *cells])
     best = max(held, key=lambda one: (one.users, one.figures.get("tokens_per_s") or 0.0))
-    lines.append(f"\nHolds the most: {best.name}, {best.users} users.")
-    return "\n".join(lines)
+    return f"{benchmark.table(header, rows)}\n\nHolds the most: {best.name}, {best.users} users."
 
 
 def main(argv: Sequence[str] | None = None) -> None:

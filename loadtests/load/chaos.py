@@ -1,4 +1,4 @@
-"""Whether a server keeps its books when it is treated badly: overload, faults, hours.
+"""Whether a server keeps its books when it is treated badly: overload, lost replicas, hours.
 
     python -m loadtests.load.chaos SCENARIO (--url URL | --config FILE) [--capacity USERS] [--seconds N]
 

@@ -1,4 +1,4 @@
-"""One load on one server: Locust in a process of its own, the server watched meanwhile."""
+"""One load on one server: Locust in a process of its own, the server observed meanwhile."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from loadtests.common.processes import with_default_signals
 from loadtests.load.observer import Sample, busy_s, cpu_s, ended, engines_of, sample
 from loadtests.load.stream_metrics import (
     Accounts,
@@ -132,13 +133,13 @@ def drive(target: Target, load: Load, strikes: Strikes = ()) -> Result:
         journal, log = Path(folder, "journal"), Path(folder, "log")
         with log.open("wb") as output:
             locust = subprocess.Popen(
-                load.command(target.url, journal),
+                with_default_signals(*load.command(target.url, journal)),
                 cwd=LOCUSTFILE.parents[1],
                 stdout=output,
                 stderr=output,
             )
         try:
-            samples = _watch(target, load, locust, strikes)
+            samples = _observe(target, load, locust, strikes)
         finally:
             locust.kill()
             locust.wait()
@@ -162,7 +163,7 @@ def drive(target: Target, load: Load, strikes: Strikes = ()) -> Result:
     )
 
 
-def _watch(
+def _observe(
     target: Target,
     load: Load,
     locust: subprocess.Popen[bytes],

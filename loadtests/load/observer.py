@@ -27,7 +27,7 @@ class Sample:
     """The longest of any replica."""
     busy_slots: int
     kv_tokens: int
-    """In all slots, idle ones included."""
+    """In all slots, idle ones included; 0 for keys that are no operators'."""
     store_mib: float
     """Prefixes that lost their slot and are kept in memory, up to `engine.cache_ram_mib`."""
     rss_mib: float | None
@@ -51,7 +51,7 @@ def sample(target: Target, model: str, at_s: float) -> Sample | None:
         waiting=sum(engine["waiting"] for engine in engines),
         backlog_s=max((engine["backlog_s"] for engine in engines), default=0.0),
         busy_slots=sum(slot["state"] != "idle" for slot in slots),
-        kv_tokens=sum(slot["n_past"] for slot in slots),
+        kv_tokens=sum(slot.get("n_past", 0) for slot in slots),
         store_mib=round(sum(engine["stored_bytes"] for engine in engines) / 2**20, 1),
         rss_mib=_rss_mib(pids) if pids else None,
         files=sum(map(_files, pids)) if pids else None,

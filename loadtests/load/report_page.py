@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from loadtests.common.benchmark import table_row
+from loadtests.common import benchmark
 from loadtests.common.plot import Chart, chart_svg, colours_of
 
 Document = Mapping[str, Any]
@@ -72,7 +72,7 @@ def markdown(document: Document) -> str:
     """A line of facts, and a table for each mix of users."""
     lines = [_facts_line(document), ""]
     for mix, runs in by_mix(document).items():
-        lines += [f"## {mix}", "", *_table(_header(), [_row(run) for run in runs]), ""]
+        lines += [f"## {mix}", "", benchmark.table(_header(), [_row(run) for run in runs]), ""]
     return "\n".join([*lines, *_notes(document), ""])
 
 
@@ -159,7 +159,7 @@ def comparison(one: Document, other: Document) -> str:
                 a, b = run["figures"][name], match["figures"][name]
                 ratio = f"{b / a:.2f}x" if a and b is not None else "-"
                 rows.append([run["load"]["users"], name, number(a), number(b), ratio])
-        lines += [f"## {mix}", "", *_table(header, rows), ""]
+        lines += [f"## {mix}", "", benchmark.table(header, rows), ""]
     return "\n".join(lines)
 
 
@@ -214,10 +214,6 @@ def _notes(document: Document) -> Iterator[str]:
             yield f"WARNING: {mix}, {users} users: {books['missing']} missing, {books['twice']} twice."
         for reason, count in run["errors"].items():
             yield f"WARNING: {mix}, {users} users: {count} failed: {reason}."
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    return [table_row(header), table_row(["---"] * len(header)), *map(table_row, rows)]
 
 
 def _html_table(

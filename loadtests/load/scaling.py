@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from cluster.local.cluster import LocalCluster
+from loadtests.common import benchmark
 from loadtests.common.benchmark import percentile
 from loadtests.common.plot import Chart, svg
 from loadtests.common.servers import exit_on_sigterm, free_port
@@ -79,15 +80,23 @@ def rows(result: Result, nodes: Sequence[tuple[float, int]], start_s: float) -> 
 
 def table(found: Sequence[Row]) -> str:
     """Markdown."""
-    lines = [
-        "| from, s | users | replicas | nodes | waiting | sent | failed | TTFT p50, s | p95 |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = (
+        "from, s",
+        "users",
+        "replicas",
+        "nodes",
+        "waiting",
+        "sent",
+        "failed",
+        "TTFT p50, s",
+        "p95",
+    )
+    rows = []
     for row in found:
         counts = (row.at_s, row.users, row.replicas, row.nodes, row.waiting, row.sent, row.failed)
         times = ("" if t is None else f"{t:.2f}" for t in (row.ttft_p50_s, row.ttft_p95_s))
-        lines.append("| " + " | ".join((*map(str, counts), *times)) + " |")
-    return "\n".join(lines)
+        rows.append((*counts, *times))
+    return benchmark.table(header, rows)
 
 
 def plot(found: Sequence[Row]) -> str:
@@ -114,22 +123,22 @@ def plot(found: Sequence[Row]) -> str:
 
 
 @contextmanager
-def _nodes_watched(cluster: LocalCluster) -> Iterator[list[tuple[float, int]]]:
+def _nodes_observed(cluster: LocalCluster) -> Iterator[list[tuple[float, int]]]:
     """Meanwhile, (time, worker nodes) once a second."""
     seen, enough = list[tuple[float, int]](), threading.Event()
 
-    def watch() -> None:
+    def observe() -> None:
         while not enough.wait(1):
             with suppress(httpx.HTTPError):
                 seen.append((time.time(), cluster.worker_nodes()))
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    observer = threading.Thread(target=observe)
+    observer.start()
     try:
         yield seen
     finally:
         enough.set()
-        watcher.join()
+        observer.join()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -145,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cluster = LocalCluster(Path(folder, "c"), free_port(), free_port(), free_port())
         cluster.up()
         try:
-            with _nodes_watched(cluster) as nodes:
+            with _nodes_observed(cluster) as nodes:
                 start_s = time.time()
                 result = drive(Target(cluster.url), load)
         finally:

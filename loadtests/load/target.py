@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import httpx
 import yaml
 
-from loadtests.common.servers import corral_is_ready, processes, running
+from loadtests.common.processes import command_line, tagged
+from loadtests.common.servers import corral_is_ready, running, serve_command
 
 API_KEY = "CORRAL_API_KEY"
 """The environment variable of the key to ask with, if the server wants one; Locust reads it, too."""
@@ -23,7 +23,7 @@ API_KEY = "CORRAL_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server. `directory` marks the processes of one that was started here; else None."""
+    """A server. `directory` is the tag of the processes of one that was started here; else None."""
 
     url: str
     config: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class Target:
         """Its live processes whose command lines hold the name; none if it was not started here."""
         if self.directory is None:
             return []
-        return [pid for pid in processes(self.directory) if name in command_line(pid)]
+        return tagged(self.directory, name)
 
     def kill_replica(self) -> int:
         """SIGKILL for one engine replica; its process id. Raises LookupError if there is none that was
@@ -53,15 +53,6 @@ class Target:
             raise LookupError("No replica's process was started here.")
         os.kill(found[0], signal.SIGKILL)
         return found[0]
-
-
-def command_line(pid: int) -> str:
-    """What a process calls itself; empty if it has ended."""
-    with suppress(OSError):
-        return (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        )
-    return ""
 
 
 @contextmanager
@@ -78,7 +69,7 @@ def opened(url: str | None, config: Path | None) -> Iterator[Target]:
         http_options = {"http_options": {"host": "127.0.0.1", "port": port}}
         file = directory / "serve_config.yaml"
         file.write_text(json.dumps(content | http_options))  # is YAML
-        return [Path(sys.executable).with_name("serve"), "run", file]
+        return serve_command("run", file)
 
     with running(command, corral_is_ready) as server:
         yield Target(server.url, content, server.directory)

@@ -3,7 +3,7 @@
     python -m loadtests.routing [--replicas 64] [--slots 16] [--clients 640] [--requests 10000]
         [--prefixes 500,1000] [--zipf 1.0,0.8] [--routers 4] [--json FILE]
 
-The replicas, the clients and the time are simulated (`routing_replica`, `routing_simulation`): half of
+The replicas, the clients and the time are simulated (`replica`, `simulation`): half of
 the replicas compute at the speed of a measured machine with a 0.6B model, a quarter at half of it, a
 quarter at a third. What is not simulated is the decision: it is the code that Ray Serve runs, with reports
 that are up to 1.3 seconds old and several routers that do not know of each other. Every client sends its
@@ -31,7 +31,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from loadtests.common.benchmark import bounded, cpu_name, listed, percentile, table_row
+from loadtests.common import benchmark
+from loadtests.common.benchmark import bounded, cpu_name, listed, percentile
 from loadtests.routing.replica import Workload
 from loadtests.routing.simulation import Policy, PrefixAware, RoundRobin, Simulation, TwoChoices
 from serve_app.routing.blocks import MAX_BLOCKS, chain, pack
@@ -100,15 +101,15 @@ def decision_s(n_replicas: int = 64, n_tokens: int = 4096, n_times: int = 2000) 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """A row for each policy and workload."""
-    rows = [table_row(_HEADER), table_row(["---"] * len(_HEADER))]
+    rows = []
     for result in results:
         seconds = (f"{result[f'ttft_p{p}_s']:.2f}" for p in (50, 95, 99))
         workload = result["workload"]
         hits, tps = f"{result['hits']:.0%}", f"{result['tps']:.0f}"
         cells = (workload["prefixes"], workload["zipf"], result["router"], hits, tps, *seconds)
         worst = f"{result['backlog_s']:.0f}", f"{result['imbalance']:.1f}"
-        rows.append(table_row((*cells, *worst)))
-    return "\n".join(rows)
+        rows.append((*cells, *worst))
+    return benchmark.table(_HEADER, rows)
 
 
 def parse_args(argv: Sequence[str] | None) -> tuple[list[Workload], Path | None]:

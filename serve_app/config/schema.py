@@ -28,6 +28,9 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
 
+_HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
+_INGRESS_ONGOING_REQUESTS = 1000
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -73,7 +76,7 @@ class EngineConfig(_Section):
     """Threads that llama.cpp computes with, one row at a time. Default: the cores that the replica may
     really use (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
     threads_batch: PositiveInt | None = None
-    """Threads for passes of several rows: prompts, and several sequences at once. Default: `threads`."""
+    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`."""
     allow_oversubscription: bool = False
     """Whether more threads than usable cores are only worth a warning, instead of stopping the start."""
     pin_cores: bool = True
@@ -97,8 +100,8 @@ class EngineConfig(_Section):
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache; a quantised one needs `flash_attn`."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
-    """System prompts that every replica computes when it starts and never forgets, each in a KV cache
-    lane of its own: chats that begin with one start from there."""
+    """System prompts that every replica computes when it starts and never forgets, each in a slot
+    of its own: chats that begin with one start from there."""
     cache_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
     from there. Default: an eighth of what the weights leave; 0 keeps none."""
@@ -108,6 +111,8 @@ class EngineConfig(_Section):
     slot_folder: Path | None = None
     """A folder on each node for `POST /slots/{id_slot}`, llama-server's way to save a slot's cache to a
     file and to take it back. Default: that is refused."""
+    slot_folder_max_mib: NonNegativeInt = 4096
+    """What all files in it may take, in MiB: a save that needs more is refused with 507."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
     max_stall_ms: PositiveFloat | None = 250
@@ -156,8 +161,10 @@ class DeploymentConfig(_Section):
     max_ongoing_requests: PositiveInt | None = None
     """Requests in one replica at once. Default for an engine: its slots, its waiting queue, and
     some room so that statistics and health checks get through to a full replica."""
-    max_queued_requests: PositiveInt = 64
-    """Requests that one ingress replica may hold back while all engine replicas are full."""
+    max_queued_requests: PositiveInt | None = None
+    """Requests that are held back while all replicas are full (those of an engine, by one ingress replica),
+    or until they have taken a burst. Default for an engine: 64; for the ingress, its
+    `max_ongoing_requests`."""
     health_check_period_s: PositiveFloat = 5
     health_check_timeout_s: PositiveFloat = 30
     """A replica that does not answer for so long is replaced."""
@@ -204,10 +211,47 @@ class IngressConfig(_Section):
     """Whether, without keys, every machine is answered."""
     ui: bool | Literal["auto"] = "auto"
     """Whether there is a page for browsers at `/`; `auto`: for requests to a loopback address only."""
-    cors_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/]+)$")]] = []
+    cors_origins: list[Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/]+)$")]] = []
     """Web sites whose pages may use the API, as `https://host`; `*` is all of them."""
+    sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
+    """A stream in which nothing was sent for so many seconds sends a ping, which readers drop, so that no
+    proxy takes it for dead; 0 and -1: never. A request may say otherwise (`sse_ping_interval`)."""
+    allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
+    """Names that the server goes by, besides those of loopback: `corral.example`, `*.example` for all
+    below, `*` for all. Another `Host` is refused if there is a list, and on a server that answers its own
+    machine only."""
+    anonymous_admin: bool = False
+    """Whether, with `allow_anonymous`, everybody may do what operators do: save and erase slots, see what
+    others do."""
+    max_open_bodies: PositiveInt | None = None
+    """Bodies of requests that one ingress replica reads at once. At the bound, the slowest one of the
+    client that has most is ended with 429. Default: an eighth of the ingress's `max_ongoing_requests`."""
+    max_open_bodies_mib: Annotated[int, Field(ge=8)] = 64
+    """What these take together, in MiB. At the bound, the largest one of the client that has most is
+    ended with 429."""
+    min_body_rate: PositiveInt = 500
+    """Bytes a second that a body must bring, over five seconds each; slower ones are ended with 408."""
     deployment: DeploymentConfig = DeploymentConfig()
     """The ingress's Serve deployment."""
+
+    @model_validator(mode="after")
+    def _bodies_leave_room(self) -> IngressConfig:
+        if self.max_open_bodies is not None and self.max_open_bodies >= self.max_ongoing_requests:
+            raise ValueError(
+                f"max_open_bodies: {self.max_open_bodies} would leave no room beside slow bodies: "
+                f"deployment.max_ongoing_requests is {self.max_ongoing_requests}"
+            )
+        return self
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Requests in one ingress replica at once."""
+        return self.deployment.max_ongoing_requests or _INGRESS_ONGOING_REQUESTS
+
+    @property
+    def open_bodies(self) -> int:
+        """Bodies in one ingress replica at once."""
+        return self.max_open_bodies or max(1, self.max_ongoing_requests // 8)
 
 
 class AppConfig(_Section):
@@ -227,11 +271,11 @@ class AppConfig(_Section):
 
 
 def parse(args: object) -> AppConfig:
-    """Validate `applications[0].args`. Raises ConfigError that names every field at fault."""
+    """Validate `applications[0].args`. Raises ConfigError that names every field that is wrong."""
     try:
         return AppConfig.model_validate(args)
     except ValidationError as error:
-        raise ConfigError(f"invalid configuration: {validation.told(error, 'args')}") from None
+        raise ConfigError(f"invalid configuration: {validation.describe(error, 'args')}") from None
 
 
 def load(path: Path) -> AppConfig:

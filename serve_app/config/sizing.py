@@ -72,8 +72,8 @@ def resolve(
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         cache_bytes = int(_KV_SHARE_OF_MEMORY * max(0, memory_bytes - needs.weight_bytes))
         room = cache_bytes // per_token if config.n_ctx is None else sys.maxsize  # it is said
-        lanes = len(config.system_prompts)
-        n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, lanes)
+        n_pinned = len(config.system_prompts)
+        n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, n_pinned)
         n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
     left = max(0, memory_bytes - (0 if needs is None else needs.weight_bytes))
     cache_ram_bytes = (
@@ -104,6 +104,7 @@ def resolve(
         embedding_pooling=None if config.embedding_pooling == "auto" else config.embedding_pooling,
         prefix_folder=config.cache_folder,
         slot_folder=config.slot_folder,
+        slot_folder_max_bytes=config.slot_folder_max_mib << 20,
     )
 
 
@@ -115,7 +116,7 @@ def _fit(
     room: int,
     pinned: int,
 ) -> tuple[int, int]:
-    """Slots and context for which the memory has room, in tokens, beside pinned lanes."""
+    """Slots and context for which the memory has room, in tokens, beside pinned slots."""
     wanted_slots = min(_MAX_DEFAULT_SLOTS, max(_MIN_DEFAULT_SLOTS, _SLOTS_PER_CORE * cores))
     wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:

@@ -1,15 +1,14 @@
-"""What pydantic found wrong with a file, in one line."""
+"""Validation errors in one line."""
 
 from __future__ import annotations
 
 from pydantic import ValidationError
 
 
-def told(error: ValidationError, whole: str = "") -> str:
-    """Every field at fault and why, without what it was: that may be a secret. `whole` stands for no field
-    in particular."""
-    faults = error.errors(include_url=False, include_input=False)
+def describe(error: ValidationError, whole: str = "") -> str:
+    """Every field that is wrong and why, without its value, which may be a secret. `whole` stands for no
+    field in particular."""
+    found = error.errors(include_url=False, include_input=False)
     return "; ".join(
-        f"{'.'.join(str(part) for part in fault['loc']) or whole}: {fault['msg']}"
-        for fault in faults
+        f"{'.'.join(str(part) for part in one['loc']) or whole}: {one['msg']}" for one in found
     )

@@ -24,6 +24,7 @@ from serve_app.demo_model.corpus.memory import Memory
 from serve_app.demo_model.corpus.source import Source
 from serve_app.demo_model.corpus.stories import story
 from serve_app.demo_model.corpus.tools import Toolbox, call_message, result_message
+from serve_app.demo_model.template import CHAT_TEMPLATE
 from serve_app.engine import (
     Engine,
     EngineOptions,
@@ -33,7 +34,7 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.prompt.tool_calls import ToolCall, detect
 
 N_CTX_SLOT = 2048
 LONG = 1500
@@ -143,7 +144,9 @@ def _tool_call(source: Source) -> Case:
     expected = [(call.tool["function"]["name"], call.arguments)]
 
     def right(reply: Reply) -> bool:
-        parser = HermesParser()
+        tool_format = detect(CHAT_TEMPLATE)
+        assert tool_format is not None
+        parser = tool_format.parser()
         parts = parser.feed(reply.text) + parser.finish()
         return expected == [
             (part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)

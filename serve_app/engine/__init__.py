@@ -14,10 +14,10 @@ from serve_app.errors import (
     PromptTooLongError,
     QueueFullError,
 )
+from serve_app.sampling import SamplingParams
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
-    SamplingParams,
     SequenceEnd,
     Timings,
     TokenDelta,

@@ -1,4 +1,4 @@
-"""Where other threads leave commands for the decoder thread. Every lock of the engine is in here."""
+"""Where other threads leave commands for the decoder thread, behind the only lock that it takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import threading
 from dataclasses import dataclass
 
-from serve_app.engine.commands import Errand
+from serve_app.engine.commands import Command
 from serve_app.engine.embedding import Texts
 from serve_app.engine.scheduler.backlog import Forecast
 from serve_app.engine.sequence import Sequence
@@ -24,18 +24,18 @@ MAX_TEXTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Commands:
+class PendingCommands:
     """What other threads asked for since the last step."""
 
     submitted: list[Sequence]
     texts: list[Texts]
-    errands: list[Errand]
+    commands: list[Command]
     aborted: set[str]
     deadline: float | None
     """When a drain must be over, on `time.monotonic`; None while the engine is open."""
 
 
-class Mailbox:
+class CommandQueue:
     """Where other threads leave commands, and where admission is decided.
 
     Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
@@ -50,7 +50,7 @@ class Mailbox:
         self._submitted: list[Sequence] = []
         self._texts: list[Texts] = []
         self._n_texts = 0
-        self._errands: list[Errand] = []
+        self._commands: list[Command] = []
         self._aborted: set[str] = set()
         self._deadline: float | None = None
         self._failed = False
@@ -80,15 +80,15 @@ class Mailbox:
         request.future.add_done_callback(lambda _: self._forget_texts(len(request.tokens)))
         return None
 
-    def ask(self, errand: Errand) -> None:
-        """Any thread: have it done between two steps, or refused."""
+    def run_between_steps(self, command: Command) -> None:
+        """Any thread: have the command run between two steps, or refused."""
         with self._changed:
             refusal = self._closed()
             if refusal is None:
-                self._errands.append(errand)
+                self._commands.append(command)
                 self._changed.notify()
         if refusal is not None:
-            errand.refuse(refusal)
+            command.refuse(refusal)
 
     def _forget_texts(self, n_texts: int) -> None:
         with self._changed:
@@ -147,7 +147,7 @@ class Mailbox:
             self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
             self._changed.notify()
 
-    def take(self, wait_s: float | None) -> Commands:
+    def take(self, wait_s: float | None) -> PendingCommands:
         """Decoder thread: what has arrived. If that is nothing, sleeps until there is something, for
         `wait_s` at most; None is for ever."""
         with self._changed:
@@ -155,17 +155,17 @@ class Mailbox:
                 lambda: (
                     self._submitted
                     or self._texts
-                    or self._errands
+                    or self._commands
                     or self._aborted
                     or self._deadline is not None
                 ),
                 wait_s,
             )
-            commands = Commands(
-                self._submitted, self._texts, self._errands, self._aborted, self._deadline
+            pending = PendingCommands(
+                self._submitted, self._texts, self._commands, self._aborted, self._deadline
             )
-            self._submitted, self._texts, self._errands, self._aborted = [], [], [], set()
-            return commands
+            self._submitted, self._texts, self._commands, self._aborted = [], [], [], set()
+            return pending
 
     def forget(self, request_id: str) -> None:
         """Decoder thread: the request has ended; its place and its id are free. An abort that came
@@ -174,7 +174,7 @@ class Mailbox:
             self._live.pop(request_id, None)
             self._aborted.discard(request_id)
 
-    def fail(self) -> Commands:
+    def fail(self) -> PendingCommands:
         """Decoder thread: refuse everything from now on; returns what was never taken."""
         with self._changed:
             self._failed = True

@@ -1,4 +1,4 @@
-"""What other threads want done with the lanes, between two steps."""
+"""What other threads want done with the KV cache, between two steps."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from serve_app.engine.kv_cache.manager import Lanes
+from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.errors import CorralError
 
 
-class Errand:
-    """Something to be done with the lanes, between two steps. `future` tells what came of it."""
+class Command:
+    """Something to be done with the KV cache, between two steps. `future` has the result."""
 
-    def __init__(self, run: Callable[[Lanes], Any]) -> None:
+    def __init__(self, run: Callable[[KVCacheManager], Any]) -> None:
         self._run = run
         self.future: Future[Any] = Future()
 
-    def run(self, lanes: Lanes) -> None:
+    def run(self, cache: KVCacheManager) -> None:
         """Decoder thread: do it, once. What it raises, `future` raises."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            self.future.set_result(self._run(lanes))
+            self.future.set_result(self._run(cache))
         except Exception as error:
             self.future.set_exception(error)
 

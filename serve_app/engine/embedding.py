@@ -1,4 +1,4 @@
-"""Texts on their way to vectors: which go into the next pass, and what becomes of their tokens' vectors."""
+"""Embeddings: which texts go into the next batch, and what becomes of their tokens' vectors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from serve_app.errors import CorralError, DecodeError
 Vectors = NDArray[np.float32]
 """One row for each text."""
 
-# Of the stall budget, what a pass over texts may take beside running sequences; prompts get the rest.
+# Of the stall budget, what a batch over texts may take beside running sequences; prompts get the rest.
 _SHARE = 0.5
 # A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
-# it follows what passes take.
+# it follows what batches take.
 _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
 
 
@@ -57,7 +57,7 @@ class _Text:
         self.owner, self.index, self.turn = owner, index, turn
         self.tokens = owner.tokens[index]
         self.is_suspect = False
-        """Whether a pass failed that it was in, so that it is computed alone."""
+        """Whether a batch failed that it was in, so that it is computed alone."""
         self.begin()
 
     def begin(self) -> None:
@@ -69,10 +69,10 @@ class _Text:
     def n_pending(self) -> int:
         return len(self.tokens) - self.n_past
 
-    def rows(self, lane: int, n_rows: int) -> list[Row]:
+    def rows(self, seq_id: int, n_rows: int) -> list[Row]:
         """The next so many."""
         places = range(self.n_past, self.n_past + n_rows)
-        return [(self.tokens[place], place, lane, True) for place in places]
+        return [(self.tokens[place], place, seq_id, True) for place in places]
 
     def advance(self, vectors: Vectors, pooling: str) -> bool:
         """Take the vectors of the next tokens; True if that was the last of all texts."""
@@ -87,7 +87,7 @@ class _Text:
 
 
 def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
-    """How many rows each of the first texts gets in a pass of at most `limit`, at least one row. Only the
+    """How many rows each of the first texts gets in a batch of at most `limit`, at least one row. Only the
     first text may be cut; `whole` ones are not, even if the first is above the limit. Pure."""
     packed = [n_pending[0] if whole else min(n_pending[0], limit)]
     left = limit - packed[0]
@@ -100,10 +100,10 @@ def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
 
 
 class EmbeddingQueue:
-    """The texts that wait, and passes over them. Decoder thread only.
+    """The texts that wait, and batches over them. Decoder thread only.
 
     Requests take turns, text by text, so that a long list does not hold a short one up. A text that is
-    longer than a pass goes on in the next one, if the model's tokens see only those before them.
+    longer than a batch goes on in the next one, if the model's tokens see only those before them.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class EmbeddingQueue:
         self._waiting.sort(key=lambda text: text.turn)
 
     def step(self, *, beside: bool) -> None:
-        """Compute a pass, if any text waits: `beside` running sequences, within its share of the stall
+        """Compute a batch, if any text waits: `beside` running sequences, within its share of the stall
         budget by the cost model. Whoever ends is told by `deliver`."""
         self._waiting = [text for text in self._waiting if not text.owner.future.cancelled()]
         if not self._waiting:
             return
         suspects = [text for text in self._waiting if text.is_suspect]
-        texts = suspects[:1] or self._waiting[: self._shape.n_lanes]
+        texts = suspects[:1] or self._waiting[: self._shape.n_seq_max]
         pending = [text.n_pending for text in texts]
         limit = self._limit(pending, texts[0].n_past, beside)
         packed = pack(pending, limit, whole=not self._shape.causal)
@@ -167,8 +167,8 @@ class EmbeddingQueue:
 
     def _forward(self, batch: list[tuple[_Text, int]]) -> None:
         began, depth = time.monotonic(), batch[0][0].n_past
-        # Only lane 0 outlives a pass, and only the first text may be cut.
-        rows = [row for lane, (text, n) in enumerate(batch) for row in text.rows(lane, n)]
+        # Only sequence 0 outlives a batch, and only the first text may be cut.
+        rows = [row for seq_id, (text, n) in enumerate(batch) for row in text.rows(seq_id, n)]
         with self._progress.computing(self._slowdown * self._costs.batch_s(len(rows), depth)):
             vectors = self._backend.embed(rows)
         self._learn(len(rows), depth, time.monotonic() - began)
@@ -179,7 +179,7 @@ class EmbeddingQueue:
             start += n_rows
         self._turn = batch[-1][0].turn
         self._waiting = [text for text in self._waiting if text.n_pending]
-        self.counts["passes"] += 1
+        self.counts["batches"] += 1
         self.counts["tokens"] += len(rows)
         self.counts["texts"] += sum(text.n_pending == 0 for text, _ in batch)
 

@@ -13,7 +13,7 @@ from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.health import HangWatch
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.slot_files import SlotFiles
-from serve_app.engine.kv_cache.transfer import PrefixExchange
+from serve_app.engine.kv_cache.transfer import PrefixTransfer
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.metrics.stats import EngineStats, Holdings
 from serve_app.engine.options import EngineOptions
@@ -49,8 +49,8 @@ class Engine:
         self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
         self._hang_watch = HangWatch()
-        self.slot_files = SlotFiles(options.slot_folder, self._loop.state_key, self._loop.ask)
-        self.prefixes = PrefixExchange(options, self._loop.state_key, self._loop.ask)
+        self.slot_files = SlotFiles(options, self._loop.state_key, self._loop.run_between_steps)
+        self.prefixes = PrefixTransfer(options, self._loop.state_key, self._loop.run_between_steps)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], options: EngineOptions) -> Engine:
@@ -113,7 +113,7 @@ class Engine:
     def embed_many(
         self, requests: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[Future[Vectors] | CorralError]:
-        """The same for several requests, so that one pass computes what fits of them all; each is
+        """The same for several requests, so that one batch computes what fits of them all; each is
         accepted or refused for itself."""
         refused = [self._reason_to_refuse_texts(texts) for texts in requests]
         made = [Texts(texts) for texts in requests]

@@ -27,7 +27,7 @@ def is_overdue(ran_s: float, forecast_s: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class RunningBatch:
     """A batch that is being computed."""
 
     began: float
@@ -39,17 +39,17 @@ class Batch:
 class Progress:
     """What the decoder thread computes. It alone may call `computing`; any thread may read `batch`.
 
-    Profiling, and lanes that are saved and restored, are none of its batches: nothing forecasts them.
+    Profiling, and slots that are saved and restored, are none of its batches: nothing forecasts them.
     """
 
     def __init__(self) -> None:
-        self.batch: Batch | None = None
+        self.batch: RunningBatch | None = None
         """None between two batches."""
 
     @contextmanager
     def computing(self, forecast_s: float) -> Iterator[None]:
         """A batch that is forecast to take so many seconds."""
-        self.batch = Batch(time.monotonic(), forecast_s)
+        self.batch = RunningBatch(time.monotonic(), forecast_s)
         try:
             yield
         finally:
@@ -64,11 +64,11 @@ class HangWatch:
     """
 
     def __init__(self) -> None:
-        self._batch: Batch | None = None
+        self._batch: RunningBatch | None = None
         self._looked = 0.0
         self._ran_s = 0.0
 
-    def hangs(self, batch: Batch | None, now: float) -> bool:
+    def hangs(self, batch: RunningBatch | None, now: float) -> bool:
         """Whether this batch, which is being computed at `now`, is overdue."""
         if batch is None:
             self._batch = None

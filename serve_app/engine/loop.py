@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -13,21 +12,22 @@ from dataclasses import replace
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
-from serve_app.engine.command_queue import Commands, Mailbox
-from serve_app.engine.commands import Errand
+from serve_app.engine.command_queue import CommandQueue, PendingCommands
+from serve_app.engine.commands import Command
+from serve_app.engine.decode.sampling import sample
 from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.health import Progress
 from serve_app.engine.kv_cache import context_shift
-from serve_app.engine.kv_cache.disk_tier import PrefixFiles
-from serve_app.engine.kv_cache.manager import Lanes
-from serve_app.engine.kv_cache.memory_tier import PrefixStore
-from serve_app.engine.kv_cache.slots import Slot, SlotTable, Wait
+from serve_app.engine.kv_cache.disk_tier import DiskTier
+from serve_app.engine.kv_cache.opening import open_cache
+from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
-from serve_app.engine.metrics.request_log import History
-from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings, SlotStats
+from serve_app.engine.metrics.request_log import RequestLog
+from serve_app.engine.metrics.snapshot import engine_stats
+from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
-from serve_app.engine.scheduler.batch import Chunk, Pass, Turn, plan_pass
+from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
@@ -43,8 +43,6 @@ from serve_app.types import FinishReason, RequestRecord, Sampled, SequenceEnd, T
 
 logger = logging.getLogger("corral.engine")
 
-# Tokens below which a prefix is not worth copying, however short the lane.
-_LEAST_COPY = 16
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
 # Requests of which `Holdings` knows that they were taken in.
@@ -67,21 +65,23 @@ class DecoderLoop:
 
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
-        self._mailbox = Mailbox(options.n_slots + options.max_waiting, options.max_wait_s)
+        self._command_queue = CommandQueue(
+            options.n_slots + options.max_waiting, options.max_wait_s
+        )
         self._waiting = FairQueue(self._cost)
-        self._cramped = False
-        """Whether nobody is admitted until somebody ends: the last one had to give way."""
+        self._admission_paused = False
+        """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
         self._counts = Counts()
         self._ended: Counter[str] = Counter()
         self._worked = 0.0
         """When the last step ended."""
-        self._files: PrefixFiles | None = None
+        self._disk_tier: DiskTier | None = None
         self._failed_steps = 0
         self._draining = False
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
-        self._history = History()
+        self._request_log = RequestLog()
         self.latencies = Latencies()
         self.progress = Progress()
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
@@ -99,33 +99,33 @@ class DecoderLoop:
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
-        return self._mailbox.submit(sequences, self._forecast)
+        return self._command_queue.submit(sequences, self._forecast)
 
     def explain(self, wanted: str) -> list[RequestRecord]:
         """What is known of that request: see `RequestRecord.belongs_to`."""
         states = {slot.request_id: slot.state for slot in self.stats.slots}
         found = {
             record.id: replace(record, state=states.get(record.id, record.state))
-            for record in self._mailbox.find(wanted)
+            for record in self._command_queue.find(wanted)
         }
-        found |= {record.id: record for record in self._history.find(wanted)}
+        found |= {record.id: record for record in self._request_log.find(wanted)}
         return list(found.values())
 
     def submit_texts(self, requests: list[Texts]) -> list[CorralError | None]:
         """Queue texts to be embedded; for each request, None or why it is refused."""
-        return self._mailbox.submit_texts(requests)
+        return self._command_queue.submit_texts(requests)
 
-    def ask(self, errand: Errand) -> None:
+    def run_between_steps(self, command: Command) -> None:
         """Have it done between two steps."""
-        self._mailbox.ask(errand)
+        self._command_queue.run_between_steps(command)
 
     def abort(self, request_id: str) -> None:
         """End a request, waiting or running, before the next step. Idempotent."""
-        self._mailbox.abort(request_id)
+        self._command_queue.abort(request_id)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests; those not done after `timeout_s` end with an error. Wait for it."""
-        self._mailbox.drain(time.monotonic() + timeout_s)
+        self._command_queue.drain(time.monotonic() + timeout_s)
         self._thread.join()
 
     # -- decoder thread ---------------------------------------------------------------------------
@@ -139,21 +139,21 @@ class DecoderLoop:
             return
         opened.set_result(backend)
         try:
-            while self._obey(self._mailbox.take(self._wait_s())):
+            while self._carry_out(self._command_queue.take(self._wait_s())):
                 if self._has_work:
                     self.step()
                 elif self._rested:
-                    self._lanes.store_ahead()
+                    self._cache.store_ahead()
                     self.stats = self._snapshot()
-            if self._files:
-                self._lanes.store_all()
+            if self._disk_tier:
+                self._cache.store_all()
         except Exception as error:
             logger.exception("The engine failed; every request it had is ended.")
             self._fail(EngineFailedError(f"The engine failed: {error}"))
         finally:
             backend.close()
-            if self._files:
-                self._files.close()
+            if self._disk_tier:
+                self._disk_tier.close()
 
     @property
     def _rested(self) -> bool:
@@ -163,11 +163,11 @@ class DecoderLoop:
         """How long to sleep if nothing arrives; None for ever."""
         if self._has_work:
             return 0.0
-        return max(0.0, self._worked + _REST_S - time.monotonic()) if self._lanes.behind else None
+        return max(0.0, self._worked + _REST_S - time.monotonic()) if self._cache.behind else None
 
     def _set_up(self, backend: Backend) -> None:
         options = self._options
-        self._costs = costs = CostModel(backend.measurements)
+        self._costs = costs = CostModel(backend.profile)
         self._backlog = Backlog(costs, options.n_slots)
         self._scheduler = Scheduler(
             options.n_batch,
@@ -177,40 +177,28 @@ class DecoderLoop:
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.kv_unified,
         )
-        token_s = costs.prompt_token_s
-        copy_tokens = math.ceil(costs.copy_s / token_s) if token_s else 0
-        table = SlotTable(
-            options.n_slots,
-            max(_LEAST_COPY, copy_tokens),
-            options.pinned,
-            consecutive=not backend.mode.kv_unified,
-        )
-        if options.prefix_folder is not None and options.cache_ram_bytes:
-            self._files = PrefixFiles(options.prefix_folder, backend.state_key)
-        kept = self._files.load(options.cache_ram_bytes) if self._files else ()
-        stored = PrefixStore(options.cache_ram_bytes, kept, self._files)
-        self._lanes = Lanes(backend, table, stored)
-        self._lanes.pin(options.n_batch)
+        self._cache, self._disk_tier = open_cache(backend, costs, options)
+        self._cache.pin(options.n_batch)
         self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s, self.progress)
         self.stats = self._snapshot()
         self.holdings = self._hold()
 
     def step(self) -> None:
-        """Embed; schedule; for each pass, decode, sample and postprocess; deliver."""
+        """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
         began = time.monotonic()
         self._admit()
         self._embeddings.step(beside=bool(self._scheduler.running))
         embed_s = time.monotonic() - began
-        table = self._lanes.table
-        ends = table.lane_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
-        passes = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
+        table = self._cache.table
+        ends = table.slot_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
+        batches = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
         n_prompt, n_generated = self._counts.prompt_tokens, self._counts.generated_tokens
-        for planned in passes:
+        for planned in batches:
             if not self._attempt(planned):
                 break
         else:
-            self._scheduler.took(passes, time.monotonic() - began)
-        self._counts.steps += bool(passes)
+            self._scheduler.took(batches, time.monotonic() - began)
+        self._counts.steps += bool(batches)
         self._flush()
         self._worked = time.monotonic()
         self._counts.step_s += self._worked - began
@@ -219,8 +207,8 @@ class DecoderLoop:
             n_generated = self._counts.generated_tokens - n_generated
             self._backlog.progressed(n_prompt, n_generated, self._worked - began)
 
-    def _attempt(self, planned: Pass) -> bool:
-        """Carry out a pass; False if the cache has no room for it, and somebody gave way instead."""
+    def _attempt(self, planned: Batch) -> bool:
+        """Carry out a batch; False if the cache has no room for it: some cells were freed instead."""
         try:
             self._forward(planned)
         except CacheFullError as error:
@@ -229,24 +217,24 @@ class DecoderLoop:
             return self._retry_one_by_one(planned)
         return True
 
-    def _forward(self, plan: Pass) -> None:
+    def _forward(self, plan: Batch) -> None:
         began = time.monotonic()
-        settled = self._lanes.settled
+        settled = self._cache.settled
         depth = self._costs.attended(plan.depth, plan.n_cells)
         try:
             with self.progress.computing(self._costs.batch_s(len(plan.rows), depth)):
                 self._backend.decode(plan.rows)
         finally:
-            for lane, end in plan.fillers:
-                self._backend.truncate(lane, end)
+            for slot_id, end in plan.fillers:
+                self._backend.truncate(slot_id, end)
         decoded = time.monotonic()
         if settled and not any(chunk.scored for chunk in plan.chunks):
             self._learn(plan, decoded - began)
-        self._counts.passes += 1
-        self._counts.busy_lanes += len(plan.chunks)
+        self._counts.batches += 1
+        self._counts.busy_slots += len(plan.chunks)
         for chunk in plan.chunks:
             chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
-        sampled = [self._sample(chunk) for chunk in plan.chunks]
+        sampled = [sample(chunk) for chunk in plan.chunks]
         self._counts.decode_s += decoded - began
         self._counts.sample_s += time.monotonic() - decoded
         self._failed_steps = 0
@@ -256,23 +244,6 @@ class DecoderLoop:
                 self._end(chunk.sequence, FinishReason.ERROR, found)
             else:
                 self._advance(chunk, found)
-
-    def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
-        """The tokens that follow: one, and one more for each drafted one that it confirms."""
-        if chunk.scored:
-            chunk.sequence.score(chunk.scored)
-        if chunk.sample_row is None or chunk.sequence.n_left == 0:
-            return []
-        sampler = chunk.sequence.sampler
-        try:
-            sampled = [sampler.sample(chunk.sample_row)]
-            for row, drafted in enumerate(chunk.draft, chunk.sample_row + 1):
-                if sampled[-1].token != drafted or sampled[-1].complete:
-                    break
-                sampled.append(sampler.sample(row))
-        except ConstraintError as error:
-            return error
-        return sampled
 
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         """Book what a sequence computed, and take its sampled tokens."""
@@ -294,25 +265,25 @@ class DecoderLoop:
         if chunk.draft:
             n_right = min(n_taken, len(sampled) - 1)
             sequence.advance(n_right)
-            sequence.lookup.fared(len(chunk.draft), len(sampled) - 1)
+            sequence.proposer.fared(len(chunk.draft), len(sampled) - 1)
             self._counts.drafted_tokens += len(chunk.draft)
             self._counts.accepted_tokens += n_right
             self._backend.truncate(sequence.slot_id, sequence.n_past)
         self._outbox.append((sequence, delta))
         full = len(sequence.tokens) >= n_ctx_slot
         if n_keep is not None and full and not sequence.finished:
-            self._lanes.shift(sequence, n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
+            self._cache.shift(sequence, n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
             self._counts.context_shifts += 1
 
-    def _learn(self, plan: Pass, seconds: float) -> None:
+    def _learn(self, plan: Batch, seconds: float) -> None:
         depth = self._costs.attended(plan.depth, plan.n_cells)
         if not plan.prefills:
-            n_lanes = len(plan.chunks) + len(plan.fillers)
-            self._costs.saw_decode(n_lanes, len(plan.rows), depth, seconds)
+            n_sequences = len(plan.chunks) + len(plan.fillers)
+            self._costs.saw_decode(n_sequences, len(plan.rows), depth, seconds)
         elif len(plan.chunks) == 1 or self._backend.mode.kv_unified:
             self._costs.saw_prefill(len(plan.rows), depth, seconds)
 
-    def _retry_one_by_one(self, plan: Pass) -> bool:
+    def _retry_one_by_one(self, plan: Batch) -> bool:
         """The batch failed: decode each sequence alone, so that only the one at fault ends.
 
         Raises EngineFailedError when it is never one sequence's fault."""
@@ -320,7 +291,7 @@ class DecoderLoop:
         if failed_before == _MAX_FAILED_STEPS:
             raise EngineFailedError(f"Nothing could be decoded in {failed_before} steps.")
         for chunk in plan.chunks:
-            alone = plan_pass([Turn(chunk.sequence, chunk.n_rows)])
+            alone = plan_batch([Turn(chunk.sequence, chunk.n_rows)])
             try:
                 self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
                 self._forward(alone)
@@ -334,10 +305,10 @@ class DecoderLoop:
 
     # -- when the cache is full -------------------------------------------------------------------
 
-    def _make_room(self, plan: Pass, error: CacheFullError) -> bool:
-        """Take cells from whoever needs them least: an idle slot, or else the sequence that got its slot
-        last, which waits then. Returns False: the pass is to be planned anew."""
-        if self._lanes.evict_idle():
+    def _make_room(self, plan: Batch, error: CacheFullError) -> bool:
+        """Free the cells of the least used idle slot, or else of the sequence that got its slot last, which
+        waits then. Returns False: the batch is to be planned anew."""
+        if self._cache.evict_idle():
             return False
         running = [one for one in self._scheduler.running if not one.finished]
         if len(running) < len(self._scheduler.running):
@@ -347,31 +318,31 @@ class DecoderLoop:
             return False
         youngest = max(running, key=lambda one: one.trace.admitted or 0.0)
         self._scheduler.remove(youngest)
-        self._lanes.preempt(youngest)
+        self._cache.preempt(youngest)
         self._waiting.put_back(youngest)
-        self._cramped = True
+        self._admission_paused = True
         self._counts.preemptions += 1
         return False
 
     # -- commands, admission and ends -------------------------------------------------------------
 
-    def _obey(self, commands: Commands) -> bool:
+    def _carry_out(self, pending: PendingCommands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
-        self._embeddings.add(commands.texts)
-        asked = commands.submitted or commands.errands or commands.aborted
-        if not asked and commands.deadline is None:
+        self._embeddings.add(pending.texts)
+        asked = pending.submitted or pending.commands or pending.aborted
+        if not asked and pending.deadline is None:
             return True
-        for errand in commands.errands:
-            errand.run(self._lanes)
-        self._waiting.extend(commands.submitted)
-        self._taken.extend(sequence.id for sequence in commands.submitted)
-        self._counts.failovers += sum(one.request.n_failovers > 0 for one in commands.submitted)
+        for command in pending.commands:
+            command.run(self._cache)
+        self._waiting.extend(pending.submitted)
+        self._taken.extend(sequence.id for sequence in pending.submitted)
+        self._counts.failovers += sum(one.request.n_failovers > 0 for one in pending.submitted)
         live = {sequence.id: sequence for sequence in self._live}
-        for request_id in commands.aborted:
+        for request_id in pending.aborted:
             if request_id in live:
                 self._end(live[request_id], FinishReason.ABORT)
-        self._draining = commands.deadline is not None
-        if commands.deadline is not None and time.monotonic() >= commands.deadline:
+        self._draining = pending.deadline is not None
+        if pending.deadline is not None and time.monotonic() >= pending.deadline:
             error = EngineClosedError("The engine shut down before this request was done.")
             self._embeddings.end(error)
             for sequence in self._live:
@@ -384,13 +355,13 @@ class DecoderLoop:
         that waits for a prefix lets others pass."""
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
-        if self._cramped:
+        if self._admission_paused:
             return
         n_awaiting = 0
         for sequence in self._waiting:
-            if not self._lanes.table.has_idle:
+            if not self._cache.table.has_idle:
                 return
-            place = self._lanes.place(sequence)
+            place = self._cache.place(sequence)
             if isinstance(place, Wait):
                 n_awaiting += 1
                 if (owner := place.slot.sequence) is not None:
@@ -404,11 +375,11 @@ class DecoderLoop:
             # Until here it waits: a backend that breaks above ends it with all the others.
             self._waiting.admit(sequence)
             sequence.admit(place.slot.id, place.n_cached, sampler)
-            self._lanes.table.occupy(place.slot, sequence)
+            self._cache.table.occupy(place.slot, sequence)
             self._scheduler.add(sequence)
             self._counts.cached_tokens += place.n_cached
             self._counts.restored_tokens += place.n_restored
-        self._lanes.make_way(n_awaiting)
+        self._cache.make_way(n_awaiting)
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
@@ -436,12 +407,14 @@ class DecoderLoop:
         outbox, self._outbox = self._outbox, []
         for sequence, delta in outbox:
             if delta.end is not None:
-                self._mailbox.forget(sequence.id)
+                self._command_queue.forget(sequence.id)
             sequence.sink(delta)
 
     def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
         request = sequence.request
-        self._history.add(RequestRecord(request.id, request.http_id, request.client, "ended", end))
+        self._request_log.add(
+            RequestRecord(request.id, request.http_id, request.client, "ended", end)
+        )
         self._ended[end.reason] += 1
         self._counts.prefill_s += end.timings.prefill_s
         self._counts.generation_s += end.timings.decode_s
@@ -452,19 +425,19 @@ class DecoderLoop:
             self._backlog.ended(sequence)
         if sequence.slot_id == NO_SLOT:
             return
-        self._cramped = False
+        self._admission_paused = False
         self._scheduler.remove(sequence)
-        self._lanes.release(sequence)
+        self._cache.release(sequence)
 
     def _fail(self, failure: EngineFailedError) -> None:
         """The backend is broken: end everything, and refuse what comes."""
         self.failure = failure
-        never_taken = self._mailbox.fail()
+        never_taken = self._command_queue.fail()
         self._waiting.extend(never_taken.submitted)
         self._embeddings.add(never_taken.texts)
         self._embeddings.end(failure)
-        for errand in never_taken.errands:
-            errand.refuse(failure)
+        for command in never_taken.commands:
+            command.refuse(failure)
         for sequence in self._live:
             self._end(sequence, FinishReason.ERROR, failure)
         self._flush()
@@ -478,61 +451,21 @@ class DecoderLoop:
         return bool(self._waiting or self._scheduler.running or self._embeddings)
 
     def _snapshot(self) -> EngineStats:
-        options, mode, memory = self._options, self._backend.mode, self._backend.memory
-        exchanged = self._lanes.exchanged
         self._forecast = self._backlog.forecast(self._live)
-        return EngineStats(
-            n_slots=options.n_slots,
-            n_ctx_slot=options.n_ctx_slot,
-            threads=options.threads,
-            threads_batch=options.threads_batch or options.threads,
-            flash_attn=mode.flash_attn,
-            kv_unified=mode.kv_unified,
-            mode_reason=self._backend.mode_reason,
+        return engine_stats(
+            self._options,
+            self._backend,
+            self._cache,
+            self._costs,
+            self._forecast,
+            self._counts,
+            ended=self._ended,
+            embedded=self._embeddings.counts,
             running=len(self._scheduler.running),
             waiting=len(self._waiting),
-            backlog_s=round(self._forecast.work_s, 3),
             draining=self._draining,
-            **vars(self._counts),
-            embedded_texts=self._embeddings.counts["texts"],
-            embedded_tokens=self._embeddings.counts["tokens"],
-            embedding_passes=self._embeddings.counts["passes"],
-            ended=dict(self._ended),
-            stored_prefixes=len(self._lanes.stored),
-            stored_bytes=self._lanes.stored.n_bytes,
-            stored_bytes_limit=options.cache_ram_bytes,
-            received_prefixes=exchanged["received_prefixes"],
-            received_bytes=exchanged["received_bytes"],
-            handed_over_prefixes=exchanged["handed_over_prefixes"],
-            handed_over_bytes=exchanged["handed_over_bytes"],
-            weights_bytes=memory.weights_bytes,
-            cache_bytes=memory.cache_bytes,
-            cache_bytes_per_slot=memory.cache_bytes_per_slot,
-            compute_bytes=memory.compute_bytes,
-            step_time=self._costs.curve(),
-            slots=tuple(_slot_stats(slot) for slot in self._lanes.table.slots),
-            prefill_backlog_s=round(self._forecast.prefill_s, 3),
-            prompt_token_s=self._forecast.prompt_token_s,
-            token_s=self._forecast.token_s,
-            answer_tokens=round(self._forecast.n_generated, 1),
         )
 
     def _hold(self) -> Holdings:
         waiting = (sequence.request.given for sequence in self._waiting.unordered)
-        return Holdings((*waiting, *self._lanes.prompts), tuple(self._taken))
-
-
-def _slot_stats(slot: Slot) -> SlotStats:
-    sequence = slot.sequence
-    if sequence is None:
-        state = "pinned" if slot.pinned else "idle"
-        return SlotStats(slot.id, state, None, slot.n_past, 0, 0)
-    return SlotStats(
-        slot.id,
-        sequence.state.value,
-        sequence.id,
-        sequence.n_past,
-        sequence.n_prompt,
-        sequence.n_generated,
-        sequence.n_cached,
-    )
+        return Holdings((*waiting, *self._cache.prompts), tuple(self._taken))

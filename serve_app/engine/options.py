@@ -18,9 +18,9 @@ class EngineOptions:
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one slot holds."""
     threads: int
-    """Threads that llama.cpp computes a pass of one row with."""
+    """Threads with which llama.cpp computes a batch of one row."""
     threads_batch: int | None = None
-    """Threads for passes of more rows; None: as many."""
+    """Threads for batches of more rows; None: as many."""
     numa: NumaStrategy | None = None
     """How llama.cpp spreads its threads over NUMA nodes, in the whole process; None: not at all."""
     n_batch: int = 512
@@ -32,11 +32,11 @@ class EngineOptions:
     n_ctx: int | None = None
     """Tokens that all slots hold together, if their KV cache is unified; None: `n_ctx_slot` each."""
     flash_attn: bool | None = None
-    """None lets measurements decide."""
+    """None lets the profile decide."""
     kv_unified: bool | None = None
-    """Whether all slots share the KV cache's cells; None lets measurements decide."""
+    """Whether all slots share the KV cache's cells; None lets the profile decide."""
     pinned: tuple[tuple[int, ...], ...] = ()
-    """Beginnings of prompts, as token ids: computed at the start, and kept in lanes of their own."""
+    """Beginnings of prompts, as token ids: computed at the start, and kept in slots of their own."""
     cache_ram_bytes: int = 0
     """Memory for prefixes that lost their slot; 0 keeps none."""
     cache_type_k: CacheType = "f16"
@@ -54,14 +54,16 @@ class EngineOptions:
     """First tokens that a context shift keeps, if the request does not say; -1: all of the prompt."""
     embedding_pooling: EmbeddingPooling | None = None
     """How a text's vectors become one; None: as the model's file says, or else their mean."""
-    sweep_limit_s: float = 27.0
-    """Most time at the start for measuring what passes cost; 0 measures nothing."""
-    sweep_folder: Path | None = None
-    """Where measurements are kept for the next start."""
+    profile_limit_s: float = 27.0
+    """Most seconds at the start for profiling, which measures what batches cost; 0 measures nothing."""
+    profile_folder: Path | None = None
+    """Where profiles are kept for the next start."""
     prefix_folder: Path | None = None
     """Where the prefixes that lost their slot are kept for the next start."""
     slot_folder: Path | None = None
     """Where slots are saved to and restored from, when somebody asks for it; None refuses that."""
+    slot_folder_max_bytes: int = 2**32
+    """What all files in it may take."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):

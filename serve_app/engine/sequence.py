@@ -7,8 +7,8 @@ from dataclasses import replace
 from enum import Enum
 
 from serve_app.engine.backends.base import Sampler, Vocabulary
-from serve_app.engine.decode.detokenizer import TextAssembler
-from serve_app.engine.decode.ngram_proposer import PromptLookup
+from serve_app.engine.decode.detokenizer import Detokenizer
+from serve_app.engine.decode.ngram_proposer import NgramProposer
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.metrics.trace import Trace
 from serve_app.errors import CorralError
@@ -68,11 +68,11 @@ class Sequence:
         anew, for others to start from."""
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
-        self.lookup = PromptLookup()
+        self.proposer = NgramProposer()
         self.trace = Trace()
         self._sampler: Sampler | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._text = TextAssembler(request.sampling.stop)
+        self._text = Detokenizer(request.sampling.stop)
 
     @property
     def n_pending(self) -> int:
@@ -146,14 +146,14 @@ class Sequence:
         room = n_ctx_slot - len(self.tokens) - 1
         if self.n_left is not None:
             room = min(room, self.n_left - 1)
-        return self.lookup.draft(self.tokens, min(n_most, room))
+        return self.proposer.draft(self.tokens, min(n_most, room))
 
     def advance(self, n_rows: int) -> None:
         """Its next `n_rows` tokens are in the cache now."""
         self.n_past += n_rows
 
     def score(self, rows: range) -> None:
-        """These rows of the last pass tell of the prompt's next tokens."""
+        """These rows of the last batch tell of the prompt's next tokens."""
         known = 1 + len(self._prompt_logprobs)
         tokens = self.tokens[known : known + len(rows)]
         self._prompt_logprobs += map(self.sampler.score, rows, tokens)
@@ -211,7 +211,7 @@ class Sequence:
         self.n_past = self.n_past - n_discard if cached else 0
         if cached:
             self.n_exact = n_keep if self.n_exact is None else min(n_keep, self.n_exact)
-        self.lookup.forget()
+        self.proposer.forget()
 
     def finish(
         self,

@@ -94,18 +94,20 @@ def _join(first: TokenDelta, second: TokenDelta) -> TokenDelta:
 class CallbackRunner:
     """Calls users' callbacks, in order, on a thread of its own, so that none holds up decoding.
 
-    A callback that raises is logged, its request aborted and never called again.
+    The thread starts with the first sink. A callback that raises is logged, its request aborted and never
+    called again. Any thread may call.
     """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="corral-callbacks", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def sink(
         self, on_delta: Callable[[TokenDelta], None], abort: Abort
     ) -> Callable[[TokenDelta], None]:
         """A sink that queues `on_delta` calls."""
+        self._start()
         broken = False
 
         def call(delta: TokenDelta) -> None:
@@ -122,9 +124,20 @@ class CallbackRunner:
         return lambda delta: self._queue.put(lambda: call(delta))
 
     def close(self) -> None:
-        """Make the calls that are queued, then end the thread. Idempotent."""
-        self._queue.put(None)
-        self._thread.join()
+        """Make the calls that are queued, then end the thread, if there is one. Idempotent."""
+        self._queue.put(None)  # a thread that starts later ends at once
+        with self._starting:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="corral-callbacks", daemon=True
+                )
+                self._thread.start()
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:

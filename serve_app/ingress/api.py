@@ -17,40 +17,58 @@ from serve_app.ingress.dashboard import broadcaster
 from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
-from serve_app.ingress.http.auth import Access, Guard
-from serve_app.ingress.http.json_body import JsonRoute
+from serve_app.ingress.http.auth import Access, AccessMiddleware
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
+from serve_app.ingress.workers.bodies import Bodies
+from serve_app.ingress.workers.in_process import InProcess
+from serve_app.ingress.workers.pool import Workers
+from serve_app.types import ReplicaStats
+
+PREPARATIONS = tuple(
+    f"serve_app.ingress.{protocol}.preparation"
+    for protocol in ("anthropic", "embeddings", "llama_server", "openai", "responses")
+)
+"""The modules that read bodies."""
 
 
-def build_api(models: Mapping[str, ServedModel], access: Access = Access()) -> FastAPI:  # noqa: B008
-    """The application that serves these models; the first is the default. Raises ConfigError for a key
-    file that cannot be used."""
+def build_api(
+    models: Mapping[str, ServedModel],
+    access: Access = Access(),  # noqa: B008
+    workers: Workers | None = None,
+    sse_ping_interval_s: float = 0.0,
+) -> FastAPI:
+    """The application that serves these models; the first is the default.
+
+    The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
+    requests do not say otherwise; see EventStream. Raises ConfigError for a key file that cannot be used.
+    """
+    bodies = Bodies(workers or InProcess(models))
     app = FastAPI(title="Corral", version=__version__)
-    app.router.route_class = JsonRoute
+    app.state.sse_ping_interval_s = sse_ping_interval_s
     errors.install(app)
     _add_middleware(app, access)
-    openai_routes.add(app, models)
+    openai_routes.add(app, models, bodies)
     _add_information_routes(app, models)
     broadcaster.add(app, models)
-    llama_routes.add(app, models)
-    anthropic_routes.add(app, models)
-    responses_routes.add(app, models)
-    embedding_routes.add(app, models)
+    llama_routes.add(app, models, bodies)
+    anthropic_routes.add(app, models, bodies)
+    responses_routes.add(app, models, bodies)
+    embedding_routes.add(app, models, bodies)
     spec.install(app)
     return app
 
 
 def _add_middleware(app: FastAPI, access: Access) -> None:
     """The last one added is the first one asked."""
-    app.add_middleware(Guard, accounts=access.accounts(), allow_anonymous=access.allow_anonymous)
+    app.add_middleware(AccessMiddleware, access=access)
     if access.ui:
-        app.add_middleware(Page, switch=access.ui)
-    if access.cors_origins:  # before the guard: browsers ask what they may without a key
+        app.add_middleware(Page, switch=access.ui, network=access.network)
+    if access.cors_origins:  # before that: browsers ask what they may without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=access.cors_origins,
@@ -64,13 +82,14 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
         """Every replica that answers: its slots, queue and counters. `missing` names those that run and do
-        not answer in time."""
+        not answer in time. What is in slots, operators are told only."""
+        told = dataclasses.asdict if request_context.current().is_operator else _told_to_all
         answers = await asyncio.gather(*(model.engine.stats() for model in models.values()))
         return {
             "models": [
                 {
                     "id": model.id,
-                    "replicas": [dataclasses.asdict(replica) for replica in of_model.found],
+                    "replicas": [told(replica) for replica in of_model.found],
                     "missing": of_model.missing,
                 }
                 for model, of_model in zip(models.values(), answers, strict=True)
@@ -80,13 +99,13 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
     @app.get("/v1/requests/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
         """What a request waited for and how long, by its answer's id or its `x-request-id`: live, or one of
-        the last thousand of its replica."""
+        the last thousand of its replica. With API keys, one's own only, but for operators."""
         answers = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
         records = [record for of_model in answers for record in of_model.found]
         missing = [replica_id for of_model in answers for replica_id in of_model.missing]
-        account = request_context.current().account
-        if account is not None:
-            records = [record for record in records if record.client == account.key.name]
+        caller = request_context.current()
+        if caller.account is not None and not caller.is_operator:
+            records = [record for record in records if record.client == caller.account.key.name]
         if not records:
             unheard = f" These replicas did not answer: {', '.join(missing)}." if missing else ""
             raise RequestNotFoundError(f"No request {request_id!r} is known here.{unheard}")
@@ -102,3 +121,10 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
     async def health() -> dict[str, str]:
         """Requests are taken; they may have to wait for an engine that is still starting."""
         return {"status": "ok"}
+
+
+def _told_to_all(replica: ReplicaStats) -> dict[str, Any]:
+    """What a replica tells about itself, and nothing of single requests."""
+    told = dataclasses.asdict(replica)
+    slots = [{"id": slot["id"], "state": slot["state"]} for slot in told["engine"]["slots"]]
+    return told | {"engine": told["engine"] | {"slots": slots}}

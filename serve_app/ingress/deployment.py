@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,15 +26,18 @@ from serve_app.errors import (
     EngineUnavailableError,
     QueueFullError,
 )
-from serve_app.ingress.api import build_api
+from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.shared_look import SharedLooks
+from serve_app.ingress.workers.pool import WorkerPool
+from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast
 from serve_app.types import (
+    Accepted,
     GenerationRequest,
     ReplicaStats,
     RequestRecord,
@@ -62,17 +66,17 @@ class HandleClient:
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         """See EngineClient."""
         return unbroken(request, self._attempt)
 
-    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         response = self._stream.generate.remote(request, self._vocabulary_key)
         async with _translated(response):
-            async for delta in response:
-                if isinstance(delta, CorralError):
-                    raise delta
-                yield delta
+            async for item in response:
+                if isinstance(item, CorralError):
+                    raise item
+                yield item
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """See EngineClient."""
@@ -173,8 +177,8 @@ def _translate(error: Exception) -> CorralError:
     return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")
 
 
-def _served(model: ResolvedModel, handle: DeploymentHandle[Any]) -> ServedModel:
-    tokenizer = Tokenizer(locate(model.source))
+def _served(model: ResolvedModel, path: Path, handle: DeploymentHandle[Any]) -> ServedModel:
+    tokenizer = Tokenizer(path)
     return ServedModel(
         id=model.id,
         n_ctx_slot=model.options.n_ctx_slot,
@@ -189,13 +193,26 @@ class Ingress:
     """Speaks HTTP; holds every model's vocabulary and a handle to its engines."""
 
     def __init__(
-        self, models: list[ResolvedModel], handles: list[DeploymentHandle[Any]], access: Access
+        self,
+        models: list[ResolvedModel],
+        handles: list[DeploymentHandle[Any]],
+        access: Access,
+        sse_ping_interval_s: float,
     ) -> None:
         forward_to_serve()
         self._access = access
-        pairs = zip(models, handles, strict=True)
-        self._models = {model.id: _served(model, handle) for model, handle in pairs}
+        self._sse_ping_interval_s = sse_ping_interval_s
+        paths = [locate(model.source) for model in models]
+        self._workers = WorkerPool(
+            [
+                ModelFile(model.id, model.options.n_ctx_slot, path)
+                for model, path in zip(models, paths, strict=True)
+            ],
+            PREPARATIONS,
+        )
+        served = zip(models, paths, handles, strict=True)
+        self._models = {model.id: _served(model, path, handle) for model, path, handle in served}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
-        return build_api(self._models, self._access)
+        return build_api(self._models, self._access, self._workers, self._sse_ping_interval_s)

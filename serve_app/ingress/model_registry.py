@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.openai.protocol import ModelCard
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import GenerationRequest, ReplicaStats, RequestRecord, SlotAction, TokenDelta
+from serve_app.types import (
+    Accepted,
+    GenerationRequest,
+    ReplicaStats,
+    RequestRecord,
+    SlotAction,
+    TokenDelta,
+)
 
 T = TypeVar("T")
 
@@ -30,8 +37,9 @@ class Answers(Generic[T]):
 class EngineClient(Protocol):
     """The way to one model's engines."""
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
-        """Run a request; raises CorralError. Closing the generator ends the request."""
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
+        """Run a request: its acceptance, then its deltas. Raises CorralError. Closing the generator ends
+        the request."""
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """A vector, not normalised, for each text, given as tokens; of a reranking model, one score each.
@@ -69,7 +77,10 @@ class ServedModel:
         return ModelCard(id=self.id, created=self.created, n_ctx_slot=self.n_ctx_slot)
 
 
-def find(models: Mapping[str, ServedModel], model_id: str | None) -> ServedModel:
+M = TypeVar("M")
+
+
+def find(models: Mapping[str, M], model_id: str | None) -> M:
     """The model of that name, or the first without one. Raises ModelNotFoundError."""
     if model_id is None:
         return next(iter(models.values()))

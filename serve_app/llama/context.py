@@ -1,4 +1,4 @@
-"""One `llama_context` with a KV cache lane for each sequence, and the batch buffer that feeds it."""
+"""One `llama_context`, whose KV cache holds a sequence for each `seq_id`, and its batch buffer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Pooling = Literal["none", "rank"]
 State = bytes | memoryview
 """The saved state of a sequence."""
 
-# A lane of which only this part is in use is copied as a state: one copy takes as long either way.
+# A sequence of which only this part is in use is copied as a state: one copy takes as long either way.
 _FEW_CELLS = 1 / 4
-# llama.cpp rounds a lane's length up to this many cells.
+# llama.cpp rounds a sequence's length up to this many cells.
 _CELL_PADDING = 256
 _CACHE_FULL = 1  # what llama_decode returns when it finds no cells; nothing was changed then
 _POOLINGS: dict[Pooling, int] = {
@@ -40,8 +40,8 @@ _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 class Context:
     """Decodes batches of rows. Only one thread, always the same, may use it.
 
-    The KV cache is split or unified. Split, each of `n_seq_max` lanes has `n_ctx_slot` cells of its own,
-    and no sequence can take another's room. Unified, all lanes share `n_ctx` cells, and those with a
+    The KV cache is split or unified. Split, each of `n_seq_max` sequences has `n_ctx_slot` cells, and no
+    sequence can take another's room. Unified, all sequences share `n_ctx` cells, and those with a
     common beginning share its cells too. Raises ConfigError when llama.cpp cannot allocate it.
     """
 
@@ -62,16 +62,16 @@ class Context:
         cache_type_v: CacheType = "f16",
         pooling: Pooling | None = None,
     ) -> None:
-        """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each lane. `n_outputs`
-        is how many rows of a batch may want logits; default: one for each lane. `threads_batch` is for
+        """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each sequence. `n_outputs`
+        is how many rows of a batch may want logits; default: one for each sequence. `threads_batch` is for
         batches of more than one row; default: `threads`. With `pooling`, the context makes embeddings, and
         every row must want them."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
         self._kv_unified = kv_unified
         self._n_batch = n_batch
-        lane_cells = _padded(n_ctx_slot)
-        cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * lane_cells
+        seq_cells = _padded(n_ctx_slot)
+        cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * seq_cells
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = cells
         params.n_batch = params.n_ubatch = n_batch
@@ -104,8 +104,8 @@ class Context:
         keys, values = model.cache_elements
         self.cache_bytes_per_token = n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
         """Bytes of one token's keys and values."""
-        self.cache_bytes_per_lane = lane_cells * self.cache_bytes_per_token
-        """Bytes of one lane's keys and values; of a unified cache, what one lane more would add."""
+        self.cache_bytes_per_seq = seq_cells * self.cache_bytes_per_token
+        """Bytes of one sequence's keys and values; of a unified cache, what one sequence more would add."""
         self.cache_bytes = cells * self.cache_bytes_per_token
         """Bytes of all keys and values."""
         self._memory = llama_cpp.llama_get_memory(self.pointer)
@@ -114,12 +114,12 @@ class Context:
         self.window = int(llama_cpp.llama_model_n_swa(model.pointer))
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         self._states = not (kv_unified or self.window) and model.can_rewind
-        """Whether a lane's state is all that a copy of it needs, and less than its cells."""
+        """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
         self._copied: tuple[int, State] | None = None
-        """The lane whose state was copied last, if it has not changed since then."""
+        """The sequence whose state was copied last, if it has not changed since then."""
         self.unsettled: set[int] = set()
-        """Lanes that llama.cpp reads or writes with the next decode: until then, they may be neither saved
-        nor restored."""
+        """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
+        restore them."""
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
         for i in range(n_batch):
             self._batch.n_seq_id[i] = 1
@@ -168,17 +168,19 @@ class Context:
         return np.ctypeslib.as_array(pointer, shape=(n_rows, self.model.n_embd))
 
     def rank_score(self, seq_id: int) -> float:
-        """How relevant a reranking model finds the lane's text; one of the last batch's lanes."""
+        """How relevant a reranking model finds the sequence's text; one of the last batch's sequences."""
         return float(llama_cpp.llama_get_embeddings_seq(self.pointer, seq_id)[0])
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop a sequence's cached tokens from position `n_past` on; 0 empties its lane. Raises
+        """Drop a sequence's cached tokens from position `n_past` on; 0 empties the sequence. Raises
         DecodeError if what would be left is not all that the next token attends to: recurrent layers
         keep no past states, and a saved state of sliding-window layers holds their last window only."""
         oldest = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
         windowed = n_past > 0 and oldest > max(0, n_past - self.window)
         if windowed or not llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_past, -1):
-            raise DecodeError(f"llama.cpp cannot keep the first {n_past} tokens of lane {seq_id}.")
+            raise DecodeError(
+                f"llama.cpp cannot keep the first {n_past} tokens of sequence {seq_id}."
+            )
         self._changes(seq_id)
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
@@ -191,9 +193,9 @@ class Context:
         llama_cpp.llama_memory_seq_add(self._memory, seq_id, behind, -1, -n_discard)
 
     def copy(self, source: int, target: int) -> None:
-        """Make lane `target` a copy of lane `source`, whatever it held. In a unified cache they share
-        the cells. Otherwise llama.cpp copies all of the lane's cells during the next decode, which costs
-        about as much as computing `n_ctx_slot` / 200 tokens.
+        """Make sequence `target` a copy of sequence `source`, whatever it held. In a unified cache they
+        share the cells. Otherwise llama.cpp copies all cells of a sequence during the next decode, which
+        costs about as much as computing `n_ctx_slot` / 200 tokens.
         Where few of them are in use, the source's state takes less, and is taken once for all copies that
         are made before the next decode.
         """
@@ -215,7 +217,7 @@ class Context:
             self._copied = None
 
     def save(self, seq_id: int) -> memoryview:
-        """A lane's cached tokens as llama.cpp's sequence state, to be used with the same model and the
+        """A sequence's cached tokens as llama.cpp's sequence state, to be used with the same model and the
         same cache formats. Not as `bytes`: that copy would take ten times as long as llama.cpp does."""
         size = llama_cpp.llama_state_seq_get_size(self.pointer, seq_id)
         buffer = np.empty(size, np.uint8)
@@ -224,13 +226,13 @@ class Context:
         return buffer[:n_written].data
 
     def restore(self, seq_id: int, state: State) -> None:
-        """Fill a lane with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
-        the lane is empty then."""
+        """Fill a sequence with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
+        the sequence is empty then."""
         self.truncate(seq_id, 0)
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not llama_cpp.llama_state_seq_set_data(self.pointer, pointer, len(state), seq_id):
             self.truncate(seq_id, 0)
-            raise DecodeError(f"llama.cpp does not take back the saved state of lane {seq_id}.")
+            raise DecodeError(f"llama.cpp does not take back the saved state of sequence {seq_id}.")
 
     def warm_up(self) -> None:
         """One throw-away decode, so that the first request does not pay for page faults."""

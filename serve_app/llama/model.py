@@ -42,17 +42,6 @@ _END_BYTES = 2**20
 # Compiled grammars that are kept, as the next request may have the same one.
 _GRAMMARS_KEPT = 64
 _N_BLOCKS = 64
-ANSWER_MARKS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "<think>",
-    "</think>",
-)
-"""What structures an answer: calls and thoughts. Control tokens in some vocabularies."""
 _BLOCK_BYTES = 4096
 
 
@@ -60,8 +49,9 @@ class Model:
     """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
 
     `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
-    and megabytes, enough to tokenize. Raises ConfigError when the file is missing, llama.cpp
-    cannot load it, or the model has an encoder besides its decoder.
+    and megabytes, enough to tokenize. `delimiters` are texts that structure answers: where one is a
+    control token, and the chat template has it, the token's text is shown. Raises ConfigError when
+    the file is missing, llama.cpp cannot load it, or the model has an encoder besides its decoder.
     """
 
     def __init__(
@@ -70,6 +60,7 @@ class Model:
         *,
         vocab_only: bool = False,
         load_mode: LoadMode = "auto",
+        delimiters: Iterable[str] = (),
     ) -> None:
         library.init()
         self.path = Path(path)
@@ -97,6 +88,7 @@ class Model:
         if not self._vocab:
             raise ConfigError(f"{self.path} holds no vocabulary.")
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self._delimiters = tuple(delimiters)
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._constraints = threading.Lock()
         self._compiled = functools.lru_cache(_GRAMMARS_KEPT)(self._compile)
@@ -215,7 +207,7 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, not always whole characters; control tokens are empty unless
-        `special`, but for those of ANSWER_MARKS that the chat template uses. Cached."""
+        `special`, but for those of the model's `delimiters` that the chat template uses. Cached."""
         key = (token, special or token in self._shown)
         if key not in self._pieces:
             self._pieces[key] = self._read_piece(*key)
@@ -265,10 +257,10 @@ class Model:
     def _shown(self) -> frozenset[int]:
         """Tokens whose text is shown although they may be control tokens."""
         template = self.chat_template or ""
-        found = (self.mark(text) for text in ANSWER_MARKS if text in template)
+        found = (self.delimiter_token(text) for text in self._delimiters if text in template)
         return frozenset(token for token in found if token is not None)
 
-    def mark(self, text: str) -> int | None:
+    def delimiter_token(self, text: str) -> int | None:
         """The one token that stands for the text, and not for its characters; grammars write it otherwise
         then. As llguidance decides it, in `lltokenizer_from_vocab`."""
         tokens = self.tokenize(text, add_special=False, parse_special=True)

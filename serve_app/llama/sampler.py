@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from serve_app.errors import ConstraintError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Context
-from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import Sampled, TokenLogprobs
 
 # llama.cpp reads this seed as "draw one"; ours are always explicit.
 _RANDOM_SEED = 0xFFFFFFFF
@@ -23,8 +24,8 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 
 class Sampler:
-    """Picks one sequence's tokens: logit bias, penalties, then greedy, or top_k, typical, top_p, min_p,
-    temperature and a seeded draw.
+    """Picks one sequence's tokens: logit bias, penalties, then greedy, or top_n_sigma, top_k,
+    typical, top_p, min_p, temperature and a seeded draw.
 
     The penalties look at the prompt's last tokens too, as llama-server's do. Used by the thread that
     owns the context.
@@ -129,6 +130,8 @@ def _links(context: Context, params: SamplingParams) -> list[llama_cpp.llama_sam
         )
     if params.temperature <= 0:
         return [*links, llama_cpp.llama_sampler_init_greedy()]
+    if params.top_n_sigma > 0:
+        links.append(llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma))
     if params.top_k > 0:
         links.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
     if params.typical_p < 1:

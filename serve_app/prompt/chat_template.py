@@ -22,7 +22,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.prompt import answer, tool_calls
+from serve_app.prompt import output_parser, tool_calls
 
 # Far beyond any context: a request's body has 8 MiB, and a template may repeat some of it.
 _MOST_CHARS = 2**25
@@ -56,7 +56,7 @@ class ChatTemplate:
             raise ConfigError(f"The model's chat template is not valid: {error}") from error
         self.tool_format = tool_calls.detect(source) if "tools" in names else None
         """How it asks for calls; None if it takes no tools, or asks in a way that is not understood."""
-        self.thinks = answer.OPEN in source
+        self.thinks = output_parser.REASONING_OPEN in source
         """Whether its model may think before it answers."""
         self._reserved = {"messages", "tools", "add_generation_prompt", *environment.globals}
 

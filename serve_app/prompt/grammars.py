@@ -1,6 +1,6 @@
 """What a request wants its text to match, as an llguidance grammar: the form that the engine takes.
 
-Every function raises InvalidRequestError that says where the fault is, and names `param`.
+Every function raises InvalidRequestError that says what is wrong, and names `param`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serve_app.errors import InvalidRequestError
 from serve_app.llama.constraint import LIMITS
-from serve_app.prompt.answer import CLOSE, OPEN
+from serve_app.prompt.output_parser import REASONING_CLOSE, REASONING_OPEN
 from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function
 
@@ -42,22 +42,23 @@ def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
 def from_tool_calls(
     functions: Sequence[Function],
     tool_format: ToolFormat,
-    mark: Callable[[str], int | None],
+    delimiter_token: Callable[[str], int | None],
     *,
     forced: bool,
     parallel: bool,
     param: str,
 ) -> str:
     """Calls of these functions, with arguments that their schemas validate: one, and with `parallel`
-    perhaps more. If they are not forced, any text may come before them, or instead of them. `mark` says
-    which marks are tokens of their own: see `serve_app.llama.model.Model.mark`."""
+    perhaps more. If they are not forced, any text may come before them, or instead of them.
+    `delimiter_token` says which delimiters are tokens of their own: see
+    `serve_app.llama.model.Model.delimiter_token`."""
     schemas = [function.get("parameters") or {} for function in functions]
     if max(map(depth, schemas), default=0) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
     _bounded(json.dumps(schemas), param)
 
     def written(text: str) -> str:
-        token = mark(text)
+        token = delimiter_token(text)
         return lark.text(text) if token is None else f"<[{token}]>"
 
     opening = tool_format.opening
@@ -66,13 +67,13 @@ def from_tool_calls(
     elif forced:
         start = f"start: {written(opening)} calls"
     else:
-        # A lazy lexeme ends with the mark, so that no text can have it.
-        # Control tokens are no text, so thoughts that have them for tags need a rule.
-        begun, ended = mark(OPEN), mark(CLOSE)
+        # A lazy lexeme ends with the opening, so that no text can have it.
+        # Control tokens are no text, so reasoning that has them for tags needs a rule.
+        begun, ended = delimiter_token(REASONING_OPEN), delimiter_token(REASONING_CLOSE)
         has_tags = begun is not None and ended is not None
-        thought = f"((TEXT <[{begun}]>)? TEXT <[{ended}]>)?" if has_tags else ""
-        lazy = "[lazy]" if mark(opening) is None else ""
-        start = f"""start: {thought} (TEXT | opened calls)
+        reasoning = f"((TEXT <[{begun}]>)? TEXT <[{ended}]>)?" if has_tags else ""
+        lazy = "[lazy]" if delimiter_token(opening) is None else ""
+        start = f"""start: {reasoning} (TEXT | opened calls)
 opened{lazy}: TEXT {written(opening)}
 TEXT: /(.|\\n)*/"""
     rules = tool_format.rules(functions, written, parallel)
@@ -122,7 +123,7 @@ def _matched(grammar: str, param: str) -> str:
 
 
 def _checked(grammar: str, param: str) -> str:
-    fault = LLMatcher.validate_grammar(grammar)
-    if fault:
-        raise InvalidRequestError(f"{param}: {fault.strip()}", param)
+    error = LLMatcher.validate_grammar(grammar)
+    if error:
+        raise InvalidRequestError(f"{param}: {error.strip()}", param)
     return grammar

@@ -9,14 +9,14 @@ from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama.model import Model
-from serve_app.prompt import answer
-from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt import output_parser
 from serve_app.prompt.chat_template import ChatTemplate, Message
-from serve_app.prompt.quotes import Quotes
+from serve_app.prompt.escaping import ControlTokenEscaper
+from serve_app.prompt.output_parser import DELIMITERS, OutputParser
 from serve_app.prompt.tool_calls import ToolFormat
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
-_THOUGHT_TOKENS = 16
+_REASONING_TOKENS = 16
 # What llama-server puts before a file for models without a token for that.
 _SNIPPET = "\n\n--- snippet ---\n\n"
 # Where a reranking model's template has the texts.
@@ -27,8 +27,8 @@ class Tokenizer:
     """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._model = Model(path, vocab_only=True)
-        self._quotes = Quotes(self._model.control_texts)
+        self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        self._escaper = ControlTokenEscaper(self._model.control_texts)
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""
         self.eos = self._special(self._model.eos)
@@ -84,10 +84,10 @@ class Tokenizer:
         template = self._model.rerank_template
         if template is None:
             return tuple(self._model.encode_pair(query, document))
-        quoting = self._quotes.begin()
-        told = {"{query}": quoting.put(query), "{document}": quoting.put(document)}
+        escapes = self._escaper.begin()
+        told = {"{query}": escapes.escape(query), "{document}": escapes.escape(document)}
         text = _PLACES.sub(lambda found: told[found[0]], template)
-        return self._encode_parts(quoting.parts(text), add_special=False)
+        return self._encode_parts(escapes.split(text), add_special=False)
 
     def least_tokens(self, n_chars: int) -> int:
         """A text of so many characters has so many tokens at least."""
@@ -112,18 +112,18 @@ class Tokenizer:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._model.detokenize(tokens, special=special)
 
-    def mark(self, text: str) -> int | None:
-        """See `serve_app.llama.model.Model.mark`."""
-        return self._model.mark(text)
+    def delimiter_token(self, text: str) -> int | None:
+        """See `serve_app.llama.model.Model.delimiter_token`."""
+        return self._model.delimiter_token(text)
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
         """The tokens of a prompt for what is between two texts, as llama-server has them: prefix, suffix,
         middle. `prompt` goes on with the first text; control tokens written out in it are recognised.
         Raises InvalidRequestError if the model has no tokens for that."""
-        marks = self._model.infill_tokens
-        if marks is None:
+        infill = self._model.infill_tokens
+        if infill is None:
             raise InvalidRequestError("This model has no tokens for infill.", "suffix")
-        prefix, suffix, middle = marks
+        prefix, suffix, middle = infill
         said = self._model.tokenize(prompt, add_special=False, parse_special=True)
         bos = self._model.tokenize("", add_special=True, parse_special=False)
         before_tokens, after_tokens = self._plain(before), self._plain(after)
@@ -169,42 +169,42 @@ class Tokenizer:
         extra: Mapping[str, Any] | None = None,
         thinks: bool = True,
     ) -> tuple[int, ...]:
-        """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, a thought
+        """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, reasoning
         that the template begins is ended. What the template writes as control tokens becomes control
         tokens; what messages, tools and `extra` write stays text. Raises InvalidRequestError like
         `render_chat`."""
-        quoting = self._quotes.begin()
-        if self._quotes.needed(messages, tools, extra):
-            messages, tools = quoting.put(list(messages)), quoting.put(list(tools))
+        escapes = self._escaper.begin()
+        if self._escaper.needed(messages, tools, extra):
+            messages, tools = escapes.escape(list(messages)), escapes.escape(list(tools))
             # A variable's name is the template's word, and not a text.
-            extra = {name: quoting.put(value) for name, value in (extra or {}).items()}
+            extra = {name: escapes.escape(value) for name, value in (extra or {}).items()}
         text = self.render_chat(messages, tools, extra)
-        if not thinks and text.rstrip().endswith(answer.OPEN):
-            text = f"{text.rstrip()}\n\n{answer.CLOSE}\n\n"
+        if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
+            text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
         wants_bos = not (self.bos and text.startswith(self.bos))
-        return self._encode_parts(quoting.parts(text), add_special=wants_bos)
+        return self._encode_parts(escapes.split(text), add_special=wants_bos)
 
     def _encode_parts(
         self, parts: Iterable[tuple[str, bool]], *, add_special: bool
     ) -> tuple[int, ...]:
-        """The tokens of texts, each of which was quoted or not."""
+        """The tokens of texts, each of which was escaped or not."""
         tokens: list[int] = []
-        for part, is_quoted in parts:
+        for part, is_escaped in parts:
             first = add_special and not tokens
-            tokens += self._model.tokenize(part, add_special=first, parse_special=not is_quoted)
+            tokens += self._model.tokenize(part, add_special=first, parse_special=not is_escaped)
         return tuple(tokens)
 
-    def answer_parser(
+    def output_parser(
         self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), thinks: bool = True
-    ) -> AnswerParser:
-        """What splits the answer to this prompt, of a chat with these tools. Thoughts stay in the prose
-        unless `thinks`."""
+    ) -> OutputParser:
+        """What splits the answer to this prompt, of a chat with these tools. Reasoning stays in the
+        content unless `thinks`."""
         calls = self.tool_format.parser(tools) if tools and self.tool_format else None
-        beginning = self.decode(prompt[-_THOUGHT_TOKENS:], special=True)
-        return AnswerParser(
+        beginning = self.decode(prompt[-_REASONING_TOKENS:], special=True)
+        return OutputParser(
             calls,
             thinks=thinks and self.thinks,
-            is_thinking=beginning.rstrip().endswith(answer.OPEN),
+            is_thinking=beginning.rstrip().endswith(output_parser.REASONING_OPEN),
         )
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:

@@ -27,10 +27,11 @@ from serve_app.placement.machine import cpu_quota, oversubscription, own_cores, 
 from serve_app.placement.place import Place, settle, unpinned
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.replica.kv_transfer import Handover, Heir, Offer
+from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.types import (
+    Accepted,
     GenerationRequest,
     ReplicaRecords,
     ReplicaStats,
@@ -55,7 +56,7 @@ class EngineReplica:
             model.options,
             threads=threads,
             pinned=_prefixes(path, model.system_prompts),
-            sweep_folder=cache_folder() / "sweeps",
+            profile_folder=cache_folder() / "profiles",
         )
         self._engine = Engine.load(path, options)
         self._vocabulary_key = self._engine.vocabulary_key
@@ -74,15 +75,15 @@ class EngineReplica:
             self._place.report,
         )
         logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
-        self._handover = Handover(self._engine)
-        await self._handover.receive()
+        self._kv_transfer = KVTransfer(self._engine)
+        await self._kv_transfer.pull()
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes
-    ) -> AsyncGenerator[TokenDelta | CorralError]:
-        """Run a request to its end, whose tokens are of that vocabulary. Cancelling frees its slot. What
-        goes wrong with it is the last item: what is raised, Serve takes for an error of the replica, and
-        logs it with its traceback."""
+    ) -> AsyncGenerator[Accepted | TokenDelta | CorralError]:
+        """Run a request to its end, whose tokens are of that vocabulary. The first item says that the
+        engine has taken it. Cancelling frees its slot. What goes wrong with it is the last item: what is
+        raised, Serve takes for an error of the replica, and logs it with its traceback."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             if request.sampling.grammar is not None:
@@ -90,6 +91,7 @@ class EngineReplica:
             stream = await self._enter(request)
             if isinstance(stream, CorralError):
                 raise stream
+            yield Accepted()
             async for delta in stream:
                 if delta.end is not None:
                     self._metrics.ended(delta.end)
@@ -138,7 +140,7 @@ class EngineReplica:
     async def _enter_texts(
         self, requests: list[tuple[tuple[int, ...], ...]]
     ) -> list[Future[NDArray[np.float32]] | CorralError]:
-        """Submit what arrived together in one go: one pass computes what fits of all of it."""
+        """Submit what arrived together in one go: one batch computes what fits of all of it."""
         return self._engine.embed_many(requests)
 
     def _refuse_strange_tokens(self, vocabulary_key: bytes) -> None:
@@ -179,20 +181,20 @@ class EngineReplica:
         return ReplicaRecords(replica_id, tuple(records))
 
     async def offer_prefixes(self, asker: str) -> Offer | None:
-        """See Handover.offer."""
-        return await self._handover.offer(asker)
+        """See KVTransfer.offer."""
+        return await self._kv_transfer.offer(asker)
 
-    async def send_prefix(self, giver: str, tokens: bytes) -> list[Any] | None:
-        """See Handover.send."""
-        return await self._handover.send(giver, tokens)
+    async def send_prefix(self, source: str, tokens: bytes) -> list[Any] | None:
+        """See KVTransfer.send."""
+        return await self._kv_transfer.send(source, tokens)
 
-    async def lack_prefixes(self, asker: str, prefixes: list[bytes]) -> Heir | None:
-        """See Handover.lacks."""
-        return await self._handover.lacks(asker, prefixes)
+    async def lack_prefixes(self, asker: str, prefixes: list[bytes]) -> TransferTarget | None:
+        """See KVTransfer.lacks."""
+        return await self._kv_transfer.lacks(asker, prefixes)
 
-    async def take_prefix(self, heir: str, sent: list[Any]) -> int | None:
-        """See Handover.take."""
-        return await self._handover.take(heir, sent)
+    async def take_prefix(self, target: str, sent: list[Any]) -> int | None:
+        """See KVTransfer.take."""
+        return await self._kv_transfer.take(target, sent)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook: what `serve_app.routing.request_router` learns of this replica."""
@@ -216,7 +218,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
-        await self._handover.bequeath()
+        await self._kv_transfer.push()
         self._engine.close(timeout_s=0)
 
 

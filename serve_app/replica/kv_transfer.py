@@ -1,4 +1,4 @@
-"""Prefixes that go from replica to replica: to one that comes, and from one that leaves."""
+"""KV transfers from replica to replica: to one that starts, and from one that ends."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.engine import Engine
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, hottest
-from serve_app.engine.kv_cache.transfer import Parcel, RefusedPrefixError
+from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
 from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.replica")
 
-# A replica that comes is not ready, and one that leaves does not end, for so much longer at most. Engines
-# answer between two steps, which are seconds while they compute nothing but prompts.
+# Transfers delay the start of a replica, or its end, by so much at most. Engines answer between two steps,
+# which take seconds while they compute nothing but prompts.
 _LIMIT_S = 10.0
 # Of that, how long it waits for those who might offer or take something, before it goes on without them.
 _OFFERS_S = 4.0
-# A new replica gets what so many of the last prompts began with: what a single one has is its own affair.
+# A new replica gets what at least so many of the last prompts began with.
 _SHARED_BY = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a replica could give to one that comes."""
+    """What a source could send to a replica that starts."""
 
     replica_id: str
     key: bytes
-    """See `Parcel.key`."""
+    """See `Payload.key`."""
     prefixes: list[HotPrefix]
 
 
 @dataclass(frozen=True, slots=True)
-class Heir:
-    """What a replica could take of one that leaves."""
+class TransferTarget:
+    """What a replica could take from one that ends."""
 
     replica_id: str
     key: bytes
@@ -53,11 +53,12 @@ class Heir:
     room_bytes: int
 
 
-class Handover:
-    """One replica's part in it. Used in its event loop.
+class KVTransfer:
+    """One replica's part in KV transfers. Used in its event loop.
 
-    `receive` and `bequeath` are called once, at its start and at its end; neither raises, nor takes longer
-    than some seconds. The others answer other replicas, who ask all: those that are not meant return None.
+    `pull` is called once, at its start, and `push` once, at its end; neither raises, nor takes longer than
+    some seconds. The other methods answer other replicas. These ask all replicas, and one that is not meant
+    returns None.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -69,13 +70,13 @@ class Handover:
         self._engine = engine
         self._prefixes = engine.prefixes
 
-    async def receive(self) -> None:
-        """Get what requests share from the replicas that are there."""
-        await self._bounded(self._receive, Tally("Received", "from"))
+    async def pull(self) -> None:
+        """As the target: get what requests share from the replicas that are there."""
+        await self._bounded(self._pull, Tally("Received", "from"))
 
-    async def bequeath(self) -> None:
-        """Give those that stay what they lack."""
-        await self._bounded(self._bequeath, Tally("Handed over", "to"))
+    async def push(self) -> None:
+        """As the source: send the replicas that stay what they all lack."""
+        await self._bounded(self._push, Tally("Sent", "to"))
 
     async def _bounded(self, work: Callable[[Tally], Awaitable[None]], tally: Tally) -> None:
         if not self._prefixes.budget_bytes:
@@ -88,26 +89,26 @@ class Handover:
         if tally.n_prefixes:
             logger.info("%s", tally)
 
-    async def _receive(self, tally: Tally) -> None:
+    async def _pull(self, tally: Tally) -> None:
         offers = await broadcast.ask_all(
             self._peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S
         )
         held = await asyncio.to_thread(self._prefixes.held)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().stored_bytes
-        for wanted, elder in wishes(self._usable(offers, Offer), held, room_bytes):
+        for wanted, source in plan_pull(self._usable(offers, Offer), held, room_bytes):
             sent: list[Any] | None = await broadcast.ask_one(
-                self._peers, "send_prefix", elder, wanted.tokens, timeout_s=_LIMIT_S
+                self._peers, "send_prefix", source, wanted.tokens, timeout_s=_LIMIT_S
             )
             if not sent:
                 continue
             try:
-                parcel: Parcel = await sent[0]
-            except RayError as error:  # its giver is gone; the others are not
-                logger.warning("A prefix of %s is lost: %r.", elder, error)
+                payload: Payload = await sent[0]
+            except RayError as error:  # its source is gone; the others are not
+                logger.warning("A prefix of %s is lost: %r.", source, error)
                 continue
-            tally.add(elder, wanted.tokens, await self._adopt(parcel, wanted.tokens))
+            tally.add(source, wanted.tokens, await self._import(payload, wanted.tokens))
 
-    async def _bequeath(self, tally: Tally) -> None:
+    async def _push(self, tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
         tokens = [one.tokens for one in offered]
         if not tokens:
@@ -115,72 +116,73 @@ class Handover:
         asked = "lack_prefixes", self._id, tokens
         answers = await broadcast.ask_all(self._peers, *asked, timeout_s=_OFFERS_S)
         sent: list[bytes] = []
-        for wanted, heir in bequests(offered, self._usable(answers, Heir)):
+        for wanted, target in plan_push(offered, self._usable(answers, TransferTarget)):
             if any(one.startswith(wanted.tokens) for one in sent):
                 continue
-            parcel = await asyncio.to_thread(self._prefixes.lend, wanted.tokens)
-            if parcel is not None:
-                reference = await asyncio.to_thread(ray.put, parcel)
+            payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted.tokens)
+            if payload is not None:
+                reference = await asyncio.to_thread(ray.put, payload)
                 n_bytes = await broadcast.ask_one(
-                    self._peers, "take_prefix", heir, [reference], timeout_s=_LIMIT_S
+                    self._peers, "take_prefix", target, [reference], timeout_s=_LIMIT_S
                 )
-                tally.add(heir, parcel.tokens, n_bytes or 0)
-                sent.append(parcel.tokens)
+                tally.add(target, payload.tokens, n_bytes or 0)
+                sent.append(payload.tokens)
 
     # -- what others ask --------------------------------------------------------------------------
 
     async def offer(self, asker: str) -> Offer | None:
-        """To one that comes: what it could have from here."""
+        """As the source: what a replica that starts could have from here."""
         if asker == self._id:
             return None
         prefixes = await asyncio.to_thread(self._prefixes.offers, _SHARED_BY)
         return Offer(self._id, self._prefixes.key, prefixes)
 
-    async def send(self, giver: str, tokens: bytes) -> list[Any] | None:
-        """To one that comes: a reference to a parcel that begins with these tokens. In a list, as Ray would
-        fetch it else for everybody whom it is sent to; the list is empty if there is none any more."""
-        if giver != self._id:
+    async def send(self, source: str, tokens: bytes) -> list[Any] | None:
+        """As the source: a reference to a payload that begins with these tokens, for a replica that starts.
+        It is in a list, as Ray would otherwise fetch it for every replica that gets the call; the list is
+        empty if there is none any more."""
+        if source != self._id:
             return None
-        parcel = await asyncio.to_thread(self._prefixes.lend, tokens)
-        return [] if parcel is None else [await asyncio.to_thread(ray.put, parcel)]
+        payload = await asyncio.to_thread(self._prefixes.export_prefix, tokens)
+        return [] if payload is None else [await asyncio.to_thread(ray.put, payload)]
 
-    async def lacks(self, asker: str, prefixes: list[bytes]) -> Heir | None:
-        """To one that leaves: what of this is not here, and the bytes that could be."""
+    async def lacks(self, asker: str, prefixes: list[bytes]) -> TransferTarget | None:
+        """As the target: which of these prefixes are not here, and the bytes that there is room for."""
         if asker == self._id:
             return None
         lacks = await asyncio.to_thread(self._prefixes.lacks, prefixes)
-        return Heir(self._id, self._prefixes.key, lacks, self._prefixes.budget_bytes // 2)
+        return TransferTarget(self._id, self._prefixes.key, lacks, self._prefixes.budget_bytes // 2)
 
-    async def take(self, heir: str, sent: list[Any]) -> int | None:
-        """From one that leaves: a prefix, whole; returns the bytes that are kept of it."""
-        if heir != self._id:
+    async def take(self, target: str, sent: list[Any]) -> int | None:
+        """As the target: store a whole prefix from a replica that ends; returns the bytes that are kept."""
+        if target != self._id:
             return None
         tally = Tally("Received", "from")
-        parcel: Parcel = await sent[0]
-        tally.add("one that leaves", parcel.tokens, await self._adopt(parcel, parcel.tokens))
+        payload: Payload = await sent[0]
+        tally.add("one that ends", payload.tokens, await self._import(payload, payload.tokens))
         if tally.n_prefixes:
             logger.info("%s", tally)
         return tally.n_bytes
 
     # ---------------------------------------------------------------------------------------------
 
-    async def _adopt(self, parcel: Parcel, wanted: bytes) -> int:
-        """Store what is wanted of it; returns the bytes of what is kept."""
+    async def _import(self, payload: Payload, wanted: bytes) -> int:
+        """Store what is wanted of a payload; returns the bytes of what is kept."""
         try:
             return await asyncio.to_thread(
-                self._prefixes.adopt, parcel, state_format.n_tokens(wanted)
+                self._prefixes.import_prefix, payload, state_format.n_tokens(wanted)
             )
         except RefusedPrefixError as error:
             logger.warning("Another replica's prefix is refused: %s.", error)
             return 0
 
     def _usable(self, answers: list[Any], kind: type[Any]) -> list[Any]:
-        """Those answers that are one, of replicas whose prefixes are good for this one."""
+        """The answers of that kind, from replicas whose prefixes this one can use."""
         found = [one for one in answers if isinstance(one, kind)]
         strangers = [one.replica_id for one in found if one.key != self._prefixes.key]
         if strangers:
             logger.warning(
-                "No prefixes are exchanged with %s: another model or context.", strangers
+                "No prefixes are transferred from or to %s: another model or context.", strangers
             )
         return [one for one in found if one.key == self._prefixes.key]
 
@@ -212,11 +214,11 @@ class Tally:
         )
 
 
-def wishes(
+def plan_pull(
     offers: Iterable[Offer], held: Sequence[bytes], room_bytes: int
 ) -> list[tuple[HotPrefix, str]]:
-    """What a new replica asks for, the hottest first, and whom: of several that have it, the one with the
-    smallest state."""
+    """What a new replica asks for, the hottest first, and the source that it asks: of several that have it,
+    the one with the smallest state."""
     n_begun, smallest = Counter[bytes](), dict[bytes, tuple[int, str]]()
     for offer in offers:
         for one in offer.prefixes:
@@ -227,17 +229,20 @@ def wishes(
     return [(one, smallest[one.tokens][1]) for one in hottest(offered, held, room_bytes)]
 
 
-def bequests(offered: Sequence[HotPrefix], heirs: Iterable[Heir]) -> list[tuple[HotPrefix, str]]:
-    """What of that all heirs lack, the hottest first, and who gets it: whoever has most room left."""
+def plan_push(
+    offered: Sequence[HotPrefix], targets: Iterable[TransferTarget]
+) -> list[tuple[HotPrefix, str]]:
+    """What all targets lack of that, the hottest first, and the target that gets it: the one with the most
+    room left."""
     lacks, room = [True] * len(offered), dict[str, int]()
-    for heir in heirs:
-        lacks = [all(both) for both in zip(lacks, heir.lacks, strict=True)]
-        room[heir.replica_id] = heir.room_bytes
+    for target in targets:
+        lacks = [all(both) for both in zip(lacks, target.lacks, strict=True)]
+        room[target.replica_id] = target.room_bytes
     lacked = [one for one, missing in zip(offered, lacks, strict=True) if missing]
     given = []
     for one in hottest(lacked, (), sum(room.values())):
-        heir_id = max(room, key=lambda replica_id: room[replica_id])
-        if one.n_bytes <= room[heir_id]:
-            room[heir_id] -= one.n_bytes
-            given.append((one, heir_id))
+        target_id = max(room, key=lambda replica_id: room[replica_id])
+        if one.n_bytes <= room[target_id]:
+            room[target_id] -= one.n_bytes
+            given.append((one, target_id))
     return given

@@ -15,11 +15,11 @@ _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _COUNTED = {
     "prompt_tokens": "Prompt tokens that were computed.",
     "cached_tokens": "Prompt tokens that were found in the cache.",
-    "restored_tokens": "Of them, those that came back from the prefix store.",
+    "restored_tokens": "Of them, those that came back from the memory tier.",
     "received_prefixes": "Prefixes that came from other replicas.",
     "received_bytes": "Bytes of their states.",
-    "handed_over_prefixes": "Prefixes given to other replicas.",
-    "handed_over_bytes": "Bytes of their states.",
+    "sent_prefixes": "Prefixes that went to other replicas.",
+    "sent_bytes": "Bytes of their states.",
     "generated_tokens": "Generated tokens.",
     "drafted_tokens": "Tokens that speculation guessed.",
     "accepted_tokens": "Of them, those that were right.",
@@ -66,7 +66,7 @@ class ReplicaMetrics:
         self._running = gauge("slots_busy", "Slots with a request.")
         self._waiting = gauge("requests_waiting", "Requests that wait for a slot.")
         self._kv_used = gauge("kv_cache_used_ratio", "Of the cache's tokens, those in use.")
-        self._stored = gauge("prefix_store_bytes", "Prefixes that lost their slot.")
+        self._stored = gauge("memory_tier_bytes", "Prefixes that lost their slot.")
         self._backlog = gauge("backlog_seconds", "Forecast of the time until all is done.")
         self._seen: dict[str, float] = {}
 

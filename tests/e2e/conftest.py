@@ -6,12 +6,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,13 +19,17 @@ import httpx
 import pytest
 import yaml
 
-from loadtests.common.servers import environment_of, free_port
+from loadtests.common import processes, servers
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 
-ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 90
+ROOT = servers.ROOT
+START_TIMEOUT_S = servers.START_TIMEOUT_S
 DEMO_SLOTS = 4
-STOP_TIMEOUT_S = 60
+SETTINGS = {
+    "RAY_worker_niceness": "0",  # as on one machine and in clusters
+    "RAY_metrics_report_interval_ms": "1000",
+}
+"""Of every server of these tests, which has a folder for core leases of its own besides."""
 DEPLOY_TIMEOUT_S = 240  # on two busy cores, the command alone may take half of that to start
 
 
@@ -39,12 +40,9 @@ def wait_until(
     every_s: float = 0.05,
 ) -> None:
     """Poll until the condition holds; fails with `what` if it does not."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            told = what if isinstance(what, str) else what()
-            pytest.fail(f"not within {timeout_s} s: {told}")
-        time.sleep(every_s)
+    if not processes.within(timeout_s, condition, every_s):
+        told = what if isinstance(what, str) else what()
+        pytest.fail(f"not within {timeout_s} s: {told}")
 
 
 @contextmanager
@@ -71,44 +69,15 @@ class Corral:
 
     def __init__(self, directory: Path, models: list[dict[str, Any]], **ingress: object) -> None:
         self.directory = directory
-        self.port = free_port()
+        self.port = servers.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
-        self._config = config = directory / "serve_config.yaml"
-        config.write_text(
-            yaml.safe_dump(
-                {
-                    "proxy_location": "HeadOnly",  # nodes of one machine would share the port
-                    "http_options": {"host": "127.0.0.1", "port": self.port},
-                    "applications": [
-                        {
-                            "name": "corral",
-                            "route_prefix": "/",
-                            "import_path": "serve_app.app:build",
-                            "args": {"models": models, "ingress": ingress},
-                        }
-                    ],
-                }
-            )
+        self._config = servers.write_config(directory, models, self.port, **ingress)
+        self._log = directory / servers.LOG
+        command = servers.serve_command("run", self._config)
+        self.process = servers.start(
+            command, directory, SETTINGS | {"XDG_RUNTIME_DIR": str(directory)}
         )
-        self._log = directory / "log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [Path(sys.executable).with_name("serve"), "run", config],
-                cwd=ROOT,
-                env=os.environ
-                | {
-                    # Keeps this cluster's files, and Ray's note of "the running cluster", apart.
-                    "RAY_TMPDIR": str(directory),
-                    "RAY_USAGE_STATS_ENABLED": "0",
-                    "RAY_worker_niceness": "0",  # as on one machine and in clusters
-                    "RAY_metrics_report_interval_ms": "1000",
-                    "XDG_RUNTIME_DIR": str(directory),  # core leases of its own
-                },
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
 
     @property
     def log(self) -> str:
@@ -126,9 +95,9 @@ class Corral:
         self._config.write_text(yaml.safe_dump(config))
         found = re.search(r"dashboard at .*?(127\.0\.0\.1:\d+)", self.log)
         assert found, self.log
-        command = Path(sys.executable).with_name("serve"), "deploy", self._config
+        command = servers.serve_command("deploy", self._config, "--address", f"http://{found[1]}")
         subprocess.run(
-            [*command, "--address", f"http://{found[1]}"],
+            processes.with_default_signals(*command),
             cwd=ROOT,
             env=os.environ | {"RAY_AUTH_MODE": "token"},
             check=True,
@@ -139,16 +108,9 @@ class Corral:
         """Wait until an engine of every model answers."""
 
         def ready() -> bool:
-            assert self.process.poll() is None, self.log
-            try:
-                stats = self.http.get("/v1/stats")
-            except httpx.TransportError:
-                return False
-            return stats.status_code == 200 and all(
-                model["replicas"] for model in stats.json()["models"]
-            )
+            return servers.corral_is_ready(self.url, self.http.headers)
 
-        wait_until(ready, START_TIMEOUT_S, lambda: f"server ready:\n{self.log}")
+        servers.wait_ready(self.process, ready, self.directory)
 
     def replicas(self, model: int = 0) -> list[dict[str, Any]]:
         """What each replica of a model tells."""
@@ -163,26 +125,14 @@ class Corral:
 
     def pids(self, name: str) -> list[int]:
         """This cluster's processes whose command lines hold `name`."""
-        found = []
-        for directory in Path("/proc").glob("[0-9]*"):
-            try:
-                environ = (directory / "environ").read_bytes().split(b"\0")
-                command = (directory / "cmdline").read_bytes()
-            except OSError:
-                continue
-            ours = f"RAY_TMPDIR={self.directory}".encode() in environ
-            if ours and command and name.encode() in command:
-                found.append(int(directory.name))
-        return found
+        return processes.tagged(self.directory, name)
 
     def stop(self) -> None:
         """Ctrl-C, and wait until all of it is gone."""
         self.http.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        self.process.wait(STOP_TIMEOUT_S)
-        wait_until(lambda: not self.pids(""), STOP_TIMEOUT_S, "every process gone")
+        by_itself = processes.stop(self.process, self.directory, servers.STOP_TIMEOUT_S)
         print(self.log)  # pytest shows it where a test has failed
+        assert by_itself, "some of its processes had to be killed"
 
 
 def model(path: Path | None, model_id: str, **engine: int) -> dict[str, Any]:
@@ -234,7 +184,7 @@ def settings(environment: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-ONE_MACHINE = environment_of("one-machine.env")
+ONE_MACHINE = servers.environment_of("one-machine.env")
 """What `make serve` sets; servers without it go the way of clusters."""
 
 

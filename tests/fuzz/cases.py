@@ -100,11 +100,11 @@ FULLER: dict[str, list[dict[str, Any]]] = {
 def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
     """The API over a real engine of this model, in this process."""
     engine = Engine.load(
-        path, EngineOptions(n_slots=4, n_ctx_slot=N_CTX_SLOT, threads=1, sweep_limit_s=0)
+        path, EngineOptions(n_slots=4, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     )
     try:
         model = ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
-        yield build_api({"m": model}, Access(allow_anonymous=True))
+        yield build_api({"m": model}, Access(allow_anonymous=True, anonymous_admin=True))
     finally:
         engine.close(timeout_s=0)
 

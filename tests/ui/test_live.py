@@ -66,7 +66,7 @@ def test_sixteen_requests_and_a_killed_replica(ui_server: Corral, open_page: Ope
         expect(tile(page, "Slots busy")).to_have_text(busy)
         expect(tile(page, "Tokens/s")).to_have_text(re.compile(r"^[1-9]"))
         expect(tile(page, "First token")).to_have_text(re.compile(r"^\d.* m?s$"))
-        expect(page.locator(".lane[data-state=decode]").first).to_be_visible()
+        expect(page.locator(".slot[data-state=decode]").first).to_be_visible()
         page.locator(".replica details").first.click()
         expect(page.locator(".curve .now").first).to_be_visible()
         expect(page.locator("#timeline .line")).to_have_count(2)
@@ -84,13 +84,13 @@ def test_sixteen_requests_and_a_killed_replica(ui_server: Corral, open_page: Ope
     expect(tile(page, "Slots busy")).to_have_text("0")
 
 
-def test_lanes_say_what_is_in_them(ui_server: Corral, open_page: Open) -> None:
+def test_slots_say_what_is_in_them(ui_server: Corral, open_page: Open) -> None:
     page = open_page(ui_server, "live")
     with endless_requests(ui_server, 1):
-        lane = page.locator(".lane[data-state=decode]")
-        expect(lane).to_have_count(1)
-        card = page.locator(".replica").filter(has=lane)
-        expect(card.locator(".lanes")).to_have_attribute("aria-label", f"1 of {N_SLOTS} slots busy")
+        slot = page.locator(".slot[data-state=decode]")
+        expect(slot).to_have_count(1)
+        card = page.locator(".replica").filter(has=slot)
+        expect(card.locator(".slots")).to_have_attribute("aria-label", f"1 of {N_SLOTS} slots busy")
         card.locator("summary").click()
         row = card.locator("tr").filter(has_text="decode")
         expect(row.locator("td").nth(5)).to_contain_text("chatcmpl-")

@@ -23,6 +23,8 @@ from serve_app.config.schema import (
 from serve_app.errors import ConfigError, CorralError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.http.api_keys import KeyFile
+from serve_app.ingress.openapi import reference
+from serve_app.prompt.tool_calls import FORMATS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -90,6 +92,12 @@ def test_no_folder_is_crowded(top: str) -> None:
     assert [folder for folder, n in counts.items() if n > MOST_FILES] == []
 
 
+def test_every_tool_format_is_in_the_readmes_table() -> None:
+    (table,) = re.findall(r"^\| format \| models \|\n((?:\|.*\n)+)", README, re.M)
+    names = re.findall(r"^\| `([\w-]+)` \|", table, re.M)
+    assert sorted(names) == sorted(form.name for form in FORMATS)
+
+
 def test_paths_in_the_documents_exist() -> None:
     for text in (README, ARCHITECTURE):
         for name in re.findall(r"`((?:serve_app|loadtests|cluster|tests)/[\w./]*)`", text):
@@ -120,12 +128,31 @@ def test_every_parameter_is_in_the_readmes_table() -> None:
         for endpoint in endpoints:
             before = columns.get(endpoint, [set(), set(), set()])
             columns[endpoint] = [a | b for a, b in zip(before, cells, strict=True)]
+    for endpoint, names in _sampling_parameters().items():
+        columns[endpoint][0] |= names
     description = build_api({}).openapi()
     taken = {path: _parameters(description, path) for path in columns}
     assert columns == taken
     bodies = re.findall(r"\w+Request(?='})", repr(description["paths"]))
     tabled = re.findall(r"\w+Request(?='})", repr([description["paths"][p] for p in columns]))
     assert set(bodies) - {"SlotRequest"} == set(tabled)  # whose route has a row of its own
+
+
+def test_the_readmes_sampling_parameters_are_those_that_are_declared() -> None:
+    assert reference.rewritten(README) == README
+
+
+def _sampling_parameters() -> dict[str, set[str]]:
+    """What README says of the endpoints' sampling parameters."""
+    everywhere = ("/v1/completions", "/v1/chat/completions", "/completion", "/infill")
+    found: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| `.*", reference.table(), re.M):
+        name, _, _, elsewhere, _ = (cell.strip(" `") for cell in row[1:-1].split("|"))
+        for endpoint in everywhere:
+            found.setdefault(endpoint, set()).add(name)
+        for endpoint, other in re.findall(r"(/[\w/]+)(?:` as `(\w+))?", elsewhere):
+            found.setdefault(endpoint, set()).add(other or name)
+    return found
 
 
 def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:

@@ -20,6 +20,10 @@ EXAMPLES: list[CorralError] = [
     errors.PromptTooLongError(9, 8, "prompt", False),
     errors.KeyLimitError("300 prompt tokens"),
     errors.AuthenticationError("no key"),
+    errors.PermissionDeniedError("not yours"),
+    errors.PermissionDeniedError("too low", "priority"),
+    errors.HostNotAllowedError("who?"),
+    errors.CrossSiteError("from where?"),
     errors.TextTooLongError(9, 8),
     errors.TextTooLongError(9, 8, "input"),
     errors.ModelNotFoundError("gpt"),
@@ -27,6 +31,7 @@ EXAMPLES: list[CorralError] = [
     errors.SlowRequestError("too slow"),
     errors.RequestTooLargeError("too large"),
     errors.RateLimitError("too fast", 3),
+    errors.BodyEndedError("no room", 1),
     errors.QueueFullError("full", 7),
     errors.EngineUnavailableError("loading"),
     errors.ModelReplacedError("another vocabulary"),
@@ -35,6 +40,7 @@ EXAMPLES: list[CorralError] = [
     errors.ConstraintError("nothing fits"),
     errors.CacheFullError("no room for 3 tokens more"),
     errors.EngineFailedError("failed"),
+    errors.StorageFullError("full"),
 ]
 
 

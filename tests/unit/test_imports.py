@@ -58,7 +58,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
     ("importer", "forbidden"),
     [
         ("serve_app.engine", ("ray", "fastapi", "starlette", "pydantic")),
-        ("serve_app.llama", ("ray", "fastapi", "serve_app.engine")),
+        ("serve_app.llama", ("ray", "fastapi", "serve_app.engine", "serve_app.prompt")),
         ("serve_app.ingress", ("serve_app.engine",)),
         ("serve_app.prompt", ("serve_app.engine", "serve_app.ingress", "ray", "fastapi")),
         (
@@ -75,7 +75,8 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app.routing.request_router", ("serve_app.engine",)),
         ("serve_app.routing.autoscaling", ("serve_app",)),
         ("serve_app", ("loadtests", "tests")),
-        ("serve_app.types", ("ray", "fastapi", "llama_cpp", "serve_app.engine")),
+        ("serve_app.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
+        ("serve_app.sampling", ("serve_app", "ray", "fastapi", "pydantic", "llama_cpp")),
         ("serve_app.errors", ("serve_app", "ray", "fastapi", "llama_cpp")),
         *((f"serve_app.engine.{name}", ("threading", "asyncio", "llama_cpp")) for name in PURE),
     ],
@@ -83,6 +84,27 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
 )
 def test_package_does_not_import(importer: str, forbidden: tuple[str, ...]) -> None:
     assert offenders(importer, *forbidden) == []
+
+
+def test_the_engine_knows_nothing_of_prompts_but_the_delimiters_of_answers() -> None:
+    delimiters = "serve_app.prompt.output_parser"
+    assert offenders("serve_app.engine", "serve_app.prompt") == [
+        ("serve_app.engine.backends.llama_cpp", delimiters),
+        ("serve_app.engine.backends.llama_cpp", f"{delimiters}.DELIMITERS"),
+    ]
+
+
+def test_nothing_names_a_tool_format_but_its_module() -> None:
+    formats = "serve_app.prompt.tool_calls.formats"
+    users = {
+        (module, name)
+        for module, names in IMPORTS.items()
+        for name in names
+        if name.startswith(f"{formats}.")
+    }
+    assert users == {
+        ("serve_app.prompt.tool_calls", f"{formats}.{name}") for name in ("FORMATS", "detect")
+    }
 
 
 def test_only_the_llama_package_imports_llama_cpp() -> None:

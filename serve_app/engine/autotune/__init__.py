@@ -1,1 +1,1 @@
-"""Measurements of this model on this machine, and what is chosen by them."""
+"""The profile of this model on this machine, and what is chosen by it."""

@@ -1,6 +1,6 @@
-"""How long a forward pass takes, on this machine with this model. Pure: no model, no threads, no clock.
+"""How long a batch takes, on this machine with this model. Pure: no model, no threads, no clock.
 
-Measured at the start and corrected while running. A pass is either some tokens of each of some decoding
+Measured at the start and corrected while running. A batch is either some tokens of each of some decoding
 sequences, or a chunk of one prompt, and a step's time is their sum; in a unified cache the two share one.
 It takes longer the more tokens stand in the cache before it; that part grows straight. In a unified cache
 those of other sequences count, too, as far as the kernel does not skip what is masked.
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 # Weight of the newest step in what is known of its kind, and the most that it grows to: what was not seen
 # for so many steps of other sizes is old.
 _NEWEST, _MOST_NEWEST, _OLD = 0.1, 0.5, 8
-# A pass that took more or less than expected by a larger part counts as if by that: it may be a hiccup.
+# A batch that took more or less than expected by a larger part counts as if by that: it may be a hiccup.
 _MOST_CHANGE = 0.5
 # Between measured sizes, kernels like multiples of this many rows.
 _ROW_STEP = 4
 # A split that gains less than this part is noise.
 _LEAST_GAIN = 0.05
-# What was planned is planned anew after so many passes, as the curve may have moved.
+# What was planned is planned anew after so many batches, as the curve may have moved.
 _PLANS_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Measurements:
-    """Seconds that single passes took; empty if passes cost nothing worth counting."""
+class Profile:
+    """Measured seconds of single batches; empty if batches cost nothing worth counting."""
 
     decode_s: Mapping[int, float] = field(default_factory=dict)
     """By number of sequences that get one token each, with an empty cache before them."""
@@ -36,25 +36,25 @@ class Measurements:
     verify_s: Mapping[int, float] = field(default_factory=dict)
     """By number of one sequence's rows that are all sampled from: a token and drafted ones."""
     depth: int = 0
-    """Tokens in every lane for the next two; in a unified cache, the same cells."""
+    """Tokens in every slot for the next two; in a unified cache, the same cells."""
     deep_decode_s: Mapping[int, float] = field(default_factory=dict)
     deep_prefill_s: Mapping[int, float] = field(default_factory=dict)
     copy_s: float = 0.0
-    """What copying one lane adds to the next pass."""
+    """What copying one slot adds to the next batch."""
     masked: float = 1.0
     """What a token of other sequences costs in a unified cache, as a part of what one of its own does."""
 
 
 class CostModel:
-    """Predicts passes from measurements, and learns from those that follow. Decoder thread only."""
+    """Predicts what batches take by a profile, and learns from every batch. Decoder thread only."""
 
-    def __init__(self, measured: Measurements) -> None:
-        self._decode = _Curve(measured.decode_s, measured.deep_decode_s, measured.depth)
-        self._prefill = _Curve(measured.prefill_s, measured.deep_prefill_s, measured.depth)
-        self._verify = _Curve(measured.verify_s, {}, 0)
-        self.copy_s = measured.copy_s
-        """Seconds that copying a lane takes."""
-        self._masked = measured.masked
+    def __init__(self, profile: Profile) -> None:
+        self._decode = _Curve(profile.decode_s, profile.deep_decode_s, profile.depth)
+        self._prefill = _Curve(profile.prefill_s, profile.deep_prefill_s, profile.depth)
+        self._verify = _Curve(profile.verify_s, {}, 0)
+        self.copy_s = profile.copy_s
+        """Seconds that copying a slot takes."""
+        self._masked = profile.masked
         self._splits: dict[tuple[tuple[int, ...], int, frozenset[int]], tuple[int, ...]] = {}
         self._retried: set[int] = set()
         self._n_seen = 0
@@ -86,7 +86,7 @@ class CostModel:
         return self._prefill.at(n_rows, n_past)
 
     def batch_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds that a pass of so many rows may take, whatever they are of; 0 if nothing was measured."""
+        """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was measured."""
         return max(self.decode_s(n_rows, n_past), self.prefill_s(n_rows, n_past))
 
     @property
@@ -99,7 +99,7 @@ class CostModel:
     def chunk(
         self, n_pending: int, n_past: float, *, within_s: float, beside_s: float = 0.0
     ) -> int:
-        """How many of a prompt's next rows to compute in a pass of `within_s` at most, beside `beside_s`
+        """How many of a prompt's next rows to compute in a batch of `within_s` at most, beside `beside_s`
         that the step takes anyway: those that get the prompt on fastest; 0 if none fit.
 
         Kernels have steps, and 63 rows can cost twice what 64 do: what comes into question are the
@@ -110,7 +110,7 @@ class CostModel:
         return _fastest(times, within_s, beside_s)
 
     def mixed_chunk(self, n_pending: int, n_beside: int, n_past: float, *, within_s: float) -> int:
-        """The same for a pass that has `n_beside` rows of other sequences: the numbers that come into
+        """The same for a batch that has `n_beside` rows of other sequences: the numbers that come into
         question are of all rows."""
         sizes = [n - n_beside for n in self._sizes if n_beside < n < n_beside + n_pending]
         times = {n: self.prefill_s(n_beside + n, n_past) for n in [*sizes, n_pending]}
@@ -125,60 +125,60 @@ class CostModel:
         return sorted({*measured, *range(measured[0], dense[-1] if dense else 0, _ROW_STEP)})
 
     def smallest_chunk(self, n_pending: int) -> int:
-        """The fewest of a prompt's rows that are worth a pass."""
+        """The fewest of a prompt's rows that are worth a batch."""
         return min([n_pending, *self._prefill.measured[:1]])
 
     def split(
-        self, lanes: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()
+        self, slots: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()
     ) -> tuple[int, ...]:
-        """How many of the decoding lanes, which ascend, each pass is to compute.
+        """How many of the decoding slots each batch is to compute. `slots` are their ids, which ascend.
 
-        llama.cpp computes only consecutive lanes together, so that a pass has rows for those between
-        its lanes, too, for nothing; none of them may be `blocked`. All lanes are in one pass, unless
-        several are measured to be faster: as there are too many between, or as small ones are (Q8_0 at
-        two rows, on AVX-512). Now and then consecutive ones are in one pass all the same: or that would
-        never be measured again."""
-        n_lanes = len(lanes)
+        llama.cpp computes only consecutive slots together, so a batch also has a row for each slot between
+        its own, which is wasted; none of those may be `blocked`. All slots are in one batch, unless
+        several batches are measured to be faster: too many slots may lie between, or small batches may be
+        fast (Q8_0 at two rows, on AVX-512). Now and then consecutive slots are in one batch all the same,
+        so that its time is measured again."""
+        n_slots = len(slots)
         if not self:
-            return (n_lanes,)
-        if _span(lanes) == n_lanes and n_lanes not in self._retried:
-            self._retried.add(n_lanes)
-            return (n_lanes,)
-        return self._known_split(lanes, n_past, blocked)
+            return (n_slots,)
+        if _span(slots) == n_slots and n_slots not in self._retried:
+            self._retried.add(n_slots)
+            return (n_slots,)
+        return self._known_split(slots, n_past, blocked)
 
     def _known_split(
-        self, lanes: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()
+        self, slots: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()
     ) -> tuple[int, ...]:
-        key = lanes, _rounded(n_past), blocked
+        key = slots, _rounded(n_past), blocked
         if key not in self._splits:
             self._splits[key] = self._best_split(*key)
         return self._splits[key]
 
     def _best_split(
-        self, lanes: tuple[int, ...], n_past: float, blocked: frozenset[int]
+        self, slots: tuple[int, ...], n_past: float, blocked: frozenset[int]
     ) -> tuple[int, ...]:
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-        for end in range(1, len(lanes) + 1):
+        for end in range(1, len(slots) + 1):
             found = []
             for start in range(end):
-                if blocked.isdisjoint(range(lanes[start], lanes[end - 1])):
-                    seconds = self.decode_s(_span(lanes[start:end]), n_past)
+                if blocked.isdisjoint(range(slots[start], slots[end - 1])):
+                    seconds = self.decode_s(_span(slots[start:end]), n_past)
                     found.append((seconds + best[start][0], (*best[start][1], end - start)))
             best.append(min(found))
         split_s, parts = best[-1]
-        whole_s = self.decode_s(_span(lanes), n_past)
-        whole = blocked.isdisjoint(range(lanes[0], lanes[-1]))
-        return (len(lanes),) if whole and split_s >= (1 - _LEAST_GAIN) * whole_s else parts
+        whole_s = self.decode_s(_span(slots), n_past)
+        whole = blocked.isdisjoint(range(slots[0], slots[-1]))
+        return (len(slots),) if whole and split_s >= (1 - _LEAST_GAIN) * whole_s else parts
 
     def steps_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds of the passes that compute a token of each of `n_rows` sequences in consecutive lanes."""
+        """Seconds of the batches that compute one token of each sequence in `n_rows` consecutive slots."""
         if not self:
             return 0.0
         parts = self._known_split(tuple(range(n_rows)), n_past)
         return sum(self.decode_s(part, n_past) for part in parts)
 
     def saw_decode(self, n_sequences: int, n_rows: int, n_past: float, seconds: float) -> None:
-        """Learn from a pass over decoding sequences, one row of each or with drafts."""
+        """Learn from a batch over decoding sequences, one row of each or with drafts."""
         if n_rows == n_sequences:
             self._decode.learn(n_rows, n_past, seconds)
         elif n_sequences == 1:
@@ -189,7 +189,7 @@ class CostModel:
             self._retried.clear()
 
     def saw_prefill(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """Learn from a pass that `prefill_s` foretells."""
+        """Learn from a batch of the kind that `prefill_s` predicts."""
         self._prefill.learn(n_rows, n_past, seconds)
 
     def curve(self) -> dict[str, dict[int, float]]:
@@ -220,7 +220,7 @@ class _Curve:
         return _between(self.measured, self._seconds, n_rows) + n_past * token_s
 
     def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """Move the nearest measured point by what this pass took more or less than expected."""
+        """Move the nearest measured point by what this batch took more or less than expected."""
         expected = self.at(n_rows, n_past)
         if not expected:
             return
@@ -243,8 +243,8 @@ def _fastest(times: Mapping[int, float], within_s: float, beside_s: float) -> in
     return max(fitting, key=lambda size: (rates[size], size), default=0)
 
 
-def _span(lanes: Sequence[int]) -> int:
-    return lanes[-1] - lanes[0] + 1
+def _span(slots: Sequence[int]) -> int:
+    return slots[-1] - slots[0] + 1
 
 
 def _rounded(n_past: float) -> int:

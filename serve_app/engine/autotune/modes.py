@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.options import EngineOptions
 from serve_app.llama.formats import block_size
 
@@ -45,18 +45,18 @@ def candidates(options: EngineOptions) -> list[Mode]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The mode that a context is made as, why, and what passes cost in it."""
+    """The mode that a context is made as, why, and what batches cost in it."""
 
     mode: Mode
     reason: str
-    measured: Measurements
+    profile: Profile
 
 
-def request_s(measured: Measurements, options: EngineOptions, *, kv_unified: bool) -> float:
+def request_s(profile: Profile, options: EngineOptions, *, kv_unified: bool) -> float:
     """Seconds of the machine that a request is expected to take in this mode, on average: of two, one has
     a prompt of an eighth of a slot, the other of three quarters. With something pinned, prompts are that
     and an eighth of the rest. Answers take an eighth. 0 if nothing was measured."""
-    costs = CostModel(measured)
+    costs = CostModel(profile)
     pinned = max((len(tokens) for tokens in options.pinned), default=0)
     shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
     ends = [pinned + int(share * (options.n_ctx_slot - pinned)) for share in shares]
@@ -96,33 +96,33 @@ def _seconds(
     return (bounded_s + free_s) / 2 + answer_s
 
 
-def choose(measured: Mapping[Mode, Measurements], options: EngineOptions) -> Choice:
+def choose(profiles: Mapping[Mode, Profile], options: EngineOptions) -> Choice:
     """The mode in which a request takes least, and why in one line: of those that are about as fast, the
     first."""
-    if len(measured) == 1:
-        (mode,) = measured
-        return Choice(mode, f"{mode}: as configured", measured[mode])
+    if len(profiles) == 1:
+        (mode,) = profiles
+        return Choice(mode, f"{mode}: as configured", profiles[mode])
     seconds = {
         mode: request_s(found, options, kv_unified=mode.kv_unified)
-        for mode, found in _alike(measured).items()
+        for mode, found in _alike(profiles).items()
     }
     least = min(seconds.values())
     best = next(mode for mode in seconds if seconds[mode] <= (1 + _SAME) * least)
     others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
     workload = "a common system prompt" if options.pinned else "prompts of their own"
     reason = f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"
-    return Choice(best, reason, measured[best])
+    return Choice(best, reason, profiles[best])
 
 
-def _alike(measured: Mapping[Mode, Measurements]) -> dict[Mode, Measurements]:
-    """Only what was measured in all modes: time may have been up for some passes in some of them."""
+def _alike(profiles: Mapping[Mode, Profile]) -> dict[Mode, Profile]:
+    """Only what was measured in all modes: time may have been up for some batches in some of them."""
     names = ("decode_s", "prefill_s", "deep_decode_s", "deep_prefill_s")
     sizes = {
-        name: set.intersection(*(set(getattr(found, name)) for found in measured.values()))
+        name: set.intersection(*(set(getattr(found, name)) for found in profiles.values()))
         for name in names
     }
     alike = {}
-    for mode, found in measured.items():
+    for mode, found in profiles.items():
         curves: dict[str, Any] = {
             name: {n: getattr(found, name)[n] for n in sizes[name]} for name in names
         }

@@ -1,4 +1,4 @@
-"""What was measured and chosen, kept on disk: a start need not measure again what has not changed."""
+"""Profiles and the modes chosen by them, kept on disk: a start does not measure again what is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 
 logger = logging.getLogger("corral.engine")
@@ -21,7 +21,7 @@ _FORMAT = 3
 
 
 def key(**measured_with: object) -> str:
-    """A name for measurements made under these conditions, on this kind of processor."""
+    """A name for a profile made under these conditions, on this kind of processor."""
     conditions = {"format": _FORMAT, "cpu": _processor(), **measured_with}
     text = json.dumps(conditions, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -35,7 +35,7 @@ def load(folder: Path, name: str) -> Choice | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        logger.warning("Measurements in %s cannot be used, and are made again: %s", path, error)
+        logger.warning("The profile in %s cannot be used, and is made again: %s", path, error)
         return None
 
 
@@ -47,7 +47,7 @@ def save(folder: Path, name: str, choice: Choice) -> None:
             file.write(json.dumps(dataclasses.asdict(choice)).encode())
         Path(file.name).replace(folder / f"{name}.json")
     except OSError as error:
-        logger.warning("Measurements cannot be kept in %s: %s", folder, error)
+        logger.warning("The profile cannot be kept in %s: %s", folder, error)
 
 
 def _parse(document: object) -> Choice:
@@ -56,14 +56,14 @@ def _parse(document: object) -> Choice:
         case {
             "mode": {"flash_attn": bool(flash_attn), "kv_unified": bool(kv_unified)},
             "reason": str(reason),
-            "measured": dict(measured),
+            "profile": dict(profile),
         }:
-            return Choice(Mode(flash_attn, kv_unified), reason, _measurements(measured))
-    raise TypeError("it holds no measurements")
+            return Choice(Mode(flash_attn, kv_unified), reason, _profile(profile))
+    raise TypeError("it holds no profile")
 
 
-def _measurements(document: Mapping[str, object]) -> Measurements:
-    known = dataclasses.asdict(Measurements())
+def _profile(document: Mapping[str, object]) -> Profile:
+    known = dataclasses.asdict(Profile())
     fields: dict[str, Any] = {}
     for name, value in document.items():
         match known.get(name), value:
@@ -73,7 +73,7 @@ def _measurements(document: Mapping[str, object]) -> Measurements:
                 fields[name] = value
             case _:
                 raise TypeError(f"{name} is {value!r}")
-    return Measurements(**fields)
+    return Profile(**fields)
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""Measures what passes cost, by running some."""
+"""Makes a profile: measures what batches cost, by running some."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import partial
 from itertools import zip_longest
 from typing import Protocol
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.base import Row, State
 
 # Numbers of rows: the most telling ones first.
 _CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
 _VERIFIES = (2, 4, 8, 3, 6)
-# Tokens of a lane that is not empty: llama.cpp attends to multiples of so many cells, with fewer nothing
+# Tokens of a slot that is not empty: llama.cpp attends to multiples of so many cells, with fewer nothing
 # takes longer. And the part of the time left that they may take.
 _DEPTH, _FILLING = 256, 1 / 2
-# Passes shorter than this are measured twice: the shorter, the noisier.
+# Batches shorter than this are measured twice: the shorter, the noisier.
 _SHORT_S = 0.35
-# What a copy costs is a difference of two passes; each is tried so often, if it is short.
+# What a copy costs is a difference of two batches; each is tried so often, if it is short.
 _TRIALS = 3
 # More than this is noise.
 _MOST_MASKED = 4.0
@@ -28,37 +28,37 @@ _MOST_MASKED = 4.0
 _ODD = 1.2
 
 
-class Lanes(Protocol):
-    """The KV cache lanes of one context; see `serve_app.engine.backends.base.Backend`."""
+class ProfiledContext(Protocol):
+    """What the profiler needs of a context; see `serve_app.engine.backends.base.Backend`."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop the lane's tokens from position n_past on."""
+        """Drop the sequence's tokens from position n_past on."""
 
     def copy(self, source: int, target: int) -> None:
-        """Make the target's lane a copy of the source's."""
+        """Make sequence `target` a copy of sequence `source`."""
 
     def save(self, seq_id: int) -> State:
-        """The lane's tokens as a state."""
+        """The sequence's tokens as a state."""
 
     def restore(self, seq_id: int, state: State) -> None:
-        """Fill a lane with a state."""
+        """Fill a sequence with a state."""
 
 
-class Sweep:
-    """One sweep over an empty cache. Decoder thread only.
+class Profiler:
+    """Makes one profile, in an empty cache. Decoder thread only.
 
-    First `essentials`, then `rest`. When the next pass would take more time than is left it is left out,
-    and predicted from those that were measured. At depth, all lanes hold the same tokens: in a unified
+    First `essentials`, then `rest`. A batch that would take more time than is left is left out, and
+    predicted from those that were measured. At depth, all slots hold the same tokens: in a unified
     cache the same cells, and once each their own, to see what those of others cost. Without `can_rewind`,
-    nothing is measured at depth: a lane would have to forget the rows of each pass.
+    nothing is measured at depth: a slot would have to forget the rows of each batch.
     """
 
     def __init__(
         self,
-        lanes: Lanes,
+        context: ProfiledContext,
         *,
         n_slots: int,
         n_ctx_slot: int,
@@ -67,7 +67,7 @@ class Sweep:
         can_rewind: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._lanes = lanes
+        self._context = context
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
@@ -84,9 +84,9 @@ class Sweep:
         self._copy_s, self._masked = 0.0, 1.0
 
     @property
-    def measured(self) -> Measurements:
-        """What passes took so far."""
-        return Measurements(
+    def profile(self) -> Profile:
+        """What was measured so far."""
+        return Profile(
             decode_s=self._decode,
             prefill_s=self._prefill,
             verify_s=self._verify,
@@ -98,18 +98,18 @@ class Sweep:
         )
 
     def essentials(self, limit_s: float) -> Iterator[None]:
-        """The passes that tell one kind of context from another, in about `limit_s`: each is run when the
+        """The batches that tell one kind of context from another, in about `limit_s`: each is run when the
         next is asked for."""
         self._left_s = limit_s
         ends = sorted({self._n_slots, 1}, reverse=True)
-        yield from self._measure(self._decode, ends, self._decode_pass, 0)
+        yield from self._measure(self._decode, ends, self._decode_batch, 0)
         chunks = self._fitting(_CHUNKS, 0) or [min(self._n_batch, self._n_ctx_slot - 1)]
-        yield from self._measure(self._prefill, chunks, self._prefill_pass, 0)
+        yield from self._measure(self._prefill, chunks, self._prefill_batch, 0)
         yield from self._fill()
         if self._depth:
-            yield from self._measure(self._deep_decode, ends, self._decode_pass, self._depth)
+            yield from self._measure(self._deep_decode, ends, self._decode_batch, self._depth)
             chunks = self._fitting(_CHUNKS, self._depth)
-            yield from self._measure(self._deep_prefill, chunks, self._prefill_pass, self._depth)
+            yield from self._measure(self._deep_prefill, chunks, self._prefill_batch, self._depth)
             yield from self._measure_masked()
 
     def rest(self, limit_s: float) -> None:
@@ -119,38 +119,38 @@ class Sweep:
             pass
 
     def _rest(self) -> Iterator[None]:
-        between, more = self._lane_counts(_DECODES), self._lane_counts(_MORE_DECODES)
+        between, more = self._slot_counts(_DECODES), self._slot_counts(_MORE_DECODES)
         chunks, more_chunks = self._fitting(_NEXT_CHUNKS, 0), self._fitting(_MORE_CHUNKS, 0)
         if self._depth:
             self._measure_copy()
-            beginning = self._lanes.save(0)
+            beginning = self._context.save(0)
         self._empty()
-        yield from self._measure(self._decode, between, self._decode_pass, 0)
-        yield from self._measure(self._prefill, chunks, self._prefill_pass, 0)
+        yield from self._measure(self._decode, between, self._decode_batch, 0)
+        yield from self._measure(self._prefill, chunks, self._prefill_batch, 0)
         if self._depth:
-            self._lanes.restore(0, beginning)
-            self._fill_lanes()
+            self._context.restore(0, beginning)
+            self._fill_slots()
             deep = [n for n in between if n in self._decode]
-            yield from self._measure(self._deep_decode, deep, self._decode_pass, self._depth)
+            yield from self._measure(self._deep_decode, deep, self._decode_batch, self._depth)
             deep = [n for n in self._fitting(chunks, self._depth) if n in self._prefill]
-            yield from self._measure(self._deep_prefill, deep, self._prefill_pass, self._depth)
+            yield from self._measure(self._deep_prefill, deep, self._prefill_batch, self._depth)
             self._empty()
-        yield from self._measure(self._verify, self._fitting(_VERIFIES, 0), self._verify_pass, 0)
-        yield from self._measure(self._decode, more, self._decode_pass, 0)
-        yield from self._measure(self._prefill, more_chunks, self._prefill_pass, 0)
+        yield from self._measure(self._verify, self._fitting(_VERIFIES, 0), self._verify_batch, 0)
+        yield from self._measure(self._decode, more, self._decode_batch, 0)
+        yield from self._measure(self._prefill, more_chunks, self._prefill_batch, 0)
 
     def _empty(self) -> None:
-        for lane in range(self._n_slots):
-            self._lanes.truncate(lane, 0)
+        for seq_id in range(self._n_slots):
+            self._context.truncate(seq_id, 0)
 
-    def _lane_counts(self, counts: Sequence[int]) -> list[int]:
+    def _slot_counts(self, counts: Sequence[int]) -> list[int]:
         return [n for n in counts if n < self._n_slots]
 
     def _fitting(self, sizes: Sequence[int], depth: int) -> list[int]:
         return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot - depth)]
 
     def _fill(self) -> Iterator[None]:
-        """Give every lane the same beginning, if there is time for."""
+        """Give every slot the same beginning, if there is time for that."""
         row_s = min(seconds / n for n, seconds in self._prefill.items())
         fitting = max(self._n_ctx_slot - max(_CHUNKS), self._n_ctx_slot // 2)
         depth = min(_DEPTH, fitting) // 8 * 8
@@ -158,40 +158,40 @@ class Sweep:
             return
         for begin in range(0, depth, self._n_batch):
             n_rows = min(self._n_batch, depth - begin)
-            seconds = self._timed(partial(self._prefill_pass, n_rows, begin))
+            seconds = self._timed(partial(self._prefill_batch, n_rows, begin))
             if begin == 0:
                 self._prefill[n_rows] = min(seconds, self._prefill.get(n_rows, seconds))
             yield
         self._depth = depth
-        self._fill_lanes()
+        self._fill_slots()
 
-    def _fill_lanes(self) -> None:
-        """Give every lane what the first one has."""
+    def _fill_slots(self) -> None:
+        """Give every slot what the first one has."""
         if self._unified:
             self._share()
         else:
             self._fill_others()
 
     def _share(self) -> None:
-        """Give every lane the first one's cells."""
-        for lane in range(1, self._n_slots):
-            self._lanes.copy(0, lane)
+        """Give every slot the first one's cells."""
+        for seq_id in range(1, self._n_slots):
+            self._context.copy(0, seq_id)
 
     def _fill_others(self) -> None:
-        """Give every lane cells of its own with what the first one has."""
-        state = self._lanes.save(0)
-        for lane in range(1, self._n_slots):
-            self._lanes.truncate(lane, 0)
-            self._lanes.restore(lane, state)
+        """Give every slot cells of its own with what the first one has."""
+        state = self._context.save(0)
+        for seq_id in range(1, self._n_slots):
+            self._context.truncate(seq_id, 0)
+            self._context.restore(seq_id, state)
 
     def _measure_masked(self) -> Iterator[None]:
-        """See `Measurements.masked`: what passes take longer with cells of others, for each of these,
+        """See `Profile.masked`: what batches take longer with cells of others, for each of these,
         beside what they take longer with cells of their own."""
         if self._n_slots == 1 or not self._unified:
             return
         kinds = (
-            (self._deep_decode, self._decode, self._decode_pass),
-            (self._deep_prefill, self._prefill, self._prefill_pass),
+            (self._deep_decode, self._decode, self._decode_batch),
+            (self._deep_prefill, self._prefill, self._prefill_batch),
         )
         known = [
             (max(n for n in deep if n in shallow), deep, shallow, run)
@@ -211,10 +211,10 @@ class Sweep:
             self._masked = min(_MOST_MASKED, others_s / (self._n_slots - 1) / own_s)
 
     def _measure_copy(self) -> None:
-        """What a copied lane adds to the next pass."""
+        """What a copied slot adds to the next batch."""
         if self._n_slots > 1:
-            alone_s = self._shortest(self._decode_pass)
-            with_copy_s = self._shortest(self._copy_pass)
+            alone_s = self._shortest(self._decode_batch)
+            with_copy_s = self._shortest(self._copy_batch)
             self._copy_s = max(0.0, with_copy_s - alone_s)
 
     def _measure(
@@ -240,14 +240,14 @@ class Sweep:
             found[n] = seconds
 
     def _trial(self, n: int, run: Callable[[int, int], None], depth: int) -> float:
-        """Seconds of one pass, whose rows are forgotten again."""
+        """Seconds of one batch, whose rows are forgotten again."""
         seconds = self._timed(lambda: run(n, depth))
-        for lane in range(n if run == self._decode_pass else 1):
-            self._lanes.truncate(lane, depth)
+        for seq_id in range(n if run == self._decode_batch else 1):
+            self._context.truncate(seq_id, depth)
         return seconds
 
     def _shortest(self, run: Callable[[int, int], None]) -> float:
-        """Seconds of a pass of one row, of several trials if it is short: a difference of two such is less
+        """Seconds of a batch of one row, of several trials if it is short: a difference of two such is less
         than what anything else that runs adds to one."""
         trials = [self._trial(1, run, self._depth)]
         while trials[0] < _SHORT_S and len(trials) < _TRIALS and self._time_for(trials[0]):
@@ -264,23 +264,25 @@ class Sweep:
     def _time_for(self, seconds: float) -> bool:
         return seconds < self._left_s
 
-    def _decode_pass(self, n_lanes: int, depth: int) -> None:
-        self._lanes.decode([(0, depth, lane, True) for lane in range(n_lanes)])
+    def _decode_batch(self, n_rows: int, depth: int) -> None:
+        self._context.decode([(0, depth, seq_id, True) for seq_id in range(n_rows)])
 
-    def _copy_pass(self, n_lanes: int, depth: int) -> None:
-        self._lanes.copy(0, 1)
-        self._decode_pass(n_lanes, depth)
+    def _copy_batch(self, n_rows: int, depth: int) -> None:
+        self._context.copy(0, 1)
+        self._decode_batch(n_rows, depth)
 
-    def _prefill_pass(self, n_rows: int, depth: int) -> None:
+    def _prefill_batch(self, n_rows: int, depth: int) -> None:
         end = depth + n_rows
-        self._lanes.decode([(0, i, 0, i == end - 1) for i in range(depth, end)])
+        self._context.decode([(0, i, 0, i == end - 1) for i in range(depth, end)])
 
-    def _verify_pass(self, n_rows: int, depth: int) -> None:
-        self._lanes.decode([(0, i, 0, True) for i in range(depth, depth + n_rows)])
+    def _verify_batch(self, n_rows: int, depth: int) -> None:
+        self._context.decode([(0, i, 0, True) for i in range(depth, depth + n_rows)])
 
 
-def in_turns(sweeps: Sequence[Sweep], limit_s: float) -> None:
-    """Run the essentials of these, which are to be compared, pass by pass: the speed of a machine that
+def in_turns(profilers: Sequence[Profiler], limit_s: float) -> None:
+    """Run the essentials of these, which are to be compared, batch by batch: the speed of a machine that
     others share changes from one minute to the next."""
-    for _ in zip_longest(*(sweep.essentials(limit_s / len(sweeps)) for sweep in sweeps)):
+    for _ in zip_longest(
+        *(profiler.essentials(limit_s / len(profilers)) for profiler in profilers)
+    ):
         pass

@@ -1,4 +1,4 @@
-"""What the engine needs of a model. `llama_backend` is the real one, `fake` a scripted one.
+"""What the engine needs of a model. `llama_cpp` is the real one, `fake` a scripted one.
 
 Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
 """
@@ -12,18 +12,19 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
-from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import Sampled, TokenLogprobs
 
 Row = tuple[int, int, int, bool]
-"""(token, position, sequence id, wants logits): one row of a batch."""
+"""(token, position, seq_id, wants logits): one row of a batch."""
 
 
 State = bytes | memoryview
-"""The saved state of a lane."""
+"""The saved state of one sequence."""
 
 
 class Vocabulary(Protocol):
@@ -71,22 +72,22 @@ class MemoryUse:
 
     weights_bytes: int
     cache_bytes: int
-    """Of all lanes' keys and values."""
+    """Of all slots' keys and values."""
     cache_bytes_per_slot: int
     """What one slot more would add."""
     cache_bytes_per_token: int
     compute_bytes: int
-    """What passes are computed in."""
+    """Buffers that batches are computed in."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingShape:
-    """What passes over texts to be embedded may be."""
+    """How large batches of texts to be embedded may be."""
 
     n_rows: int
-    """Most tokens in a pass."""
-    n_lanes: int
-    """Most texts in a pass."""
+    """Most tokens in a batch."""
+    n_seq_max: int
+    """Most texts in a batch."""
     n_text: int
     """Most tokens of a text."""
     pooling: EmbeddingPooling | Literal["rank"]
@@ -96,7 +97,7 @@ class EmbeddingShape:
 
 
 class Backend(Protocol):
-    """A model with one KV cache lane for each slot."""
+    """A model and a context in which each slot has a `seq_id`: its own id."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -115,16 +116,16 @@ class Backend(Protocol):
         """Why, in one line."""
 
     @property
-    def measurements(self) -> Measurements:
-        """What passes cost; empty if that was not measured."""
+    def profile(self) -> Profile:
+        """What batches cost; empty if that was not measured."""
 
     @property
     def can_rewind(self) -> bool:
-        """Whether the last few tokens of a lane can always be dropped."""
+        """Whether the last few tokens of a slot can always be dropped."""
 
     @property
     def fills_gaps(self) -> bool:
-        """Whether only consecutive lanes are computed together, and rows can be added to those between and
+        """Whether only consecutive slots are computed together, and rows can be added to those between and
         dropped again without a trace."""
 
     @property
@@ -142,37 +143,37 @@ class Backend(Protocol):
         """A sampler for one sequence, kept to a grammar that took nothing yet."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop the lane's cached tokens from position n_past on. Raises DecodeError, and changes
+        """Drop the slot's cached tokens from position n_past on. Raises DecodeError, and changes
         nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
 
     @property
     def unsettled(self) -> Set[int]:
-        """Lanes that the next `decode` will read or write besides, for a copy or a shift: until then, they
+        """Slots that the next `decode` will read or write besides, for a copy or a shift: until then, they
         may be neither saved nor restored."""
 
     def copy(self, source: int, target: int) -> None:
-        """Make the target's lane a copy of the source's, whatever it held."""
+        """Make the target slot a copy of the source, whatever it held."""
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens after the first `n_keep`, and give those behind the positions before
-        theirs. Raises DecodeError if it cannot; the lane is then in no known state."""
+        theirs. Raises DecodeError if it cannot; the slot is then in no known state."""
 
     def save(self, seq_id: int) -> State:
-        """The lane's cached tokens as a state that `restore` takes."""
+        """The slot's cached tokens as a state that `restore` takes."""
 
     def restore(self, seq_id: int, state: State) -> None:
-        """Make the lane what it was when the state was saved, of this lane or another one, whatever
-        it held. Raises DecodeError if it cannot; the lane is then in no known state."""
+        """Make the slot what it was when the state was saved, of this slot or another one, whatever
+        it held. Raises DecodeError if it cannot; the slot is then in no known state."""
 
     @property
     def embedding(self) -> EmbeddingShape:
         """What `embed` takes."""
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """A vector for each row, from a pass in a cache of its own; what it needs is made at the first
+        """A vector for each row, from a batch in a cache of its own; what it needs is made at the first
         call. Of a reranking model, one number: the score of the row's text up to here.
 
-        A lane holds one text, which begins at position 0. Only lane 0 keeps it for the next pass. Raises
+        A `seq_id` has one text, which begins at position 0. Only 0 keeps it for the next batch. Raises
         DecodeError, or ConfigError without memory for it; the texts are to be begun anew then."""
 
     def close(self) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
 from serve_app.llama.constraint import Constraint
-from serve_app.types import Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import Sampled, TokenLogprobs
 
 Script = Callable[[Sequence[int]], int]
 """The token that follows the given tokens of one sequence."""
@@ -46,13 +47,13 @@ class FakeVocabulary:
 
 
 class FakeBackend:
-    """Keeps what every lane was fed, and samples from a script.
+    """Keeps what every slot was fed, and samples from a script.
 
-    `script(tokens)` gives the token that follows a lane's tokens. `fail_on` names token ids: a batch
+    `script(tokens)` gives the token that follows a slot's tokens. `fail_on` names token ids: a batch
     with one of them raises DecodeError after its rows were fed, as llama.cpp may. `break_after`
-    batches, the backend breaks for good. All lanes together hold `n_cells` tokens. `hold()` stops
+    batches, the backend breaks for good. All slots together hold `n_cells` tokens. `hold()` stops
     decoding until `resume()`. Rows that llama.cpp could not take (a position that does not continue
-    the lane) raise AssertionError, and so do saving and restoring a lane that llama.cpp has yet to write.
+    the slot) raise AssertionError, and so do saving and restoring a slot that llama.cpp has yet to write.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class FakeBackend:
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
         self.mode_reason = "scripted"
-        self.measurements = Measurements()
+        self.profile = Profile()
         self.can_rewind = True
         self.can_shift = True
         self.fills_gaps = n_cells is None
         self.state_key = b"fake"
         self.vocabulary = FakeVocabulary()
-        self.lanes: list[list[int]] = [[] for _ in range(n_slots)]
+        self.slots: list[list[int]] = [[] for _ in range(n_slots)]
         self.batches: list[list[Row]] = []
         """Every batch that was submitted."""
         self.embedding = EmbeddingShape(16, 8, n_text=32, pooling="mean", causal=True)
@@ -102,23 +103,23 @@ class FakeBackend:
         self._may_run.set()
 
     def decode(self, rows: Sequence[Row]) -> None:
-        """Feed the rows to their lanes."""
+        """Feed the rows to their slots."""
         self._may_run.wait()
         time.sleep(self._step_s)
         self.batches.append(list(rows))
         if self._break_after is not None and len(self.batches) > self._break_after:
             raise RuntimeError("scripted break")
-        if self._n_cells is not None and sum(map(len, self.lanes)) + len(rows) > self._n_cells:
+        if self._n_cells is not None and sum(map(len, self.slots)) + len(rows) > self._n_cells:
             raise CacheFullError("scripted cache is full")
         self._at_row = {}
         self.unsettled.clear()
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):
-            lane = self.lanes[seq_id]
-            if position != len(lane):
-                raise AssertionError(f"row {i}: position {position} in a lane of {len(lane)}")
-            lane.append(token)
+            slot = self.slots[seq_id]
+            if position != len(slot):
+                raise AssertionError(f"row {i}: position {position} in a slot of {len(slot)}")
+            slot.append(token)
             if wants_logits:
-                self._at_row[i] = list(lane)
+                self._at_row[i] = list(slot)
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
 
@@ -134,36 +135,36 @@ class FakeBackend:
         return self._script(self._at_row[row])
 
     def n_before(self, row: int) -> int:
-        """How many tokens the row's lane had with it."""
+        """How many tokens the slot had with that row."""
         return len(self._at_row[row])
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop a lane's tail."""
-        del self.lanes[seq_id][n_past:]
+        """Drop a slot's tail."""
+        del self.slots[seq_id][n_past:]
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a lane; without a unified cache, the next decode does it, as in llama.cpp."""
+        """Copy a slot; without a unified cache, the next decode does it, as in llama.cpp."""
         if not self.mode.kv_unified:
             self.unsettled |= {source, target}
-        self.lanes[target] = list(self.lanes[source])
+        self.slots[target] = list(self.slots[source])
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
-        """Drop tokens in a lane's middle."""
+        """Drop tokens in a slot's middle."""
         self._expect_settled(seq_id)
         if not self.can_shift:
-            raise DecodeError("scripted lanes that cannot be shifted")
+            raise DecodeError("scripted slots that cannot be shifted")
         self.unsettled.add(seq_id)
-        del self.lanes[seq_id][n_keep : n_keep + n_discard]
+        del self.slots[seq_id][n_keep : n_keep + n_discard]
 
     def save(self, seq_id: int) -> bytes:
-        """The lane's tokens, four bytes each."""
+        """The slot's tokens, four bytes each."""
         self._expect_settled(seq_id)
-        return struct.pack(f"{len(self.lanes[seq_id])}I", *self.lanes[seq_id])
+        return struct.pack(f"{len(self.slots[seq_id])}I", *self.slots[seq_id])
 
     def restore(self, seq_id: int, state: State) -> None:
-        """Make the lane those tokens."""
+        """Make the slot those tokens."""
         self._expect_settled(seq_id)
-        self.lanes[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
+        self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """For each row: its token, its position, and the sum of its text's tokens up to it."""
@@ -172,8 +173,8 @@ class FakeBackend:
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
         vectors = []
-        for token, position, lane, _ in rows:
-            text = self._texts.setdefault(lane, [])
+        for token, position, seq_id, _ in rows:
+            text = self._texts.setdefault(seq_id, [])
             if position == 0:
                 text.clear()
             if position != len(text):
@@ -185,7 +186,7 @@ class FakeBackend:
 
     def _expect_settled(self, seq_id: int) -> None:
         if seq_id in self.unsettled:
-            raise AssertionError(f"lane {seq_id} is still to be written by the next decode")
+            raise AssertionError(f"slot {seq_id} is still to be written by the next decode")
 
     def close(self) -> None:
         """Remember that it was closed."""

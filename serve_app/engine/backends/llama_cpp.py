@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.autotune import modes, profile_cache
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
-from serve_app.engine.autotune.profiler import Sweep, in_turns
+from serve_app.engine.autotune.profiler import Profiler, in_turns
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
@@ -26,21 +26,23 @@ from serve_app.llama.context import Context
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
-from serve_app.types import SamplingParams
+from serve_app.prompt.output_parser import DELIMITERS
+from serve_app.sampling import SamplingParams
 
 logger = logging.getLogger("corral.engine")
 
-# Texts in one pass of embeddings, at most.
+# Texts in one batch of embeddings, at most.
 _TEXTS_AT_ONCE = 64
-# llama.cpp keeps the logits of all rows of such a pass: bytes for them, and rows that are enough for speed.
+# llama.cpp keeps the logits of all rows of such a batch. Bytes that these may take, and the number of rows
+# that is enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
-# Lanes of contexts that are only measured have no more tokens: a beginning, and chunks behind it.
-_SWEEP_CTX = 512
-# The part of its time in which a sweep compares modes.
+# Tokens of a slot in contexts that are only profiled: a beginning, and chunks behind it.
+_PROFILE_CTX = 512
+# The part of its time in which profiling compares modes.
 _COMPARING = 0.8
-# Measurements in which this process had less of its threads' time than this are not kept: they tell of what
-# else computed. Ray and its start take a fifth of two cores.
+# A profile is not kept if this process had less of its threads' time than this meanwhile: something else
+# computed. Ray and its start take a fifth of two cores.
 _ALONE = 0.75
 
 
@@ -54,13 +56,13 @@ class LlamaBackend:
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
         if options.numa:
             library.init_numa(options.numa)
-        self.vocabulary = Model(path, load_mode=options.load_mode)
+        self.vocabulary = Model(path, load_mode=options.load_mode, delimiters=DELIMITERS)
         self._options = options
         self._embedder: Embedder | None = None
         try:
             choice = self._choose()
             self.mode, self.mode_reason = choice.mode, choice.reason
-            self.measurements = choice.measured
+            self.profile = choice.profile
             self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
@@ -98,10 +100,10 @@ class LlamaBackend:
 
     def _choose(self) -> Choice:
         """One of the modes that are open, as measured now or at an earlier start."""
-        options, folder = self._options, self._options.sweep_folder
+        options, folder = self._options, self._options.profile_folder
         candidates = modes.candidates(options)
-        if options.sweep_limit_s <= 0 or not self.vocabulary.is_causal:
-            return modes.choose({candidates[0]: Measurements()}, options)
+        if options.profile_limit_s <= 0 or not self.vocabulary.is_causal:
+            return modes.choose({candidates[0]: Profile()}, options)
         name = profile_cache.key(
             model=self.vocabulary.fingerprint().hex(),
             llama_cpp=library.version(),
@@ -111,12 +113,12 @@ class LlamaBackend:
             max_stall_s=options.max_stall_s,
             n_batch=options.n_batch,
             cache=(options.cache_type_k, options.cache_type_v),
-            limit_s=options.sweep_limit_s,
+            limit_s=options.profile_limit_s,
         )
         known = profile_cache.load(folder, name) if folder else None
         if known is not None:
             return known
-        choice, used = self._sweep(candidates)
+        choice, used = self._run_profilers(candidates)
         if used < _ALONE:
             logger.warning(
                 "Something else computed meanwhile: %.0f%% of the time of these threads were left. It is "
@@ -127,18 +129,18 @@ class LlamaBackend:
             profile_cache.save(folder, name, choice)
         return choice
 
-    def _sweep(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
+    def _run_profilers(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
         """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
         threads' time this process computed."""
-        options, n_ctx_slot = self._options, min(self._options.n_ctx_slot, _SWEEP_CTX)
+        options, n_ctx_slot = self._options, min(self._options.n_ctx_slot, _PROFILE_CTX)
         opened = time.perf_counter()
         contexts: dict[Mode, Context] = {}
         try:
             for mode in candidates:
                 contexts[mode] = self._open(mode, n_ctx_slot, None)
             began, computed = time.perf_counter(), time.process_time()
-            sweeps = {
-                mode: Sweep(
+            profilers = {
+                mode: Profiler(
                     context,
                     n_slots=options.n_slots,
                     n_ctx_slot=n_ctx_slot,
@@ -148,20 +150,22 @@ class LlamaBackend:
                 )
                 for mode, context in contexts.items()
             }
-            in_turns(list(sweeps.values()), _COMPARING * options.sweep_limit_s)
-            choice = modes.choose({mode: sweep.measured for mode, sweep in sweeps.items()}, options)
+            in_turns(list(profilers.values()), _COMPARING * options.profile_limit_s)
+            choice = modes.choose(
+                {mode: profiler.profile for mode, profiler in profilers.items()}, options
+            )
             for mode in contexts.keys() - {choice.mode}:
                 contexts.pop(mode).close()
-            sweep = sweeps[choice.mode]
-            sweep.rest(options.sweep_limit_s - (time.perf_counter() - opened))
+            profiler = profilers[choice.mode]
+            profiler.rest(options.profile_limit_s - (time.perf_counter() - opened))
             took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         finally:
             for context in contexts.values():
                 context.close()
-        logger.info("Measured passes in %d modes in %.1f s.", len(candidates), took_s)
-        # llama.cpp copies whole lanes.
-        copy_s = sweep.measured.copy_s * options.n_ctx_slot / n_ctx_slot
-        choice = replace(choice, measured=replace(sweep.measured, copy_s=copy_s))
+        logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
+        # llama.cpp copies all of a slot's cells.
+        copy_s = profiler.profile.copy_s * options.n_ctx_slot / n_ctx_slot
+        choice = replace(choice, profile=replace(profiler.profile, copy_s=copy_s))
         n_threads = min(options.threads, options.threads_batch or options.threads)
         return choice, computed_s / (took_s * n_threads)
 
@@ -194,7 +198,7 @@ class LlamaBackend:
         """See Backend.shift."""
         if not self._context.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
-        if self.mode.kv_unified:  # cells may be shared with other lanes, which must not see this
+        if self.mode.kv_unified:  # cells may be shared with other slots, which must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
         self._context.shift(seq_id, n_keep, n_discard)
 
@@ -212,15 +216,15 @@ class LlamaBackend:
         model, options = self.vocabulary, self._options
         rows = max(_ENOUGH_ROWS, _LOGITS_BYTES // (4 * model.n_vocab))
         n_text = options.n_ctx_slot
-        if not model.is_causal:  # all of a text goes into one pass, and its positions are a table
+        if not model.is_causal:  # all of a text goes into one batch, and its positions are a table
             n_text = rows = min(n_text, model.n_ctx_train)
         pooling = options.embedding_pooling or model.pooling or "mean"
         n_rows = min(rows, options.n_batch) if model.is_causal else rows
-        # A lane of recurrent layers takes memory of its own.
-        n_lanes = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
+        # Each sequence of recurrent layers takes memory of its own.
+        n_seq_max = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
         return EmbeddingShape(
             n_rows=n_rows,
-            n_lanes=min(n_rows, n_lanes),  # llama.cpp has an output for each lane
+            n_seq_max=min(n_rows, n_seq_max),  # llama.cpp has an output for each sequence
             n_text=n_text,
             pooling="rank" if model.pooling == "rank" else pooling,
             causal=model.is_causal,
@@ -234,7 +238,7 @@ class LlamaBackend:
                 self.vocabulary,
                 n_text=shape.n_text,
                 n_rows=shape.n_rows,
-                n_lanes=shape.n_lanes,
+                n_seq_max=shape.n_seq_max,
                 threads=self._options.threads,
                 flash_attn=self.mode.flash_attn,
                 ranks=shape.pooling == "rank",
@@ -257,7 +261,7 @@ class LlamaBackend:
         return MemoryUse(
             weights_bytes=self.vocabulary.n_bytes,
             cache_bytes=context.cache_bytes,
-            cache_bytes_per_slot=context.cache_bytes_per_lane,
+            cache_bytes_per_slot=context.cache_bytes_per_seq,
             cache_bytes_per_token=context.cache_bytes_per_token,
             compute_bytes=context.compute_bytes,
         )

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 
-class TextAssembler:
+class Detokenizer:
     """Turns one sequence's token bytes into text that may be shown.
 
     Bytes of an unfinished character wait for the rest; text that may be the beginning of a stop

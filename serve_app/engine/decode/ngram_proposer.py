@@ -16,8 +16,8 @@ _NEWEST = 0.1
 _FORGIVING = 0.01
 
 
-class PromptLookup:
-    """One sequence's n-grams, and how its drafts fared. Decoder thread only."""
+class NgramProposer:
+    """Proposes drafts from one sequence's n-grams. Decoder thread only."""
 
     def __init__(self) -> None:
         self.acceptance = _FIRST_GUESS
@@ -41,7 +41,7 @@ class PromptLookup:
         self._after, self._indexed = {}, _N_GRAM
 
     def expected(self, n_drafted: int) -> float:
-        """Tokens that a pass over so many drafted ones, and the one before them, is worth."""
+        """Tokens that a batch over so many drafted ones, and the one before them, is worth."""
         return float(sum(self.acceptance**n for n in range(n_drafted + 1)))
 
     def fared(self, n_drafted: int, n_accepted: int) -> None:
@@ -51,6 +51,6 @@ class PromptLookup:
         if n_accepted < n_drafted:
             self.acceptance -= _NEWEST * self.acceptance
 
-    def passed(self) -> None:
+    def unused(self) -> None:
         """A draft was not used."""
         self.acceptance += _FORGIVING * (_FIRST_GUESS - self.acceptance)

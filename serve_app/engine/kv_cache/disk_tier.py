@@ -1,4 +1,4 @@
-"""The stored prefixes' copies on disk, one file each, so that a restart finds them."""
+"""The disk tier: copies of the memory tier's prefixes, one file each, so that a restart finds them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ABANDONED_S = 3600.0
 _MAX_QUEUED = 4
 
 
-class PrefixFiles:
+class DiskTier:
     """The copies of one model's prefixes, in a folder of their own within `folder`.
 
     `fingerprint` is all that a state depends on: the model, the context's parameters, llama.cpp's
@@ -46,11 +46,11 @@ class PrefixFiles:
         except OSError as error:
             raise ConfigError(f"Prefixes cannot be kept in {folder}: {error}") from error
         # By file name: what is to be there, None for nothing. Both threads use it, each operation
-        # is atomic; the writer takes out what is there by then, so that the last wish counts.
-        self._wishes: dict[str, StoredPrefix | None] = {}
+        # is atomic; the writer takes out what is there by then, so that the last call counts.
+        self._pending: dict[str, StoredPrefix | None] = {}
         self._intact: set[str] = set()  # names that were read or written here; the writer's
-        self._complaints: set[object] = set()  # kinds of errors that were logged; the writer's
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="corral-prefix-files")
+        self._logged: set[object] = set()  # kinds of errors that were logged; the writer's
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="corral-disk-tier")
 
     def load(self, budget_bytes: int) -> list[StoredPrefix]:
         """The prefixes used last whose states fit into `budget_bytes`, the least recently used first.
@@ -80,24 +80,24 @@ class PrefixFiles:
         """Have it on disk soon, as the most recently used; if it is there already, that is all that
         changes. With too much to write already, it is left out, with a line in the log."""
         name = self._name(prefix.tokens)
-        wishes = list(self._wishes.values())
-        n_queued = len(wishes) - wishes.count(None)
-        if n_queued >= _MAX_QUEUED and self._wishes.get(name) is None:
+        pending = list(self._pending.values())
+        n_queued = len(pending) - pending.count(None)
+        if n_queued >= _MAX_QUEUED and self._pending.get(name) is None:
             logger.warning("A prefix is not written: %d others wait for the disk.", n_queued)
         else:
-            self._wish(name, prefix)
+            self._enqueue(name, prefix)
 
     def discard(self, prefix: StoredPrefix) -> None:
         """Have it on disk no more; if it was not written yet, it never is. Idempotent."""
-        self._wish(self._name(prefix.tokens), None)
+        self._enqueue(self._name(prefix.tokens), None)
 
     def close(self) -> None:
         """Wait until everything is on disk. Idempotent; nothing may be added or discarded after."""
         self._writer.shutdown()
 
-    def _wish(self, name: str, prefix: StoredPrefix | None) -> None:
-        self._wishes[name] = prefix
-        self._writer.submit(self._fulfil, name)
+    def _enqueue(self, name: str, prefix: StoredPrefix | None) -> None:
+        self._pending[name] = prefix
+        self._writer.submit(self._apply, name)
 
     def _name(self, tokens: list[int]) -> str:
         return (
@@ -117,7 +117,7 @@ class PrefixFiles:
         return [path for _, path in sorted(aged, reverse=True)]
 
     def _read(self, path: Path, room_bytes: int) -> StoredPrefix | None:
-        """See `prefix_file.read`."""
+        """See `state_format.read`."""
         prefix = state_format.read(path, self._key, room_bytes)
         if prefix is not None and path.name != self._name(prefix.tokens):
             raise RefusedFileError("it is not under its own name")
@@ -125,11 +125,11 @@ class PrefixFiles:
 
     # -- writer thread ----------------------------------------------------------------------------
 
-    def _fulfil(self, name: str) -> None:
-        """Make the disk what is wished for, unless an earlier call has; never raises."""
-        if name not in self._wishes:
+    def _apply(self, name: str) -> None:
+        """Write or remove one file as was asked last, unless an earlier call has; never raises."""
+        if name not in self._pending:
             return
-        prefix = self._wishes.pop(name)
+        prefix = self._pending.pop(name)
         try:
             if prefix is None:
                 self._intact.discard(name)
@@ -138,8 +138,8 @@ class PrefixFiles:
                 self._write(name, prefix)
         except Exception as error:
             kind = error.errno if isinstance(error, OSError) else type(error)
-            if kind not in self._complaints:
-                self._complaints.add(kind)
+            if kind not in self._logged:
+                self._logged.add(kind)
                 logger.error("Prefixes in %s are not kept up to date: %r", self._folder, error)
 
     def _touch(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What happens to the lanes of the KV cache when sequences come, grow and go."""
+"""What happens to the slots of the KV cache when sequences come, grow and go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from serve_app.engine.backends.base import Backend
-from serve_app.engine.kv_cache.memory_tier import PrefixStore, StoredPrefix
+from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.slots import Choice, Slot, SlotTable, Wait
 from serve_app.engine.kv_cache.state_format import packed
 from serve_app.engine.sequence import Sequence
@@ -19,7 +19,7 @@ logger = logging.getLogger("corral.engine")
 
 # Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
 _BEGUN_KEPT = 128
-# Seconds in which a byte of a lane is saved, until that was seen: machines are faster.
+# Seconds to save a byte of a slot, until that was measured: machines are faster.
 _SAVE_BYTE_S = 2e-9
 
 
@@ -28,9 +28,9 @@ class Place(NamedTuple):
 
     slot: Slot
     n_cached: int
-    """Its first tokens that are in the slot's lane."""
+    """Its first tokens that are in the slot already."""
     n_restored: int
-    """Of them, those that came from the prefix store."""
+    """Of them, those that came from the memory tier."""
 
 
 class Held(NamedTuple):
@@ -41,17 +41,17 @@ class Held(NamedTuple):
     """Of its state, saved or not."""
 
 
-class Lanes:
-    """Carries out in the backend's lanes what `SlotTable` decides. Decoder thread only."""
+class KVCacheManager:
+    """Carries out in the backend what `SlotTable` decides. Decoder thread only."""
 
-    def __init__(self, backend: Backend, table: SlotTable, stored: PrefixStore) -> None:
+    def __init__(self, backend: Backend, table: SlotTable, memory_tier: MemoryTier) -> None:
         self.table = table
-        self.stored = stored
+        self.memory_tier = memory_tier
         self._backend = backend
         self._save_byte_s = _SAVE_BYTE_S
         self.begun: deque[bytes] = deque(maxlen=_BEGUN_KEPT)
         """The last prompts that got a slot, packed."""
-        self.exchanged: Counter[str] = Counter()
+        self.transferred: Counter[str] = Counter()
         """What went to other engines and came from them, by the names that `EngineStats` has for it."""
 
     def pin(self, n_batch: int) -> None:
@@ -72,7 +72,7 @@ class Lanes:
         """What prompts could start from: pinned, in slots, then stored; of each, what was used last first.
         Nobody changes these lists any more."""
         slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
-        return [*(slot.prompt for slot in slots), *self.stored.newest]
+        return [*(slot.prompt for slot in slots), *self.memory_tier.newest]
 
     # -- coming and going -------------------------------------------------------------------------
 
@@ -80,12 +80,12 @@ class Lanes:
         """Put a sequence into an idle slot, with its longest cached prefix there, unless it should wait
         for one that is being computed. What is lost by that is stored first."""
         tokens = sequence.reusable
-        n_stored, stored = self.stored.longest(tokens)
+        n_stored, stored = self.memory_tier.longest(tokens)
         choice = self.table.choose(tokens, n_stored)
         if isinstance(choice, Wait):
             return choice
         if choice.stored and stored is not None:
-            self.stored.used(stored)
+            self.memory_tier.used(stored)
         self.store(choice.slot, self.table.loses(choice))
         n_cached = self._fill(choice, stored)
         if sequence.trace.admitted is None:  # one that was preempted was counted before
@@ -128,8 +128,8 @@ class Lanes:
         there yet."""
         n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
         settled = slot.id not in self._backend.unsettled
-        if tokens and settled and self.stored.wants(tokens, n_bytes):
-            self.stored.put(tokens, self._backend.save(slot.id))
+        if tokens and settled and self.memory_tier.wants(tokens, n_bytes):
+            self.memory_tier.put(tokens, self._backend.save(slot.id))
 
     @property
     def behind(self) -> Slot | None:
@@ -140,8 +140,8 @@ class Lanes:
             free = slot.idle and slot.idle_tokens and slot.id not in self._backend.unsettled
             if (
                 free
-                and self.stored.has_room(n_bytes)
-                and self.stored.wants(slot.idle_tokens, n_bytes)
+                and self.memory_tier.has_room(n_bytes)
+                and self.memory_tier.wants(slot.idle_tokens, n_bytes)
             ):
                 return slot
         return None
@@ -176,7 +176,7 @@ class Lanes:
         slot.idle_tokens = list(prefix.tokens)
 
     def erase(self, slot_id: int) -> int:
-        """Empty an idle slot; returns the tokens that it had. The prefix store may have them still."""
+        """Empty an idle slot; returns the tokens that it had. The memory tier may have them still."""
         slot = self._at_rest(slot_id)
         n_tokens = len(slot.idle_tokens)
         self._empty(slot)
@@ -190,14 +190,14 @@ class Lanes:
         per_token = self._backend.memory.cache_bytes_per_token
         return [
             *(Held(one.tokens[: one.n_past], one.n_past * per_token) for one in self.table.slots),
-            *(Held(one.tokens, len(one.state)) for one in self.stored),
+            *(Held(one.tokens, len(one.state)) for one in self.memory_tier),
         ]
 
-    def lend(self, tokens: list[int], most_s: float | None) -> StoredPrefix | None:
+    def export_prefix(self, tokens: list[int], most_s: float | None) -> StoredPrefix | None:
         """The shortest prefix that begins with these tokens. None if there is none any more, or if saving
         it would probably keep running sequences waiting for longer than that."""
         n = len(tokens)
-        stored = [one for one in self.stored if one.tokens[:n] == tokens]
+        stored = [one for one in self.memory_tier if one.tokens[:n] == tokens]
         slots = [
             one
             for one in self.table.slots
@@ -211,8 +211,8 @@ class Lanes:
             most_s = most_s if self.table.busy else None
             found = self._saved(slot, most_s) or found
         if found is not None:
-            self.exchanged["handed_over_prefixes"] += 1
-            self.exchanged["handed_over_bytes"] += len(found.state)
+            self.transferred["sent_prefixes"] += 1
+            self.transferred["sent_bytes"] += len(found.state)
         return found
 
     def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
@@ -225,7 +225,7 @@ class Lanes:
         self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
         return StoredPrefix(slot.tokens[: slot.n_past], state)
 
-    def adopt(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
+    def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
         """Store another engine's prefix; returns what is stored, None if the store does not want it. If a
         slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut off. Raises
         DecodeError if the backend refuses the state then; else that shows when it is needed."""
@@ -236,11 +236,11 @@ class Lanes:
         ]
         if n_wanted < len(prefix.tokens) and empty and not self.table.busy:
             prefix = self._cut(empty[0], prefix, n_wanted)
-        if not self.stored.wants(prefix.tokens, len(prefix.state)):
+        if not self.memory_tier.wants(prefix.tokens, len(prefix.state)):
             return None
-        self.stored.put(prefix.tokens, prefix.state)
-        self.exchanged["received_prefixes"] += 1
-        self.exchanged["received_bytes"] += len(prefix.state)
+        self.memory_tier.put(prefix.tokens, prefix.state)
+        self.transferred["received_prefixes"] += 1
+        self.transferred["received_bytes"] += len(prefix.state)
         return prefix
 
     def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
@@ -260,7 +260,7 @@ class Lanes:
             raise EngineUnavailableError(f"Slot {slot_id} is busy.")
         return slots[slot_id]
 
-    # -- in a lane --------------------------------------------------------------------------------
+    # -- in a slot --------------------------------------------------------------------------------
 
     def _empty(self, slot: Slot) -> None:
         """Store what an idle slot has, and drop it."""
@@ -271,16 +271,16 @@ class Lanes:
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest
         up, all is to be computed again."""
-        lane = sequence.slot_id
+        slot_id = sequence.slot_id
         try:
-            if lane in self._backend.unsettled:
-                raise DecodeError("The lane is still to be written.")
-            self._backend.shift(lane, n_keep, n_discard)
+            if slot_id in self._backend.unsettled:
+                raise DecodeError("The slot is still to be written.")
+            self._backend.shift(slot_id, n_keep, n_discard)
         except DecodeError:
-            self._backend.truncate(lane, 0)
+            self._backend.truncate(slot_id, 0)
             sequence.shift(n_keep, n_discard, cached=False)
             return
-        self.table.slots[lane].n_shared = 0
+        self.table.slots[slot_id].n_shared = 0
         sequence.shift(n_keep, n_discard, cached=True)
 
     def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:

@@ -1,4 +1,4 @@
-"""Prefixes that lost their slot, kept in memory as the state of their sequence."""
+"""The memory tier: prefixes that lost their slot, kept as the state of their sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.engine.kv_cache.slots import common_prefix
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredPrefix:
-    """Tokens, and what a backend needs to have them in a lane again."""
+    """Tokens, and what a backend needs to have them in a slot again."""
 
     tokens: list[int]
     state: State
@@ -28,7 +28,7 @@ class Mirror(Protocol):
         """It is stored no more."""
 
 
-class PrefixStore:
+class MemoryTier:
     """The prefixes used last whose states fit into `budget_bytes`. Decoder thread only."""
 
     def __init__(

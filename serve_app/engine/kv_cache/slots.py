@@ -1,4 +1,4 @@
-"""The lanes of the KV cache, and which one suits a new prompt."""
+"""The slots of the KV cache, and which one suits a new prompt."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from serve_app.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Slot:
-    """One lane of the shared context. Outlives its sequences and keeps their cached tokens."""
+    """One `seq_id` of the shared context: what llama.cpp calls a sequence. It outlives the engine's
+    sequences and keeps their cached tokens."""
 
     id: int
+    """Its `seq_id`."""
     idle_tokens: list[int] = field(default_factory=list)
-    """What the lane's cache holds while it is idle."""
+    """Its tokens in the cache while it is idle."""
     sequence: Sequence | None = None
     pinned: bool = False
     """Whether it only keeps `idle_tokens`, for others to copy."""
     n_shared: int = 0
-    """First tokens whose cells are another lane's too, in a unified cache."""
+    """First tokens whose cells are another slot's too, in a unified cache."""
     last_used: int = 0
     """Counts releases: the smallest is the least recently used; 0 was never used."""
 
@@ -83,8 +85,8 @@ class Wait:
 
 
 class SlotTable:
-    """All slots of one context, then its pinned lanes. `min_copy` is the number of tokens from which on
-    copying a lane is cheaper than computing them; with `consecutive`, busy lanes should be."""
+    """All slots of one context, the pinned ones last. From `min_copy` tokens on, copying a slot is cheaper
+    than computing them. With `consecutive`, busy slots should be next to each other."""
 
     def __init__(
         self,
@@ -114,16 +116,16 @@ class SlotTable:
 
     @property
     def n_cells(self) -> int:
-        """Cells in use, if the cache is unified: what lanes share counts once."""
+        """Cells in use, if the cache is unified: what slots share counts once."""
         return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
 
-    def lane_ends(self, n_ctx_slot: int) -> dict[int, int]:
-        """The tokens in the cache of every lane that has room for one more."""
+    def slot_ends(self, n_ctx_slot: int) -> dict[int, int]:
+        """The tokens in the cache of every slot that has room for one more."""
         ends = {
             slot.id: len(slot.idle_tokens) if slot.sequence is None else slot.sequence.n_past
             for slot in self.slots
         }
-        return {lane: end for lane, end in ends.items() if end < n_ctx_slot}
+        return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
 
     def choose(self, prompt: list[int], n_stored: int = 0) -> Choice | Wait:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
@@ -132,7 +134,7 @@ class SlotTable:
         An idle slot that holds the longest prefix is used in place, but only if that is at least
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A
         prefix that another slot, idle or busy, holds is copied into the idle slot that is next to most busy
-        ones (of a split cache, which computes consecutive lanes together), or else the least recently used;
+        ones (of a split cache, which computes consecutive slots together), or else the least recently used;
         so is one that is stored. At least the prompt's last token is left to decode. There must be an idle
         slot.
         """

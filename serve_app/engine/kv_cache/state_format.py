@@ -64,6 +64,11 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
     return StoredPrefix(unpacked(tokens), state)
 
 
+def size_of(prefix: StoredPrefix) -> int:
+    """Bytes of the file that `write` would make."""
+    return _FIELDS.size + _DIGEST_BYTES + len(prefix.tokens) * TOKEN_BYTES + len(prefix.state)
+
+
 def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
     """Make a file, whole or not at all, which nobody but the owner can read; returns its bytes. Raises
     OSError."""

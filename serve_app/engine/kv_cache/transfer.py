@@ -1,4 +1,4 @@
-"""Prefixes that engines give to each other."""
+"""One engine's part in KV transfers: prefixes that engines send each other."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.commands import Errand
+from serve_app.engine.commands import Command
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, begun_with
-from serve_app.engine.kv_cache.manager import Held, Lanes
+from serve_app.engine.kv_cache.manager import Held, KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
@@ -23,41 +23,42 @@ class RefusedPrefixError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parcel:
+class Payload:
     """A prefix on its way to another engine, whose process may be another one."""
 
     key: bytes
-    """What its state depends on: see `prefix_file.key_of`."""
+    """What its state depends on: see `state_format.key_of`."""
     tokens: bytes
     """Packed."""
     state: NDArray[np.uint8]
 
 
-class PrefixExchange:
-    """What one engine gives to others and takes from them. Any thread but the decoder's; every call waits
-    for it, between two steps.
+class PrefixTransfer:
+    """Exports one engine's prefixes to other engines, and imports theirs. Any thread but the decoder's;
+    every call waits until that thread has run a command between two steps.
 
-    `ask` has an errand done. Raises EngineClosedError or EngineFailedError with the engine."""
+    `run_between_steps` gives it that command. Raises EngineClosedError or EngineFailedError if the engine
+    is closed or has failed."""
 
     def __init__(
-        self, options: EngineOptions, state_key: bytes, ask: Callable[[Errand], None]
+        self, options: EngineOptions, state_key: bytes, run_between_steps: Callable[[Command], None]
     ) -> None:
         self.key = state_format.key_of(state_key)
         """Engines of one key can use each other's prefixes."""
         self.budget_bytes = options.cache_ram_bytes
         """What it keeps of all prefixes; 0: it takes none."""
         self._options = options
-        self._ask = ask
+        self._run_between_steps = run_between_steps
 
     def offers(self, least: int) -> list[HotPrefix]:
         """What it holds of that which at least so many of the last prompts began with."""
-        begun, held = self._done(lambda lanes: (list(lanes.begun), lanes.held))
+        begun, held = self._run(lambda cache: (list(cache.begun), cache.held))
         priced = [(state_format.packed(one.tokens), one.n_bytes) for one in held]
         return begun_with(begun, priced, least)
 
     def held(self) -> list[bytes]:
         """The tokens of all that it holds, packed."""
-        held: list[Held] = self._done(lambda lanes: lanes.held)
+        held: list[Held] = self._run(lambda cache: cache.held)
         return [state_format.packed(one.tokens) for one in held]
 
     def lacks(self, prefixes: Sequence[bytes]) -> list[bool]:
@@ -65,33 +66,33 @@ class PrefixExchange:
         held = self.held()
         return [not any(one.startswith(wanted) for one in held) for wanted in prefixes]
 
-    def lend(self, tokens: bytes) -> Parcel | None:
+    def export_prefix(self, tokens: bytes) -> Payload | None:
         """The shortest prefix with these first tokens. None if it is gone, or if saving it would keep
         running sequences waiting for longer than `max_stall_s`."""
         wanted, most_s = state_format.unpacked(tokens), self._options.max_stall_s
-        found: StoredPrefix | None = self._done(lambda lanes: lanes.lend(wanted, most_s))
+        found: StoredPrefix | None = self._run(lambda cache: cache.export_prefix(wanted, most_s))
         if found is None:
             return None
         state = np.frombuffer(found.state, np.uint8)
-        return Parcel(self.key, state_format.packed(found.tokens), state)
+        return Payload(self.key, state_format.packed(found.tokens), state)
 
-    def adopt(self, parcel: Parcel, n_wanted: int) -> int:
-        """Store another engine's prefix, of which so many first tokens are wanted, as `Lanes.adopt` does;
-        returns the bytes of what is stored now, 0 if it is nothing. The parcel's memory may be given back
-        then. Raises RefusedPrefixError for one of which no use can be made."""
-        if parcel.key != self.key:
+    def import_prefix(self, payload: Payload, n_wanted: int) -> int:
+        """Store another engine's prefix, of which the first `n_wanted` tokens are wanted: see
+        `KVCacheManager.import_prefix`. Returns the bytes of what is stored now, 0 if it is nothing. The
+        payload's memory may be freed then. Raises RefusedPrefixError if the payload cannot be used."""
+        if payload.key != self.key:
             raise RefusedPrefixError("it is of another model, context or version of llama.cpp")
-        tokens = state_format.unpacked(parcel.tokens)
+        tokens = state_format.unpacked(payload.tokens)
         if not 0 < n_wanted <= len(tokens) < self._options.n_ctx_slot:
             raise RefusedPrefixError(f"it has {len(tokens)} tokens")
-        prefix = StoredPrefix(tokens, parcel.state.copy().data)
+        prefix = StoredPrefix(tokens, payload.state.copy().data)
         try:
-            stored = self._done(lambda lanes: lanes.adopt(prefix, n_wanted))
+            stored = self._run(lambda cache: cache.import_prefix(prefix, n_wanted))
         except DecodeError as error:
             raise RefusedPrefixError(str(error)) from error
         return 0 if stored is None else len(stored.state)
 
-    def _done(self, run: Callable[[Lanes], Any]) -> Any:
-        errand = Errand(run)
-        self._ask(errand)
-        return errand.future.result()
+    def _run(self, run: Callable[[KVCacheManager], Any]) -> Any:
+        command = Command(run)
+        self._run_between_steps(command)
+        return command.future.result()

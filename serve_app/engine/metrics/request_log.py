@@ -9,7 +9,7 @@ from serve_app.types import RequestRecord
 _N_KEPT = 1024
 
 
-class History:
+class RequestLog:
     """The last records. The decoder thread adds, any thread may look."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ class SlotStats:
 
     id: int
     state: str
-    """"idle", "prefill" or "decode"; "pinned" for a lane that keeps a system prompt."""
+    """"idle", "prefill" or "decode"; "pinned" for a slot that keeps a system prompt."""
     request_id: str | None
     n_past: int
     """Tokens in the slot's KV cache; an idle slot keeps them for a prompt that begins alike."""
@@ -27,8 +27,8 @@ class Counts:
     """What a decoder loop counts; see the fields of the same names in `EngineStats`. Its thread only."""
 
     steps: int = 0
-    passes: int = 0
-    busy_lanes: int = 0
+    batches: int = 0
+    busy_slots: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     restored_tokens: int = 0
@@ -53,7 +53,7 @@ class EngineStats:
     n_slots: int
     n_ctx_slot: int
     threads: int
-    """For passes of one row; for those of more, `threads_batch`."""
+    """For batches of one row; for those of more, `threads_batch`."""
     threads_batch: int
     flash_attn: bool
     kv_unified: bool
@@ -76,18 +76,18 @@ class EngineStats:
     """Sequences that lost their slot for a time, because the cache was full."""
     context_shifts: int = 0
     embedded_texts: int = 0
-    """Texts that became vectors, and their tokens, in so many passes."""
+    """Texts that became vectors, and their tokens, in so many batches."""
     embedded_tokens: int = 0
-    embedding_passes: int = 0
+    embedding_batches: int = 0
     ended: dict[str, int] = field(default_factory=dict)
     """Requests by the reason of their end."""
     step_s: float = 0.0
     """Seconds spent in steps; of them, `decode_s` in forward passes and `sample_s` in sampling."""
     decode_s: float = 0.0
     sample_s: float = 0.0
-    passes: int = 0
-    """Calls of llama.cpp; `busy_lanes` counts the sequences in each."""
-    busy_lanes: int = 0
+    batches: int = 0
+    """Calls of llama.cpp; `busy_slots` counts the sequences in each."""
+    busy_slots: int = 0
     prefill_s: float = 0.0
     """Of all requests that ended: seconds from a slot to the first token, and from there to the end."""
     generation_s: float = 0.0
@@ -96,7 +96,7 @@ class EngineStats:
     failovers: int = 0
     """Requests that other engines began and could not end."""
     restored_tokens: int = 0
-    """Of the cached tokens, those that came back from the prefix store."""
+    """Of the cached tokens, those that came back from the memory tier."""
     stored_prefixes: int = 0
     """Prefixes that lost their slot and are kept in memory."""
     stored_bytes: int = 0
@@ -105,18 +105,18 @@ class EngineStats:
     received_prefixes: int = 0
     """Prefixes that other engines computed, and the bytes of their states."""
     received_bytes: int = 0
-    handed_over_prefixes: int = 0
-    """Prefixes that were given to other engines."""
-    handed_over_bytes: int = 0
+    sent_prefixes: int = 0
+    """Prefixes that were sent to other engines."""
+    sent_bytes: int = 0
     weights_bytes: int = 0
     cache_bytes: int = 0
-    """Of all slots and pinned lanes."""
+    """Of all slots, pinned ones included."""
     cache_bytes_per_slot: int = 0
     """What one slot more would cost."""
     compute_bytes: int = 0
-    """What passes are computed in."""
+    """Buffers that batches are computed in."""
     step_time: dict[str, dict[int, float]] = field(default_factory=dict)
-    """What a pass costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's rows,
+    """What a batch costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's rows,
     `verify_ms` by one sequence's rows with drafts."""
     slots: tuple[SlotStats, ...] = ()
     prefill_backlog_s: float = 0.0

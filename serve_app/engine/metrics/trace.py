@@ -25,9 +25,9 @@ class Trace:
         self._preempted_s = 0.0
         self._n_preemptions = 0
         self._apart_s = 0.0
-        """Of the time since its first token, what it spent in passes or without a slot."""
-        self._n_passes = 0
-        self._n_lanes = 0
+        """Of the time since its first token, what it spent in batches or without a slot."""
+        self._n_batches = 0
+        self._n_sequences = 0
 
     def admit(self) -> None:
         """It got a slot, for the first time or again."""
@@ -42,10 +42,10 @@ class Trace:
         self._preempted = time.monotonic()
         self._n_preemptions += 1
 
-    def computed(self, seconds: float, n_lanes: int) -> None:
-        """A pass took so long, and computed so many sequences, this one among them."""
-        self._n_passes += 1
-        self._n_lanes += n_lanes
+    def computed(self, seconds: float, n_sequences: int) -> None:
+        """A batch took so long, and computed so many sequences, this one among them."""
+        self._n_batches += 1
+        self._n_sequences += n_sequences
         if self._first_token is not None:
             self._apart_s += seconds
 
@@ -77,7 +77,7 @@ class Trace:
             stalled_s=max(0.0, decode_s - self._apart_s),
             preempted_s=self._preempted_s,
             n_preemptions=self._n_preemptions,
-            mean_batch=self._n_lanes / self._n_passes if self._n_passes else 0.0,
+            mean_batch=self._n_sequences / self._n_batches if self._n_batches else 0.0,
             gaps=tuple(zip(self._n_gaps, self._gaps_s, strict=True)),
         )
 

@@ -20,7 +20,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of one pass that belongs to one sequence."""
+    """The part of one batch that belongs to one sequence."""
 
     sequence: Sequence
     n_rows: int
@@ -34,13 +34,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class Batch:
     """One call of the backend: rows, and whose they are."""
 
     rows: list[Row]
     chunks: list[Chunk]
     depth: float
-    """Tokens that a row's own sequence has in the cache before the pass, on average."""
+    """Tokens that a row's own sequence has in the cache before the batch, on average."""
     n_cells: int
     """Those of all sequences, in a unified cache; else 0."""
     decodes: bool
@@ -48,20 +48,20 @@ class Pass:
     prefills: bool
     """Whether prompts are."""
     fillers: tuple[tuple[int, int], ...] = ()
-    """Lanes between those of the sequences, and the positions of rows there that nobody wants: to be
+    """Slots between those of the sequences, and positions of rows there that nobody wants and that are
     dropped again. Only beside decoding sequences."""
 
 
-def plan_pass(
+def plan_batch(
     turns: Iterable[Turn],
     n_cells: int = 0,
-    lane_ends: Mapping[int, int] | None = None,
-) -> Pass:
+    slot_ends: Mapping[int, int] | None = None,
+) -> Batch:
     """Lay out each sequence's next tokens, and the drafted ones, ordered by slot. There is at least one
     turn; `n_cells` are in use, if the cache is unified.
 
-    llama.cpp computes rows of consecutive lanes together and splits the batch at every gap or
-    descent, hence the order. If `lane_ends` are given, the tokens that each lane has, gaps are filled with
+    llama.cpp computes rows of consecutive slots together and splits the batch at every gap or
+    descent, hence the order. If `slot_ends` are given, the tokens that each slot has, gaps are filled with
     a row behind them: for decoding sequences, that costs less than to compute what is left and right of a
     gap one after the other.
     """
@@ -70,22 +70,22 @@ def plan_pass(
     ordered = sorted(turns, key=lambda turn: turn.sequence.slot_id)
     fillers: list[tuple[int, int]] = []
     for sequence, n_rows, draft in ordered:
-        if chunks and lane_ends is not None:
+        if chunks and slot_ends is not None:
             between = range(chunks[-1].sequence.slot_id + 1, sequence.slot_id)
-            fillers += [(lane, lane_ends[lane]) for lane in between]
-            rows += [(0, lane_ends[lane], lane, False) for lane in between]
+            fillers += [(slot_id, slot_ends[slot_id]) for slot_id in between]
+            rows += [(0, slot_ends[slot_id], slot_id, False) for slot_id in between]
         end = sequence.n_past + n_rows
         complete = end == len(sequence.tokens)
-        lane, unscored = sequence.slot_id, sequence.unscored
+        slot_id, unscored = sequence.slot_id, sequence.unscored
         first = len(rows) - sequence.n_past
         for position in range(sequence.n_past, end):
             wants_logits = (complete and position == end - 1) or position in unscored
-            rows.append((sequence.tokens[position], position, lane, wants_logits))
+            rows.append((sequence.tokens[position], position, slot_id, wants_logits))
         scored = range(first + unscored.start, first + min(end, unscored.stop))
         chunks.append(Chunk(sequence, n_rows, draft, len(rows) - 1 if complete else None, scored))
-        rows += [(token, position, lane, True) for position, token in enumerate(draft, end)]
+        rows += [(token, position, slot_id, True) for position, token in enumerate(draft, end)]
     n_past = sum(turn.n_rows * turn.sequence.n_past for turn in ordered)
-    return Pass(
+    return Batch(
         rows,
         chunks,
         depth=n_past / sum(turn.n_rows for turn in ordered),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from serve_app.engine.autotune.cost_model import CostModel, Measurements
-from serve_app.engine.scheduler.batch import Pass, Turn, plan_pass
+from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.engine.scheduler.batch import Batch, Turn, plan_batch
 from serve_app.engine.sequence import Sequence
 
-# Of the stall budget, what passes are first planned for; and how fast that follows what they take.
+# Of the stall budget, what batches are first planned for; and how fast that follows what they take.
 _FIRST_MARGIN = 0.92
 _TOO_LONG, _IN_TIME = 0.97, 1.0003  # balanced when one step in a hundred takes too long
 # How much longer than its fair share a prompt may be held back: shares are forecasts.
@@ -17,19 +17,19 @@ _PATIENCE = 1.5
 # Drafts that are tried, and how many drafted rows one step may have in all.
 _DRAFTS = (1, 2, 3, 5, 7)
 MAX_DRAFTED_ROWS = 16
-# Prompt rows of one pass whose logits are wanted: each takes memory for the whole vocabulary.
+# Prompt rows of one batch whose logits are wanted: each takes memory for the whole vocabulary.
 MAX_SCORED_ROWS = 32
 # What speculation must promise to be tried.
 _LEAST_GAIN = 0.05
 
 
 class Scheduler:
-    """Plans steps over the running sequences: passes over every decoding one's next token, then a pass
+    """Plans steps over the running sequences: batches over every decoding one's next token, then a batch
     over at most `n_batch` prompt tokens.
 
-    Decoding sequences share one pass, unless the cost model says that several are faster. Where it says
-    that it pays, some of them have drafted tokens verified in a pass of their own. With `mixed`, decoding
-    sequences and prompts share one pass, if there are both.
+    Decoding sequences share one batch, unless the cost model says that several are faster. Where it says
+    that it pays, some of them have drafted tokens verified in a batch of their own. With `mixed`, decoding
+    sequences and prompts share one batch, if there are both.
 
     While sequences decode, prompts get as much of a step as keeps it within `max_stall_s`, by the cost
     model: so long at most a stream waits between two tokens. Where decoding alone takes more than half of
@@ -56,16 +56,16 @@ class Scheduler:
         n_ctx_slot: int = 0,
         mixed: bool = False,
     ) -> None:
-        """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a pass into pieces.
+        """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
         Without anything measured or without a bound, only `n_batch` limits the prompts."""
         self._n_batch = n_batch
-        self._costs = costs or CostModel(Measurements())
+        self._costs = costs or CostModel(Profile())
         self._max_stall_s = max_stall_s
         self._speculate = speculate and bool(self._costs)
         self._n_ctx_slot = n_ctx_slot
         self._mixed = mixed
         self._n_cells = 0
-        self._lane_ends: Mapping[int, int] | None = None
+        self._slot_ends: Mapping[int, int] | None = None
         self._beside_s = 0.0
         self._margin = _FIRST_MARGIN
         self._running: list[Sequence] = []
@@ -92,15 +92,15 @@ class Scheduler:
         self,
         now: float,
         n_cells: int = 0,
-        lane_ends: Mapping[int, int] | None = None,
+        slot_ends: Mapping[int, int] | None = None,
         beside_s: float = 0.0,
-    ) -> list[Pass]:
+    ) -> list[Batch]:
         """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
-        `n_cells` are in use, if the cache is unified. `lane_ends` are the tokens in the cache of each lane
+        `n_cells` are in use, if the cache is unified. `slot_ends` are the tokens in the cache of each slot
         that has room for one more and could drop it again; None if that does not matter. `beside_s` were
         spent on embeddings: prompts get less of the step."""
         self._n_cells = n_cells if self._mixed else 0
-        self._lane_ends, self._beside_s = lane_ends, beside_s
+        self._slot_ends, self._beside_s = slot_ends, beside_s
         decoding = [sequence for sequence in self._running if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = 0.0 if any(one.n_generated for one in decoding) else self._catch_up_s()
@@ -111,13 +111,13 @@ class Scheduler:
         if held:
             prompts = self._without_last_tokens(prompts, rest_s, now)
         if self._mixed and prompts:
-            return [plan_pass([*chain(*groups), *prompts], self._n_cells)]
-        passes = [self._plan(turns) for turns in groups]
-        return [*passes, plan_pass(prompts)] if prompts else passes
+            return [plan_batch([*chain(*groups), *prompts], self._n_cells)]
+        batches = [self._plan(turns) for turns in groups]
+        return [*batches, plan_batch(prompts)] if prompts else batches
 
-    def took(self, passes: list[Pass], seconds: float) -> None:
+    def took(self, batches: list[Batch], seconds: float) -> None:
         """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
-        both = any(one.decodes for one in passes) and any(one.prefills for one in passes)
+        both = any(one.decodes for one in batches) and any(one.prefills for one in batches)
         if self._max_stall_s is not None and both:
             change = _IN_TIME if seconds <= self._max_stall_s else _TOO_LONG
             self._margin = min(1.0, max(0.5, self._margin * change))
@@ -160,7 +160,7 @@ class Scheduler:
     # -- decoding ---------------------------------------------------------------------------------
 
     def _decode_turns(self, decoding: list[Sequence]) -> list[list[Turn]]:
-        """The passes for the decoding sequences' next tokens."""
+        """The batches for the decoding sequences' next tokens."""
         if not decoding:
             return []
         n_past = self._depth(decoding)
@@ -176,25 +176,25 @@ class Scheduler:
             )
         return groups
 
-    def _plan(self, turns: list[Turn]) -> Pass:
-        """A pass over decoding sequences."""
+    def _plan(self, turns: list[Turn]) -> Batch:
+        """A batch over decoding sequences."""
         fills = bool(self._costs) and not turns[0].draft
-        return plan_pass(turns, self._n_cells, self._lane_ends if fills else None)
+        return plan_batch(turns, self._n_cells, self._slot_ends if fills else None)
 
     def _split(self, decoding: list[Sequence], n_past: float) -> tuple[int, ...]:
-        """How many of these, ordered by lane, each pass computes."""
+        """How many of these, ordered by slot, each batch computes."""
         if not decoding:
             return ()
-        lanes = tuple(sequence.slot_id for sequence in decoding)
-        if self._mixed:  # all lanes are computed together
-            lanes = tuple(range(len(lanes)))
-        between = set(range(lanes[0], lanes[-1])).difference(lanes)
+        slots = tuple(sequence.slot_id for sequence in decoding)
+        if self._mixed:  # all slots are computed together
+            slots = tuple(range(len(slots)))
+        between = set(range(slots[0], slots[-1])).difference(slots)
         return self._costs.split(
-            lanes, n_past, frozenset(between.difference(self._lane_ends or ()))
+            slots, n_past, frozenset(between.difference(self._slot_ends or ()))
         )
 
     def _drafting(self, decoding: list[Sequence], n_past: float) -> dict[str, tuple[int, ...]]:
-        """Whose drafts are worth a pass of their own, and the drafts: all of one length."""
+        """Whose drafts are worth a batch of their own, and the drafts: all of one length."""
         drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot) for one in decoding}
         best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
         best: dict[str, tuple[int, ...]] = {}
@@ -205,20 +205,20 @@ class Scheduler:
             rest = len(decoding) - len(group)
             seconds = self._costs.verify_s(len(group), n_drafted, n_past)
             seconds += self._costs.steps_s(rest, n_past) if rest else 0.0
-            rate = (rest + sum(one.lookup.expected(n_drafted) for one in group)) / seconds
+            rate = (rest + sum(one.proposer.expected(n_drafted) for one in group)) / seconds
             if rate > best_rate:
                 best_rate = rate
                 best = {one.id: drafts[one.id][:n_drafted] for one in group}
         for one in decoding:
             if drafts[one.id] and one.id not in best:
-                one.lookup.passed()
+                one.proposer.unused()
         return best
 
     # -- prompts ----------------------------------------------------------------------------------
 
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""
-        decode_s = spent_s = sum(self._pass_s(turns) for turns in decoding)
+        decode_s = spent_s = sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._max_stall_s is not None and bool(self._costs)
         bounded = bounded and (bool(decoding) or self._has_news)
@@ -253,9 +253,9 @@ class Scheduler:
             spent_s += self._costs.prefill_s(n_rows, depth)
         return turns
 
-    def _pass_s(self, turns: list[Turn]) -> float:
+    def _batch_s(self, turns: list[Turn]) -> float:
         n_past = self._depth(turn.sequence for turn in turns)
-        if turns[0].draft or self._mixed or self._lane_ends is None:
+        if turns[0].draft or self._mixed or self._slot_ends is None:
             return self._costs.verify_s(len(turns), len(turns[0].draft), n_past)
         return self._costs.decode_s(
             turns[-1].sequence.slot_id - turns[0].sequence.slot_id + 1, n_past

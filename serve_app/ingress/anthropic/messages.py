@@ -87,7 +87,7 @@ class ToolResultBlock(Block):
 
 
 class ThinkingBlock(BaseModel):
-    """Thoughts of an earlier turn. What is redacted cannot be read; signatures are not looked at."""
+    """Reasoning of an earlier turn. What is redacted cannot be read; signatures are not looked at."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -121,8 +121,8 @@ class Message(BaseModel):
                 raise InvalidRequestError(message, "messages")
         return self
 
-    def as_messages(self, *, thoughts: bool) -> list[ChatMessage]:
-        """The turn as OpenAI has it: tools' results are turns of their own; `thoughts` keeps those of the
+    def as_messages(self, *, reasoning: bool) -> list[ChatMessage]:
+        """The turn as OpenAI has it: tools' results are turns of their own; `reasoning` keeps that of the
         assistant."""
         results = [b.as_message() for b in self.content if isinstance(b, ToolResultBlock)]
         calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
@@ -133,11 +133,11 @@ class Message(BaseModel):
         ]
         if results and not parts:
             return results
-        thought = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
+        thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
         turn = ChatMessage(
             role=self.role,
             content=parts,
             tool_calls=calls or None,
-            reasoning_content=thought if thoughts and self.role == "assistant" else None,
+            reasoning_content=thinking if reasoning and self.role == "assistant" else None,
         )
         return [*results, turn]

@@ -12,15 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.messages import Message, Texts, joined
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.strict import StrictModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
-    Finite,
     NamedFunction,
     NamedToolChoice,
-    Stop,
+    PingInterval,
 )
+from serve_app.sampling import Api
 
 
 class AnthropicTool(StrictModel):
@@ -82,9 +83,9 @@ class Thinking(BaseModel):
     type: Literal["enabled", "adaptive", "disabled"]
     """`adaptive` is for any model: whether it thinks is its own business."""
     budget_tokens: Annotated[int, Field(ge=1024)] | None = None
-    """What thoughts should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
+    """What reasoning should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted` leaves the thoughts out of the answer; otherwise they are given as they are."""
+    """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""
 
     @model_validator(mode="after")
     def _check(self) -> Thinking:
@@ -121,7 +122,7 @@ class CountTokensRequest(StrictModel):
     tools: list[AnthropicTool] = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    """Whether the model thinks before it answers, if its chat template has thoughts; without this, it is
+    """Whether the model thinks before it answers, if its chat template has reasoning; without this, it is
     asked not to."""
 
     @model_validator(mode="after")
@@ -155,7 +156,7 @@ class CountTokensRequest(StrictModel):
         told = joined(self.system)
         system = [ChatMessage(role="system", content=told)] if told else []
         choice = self.tool_choice
-        turns = [turn for one in self.messages for turn in one.as_messages(thoughts=self.thinks)]
+        turns = [turn for one in self.messages for turn in one.as_messages(reasoning=self.thinks)]
         return ChatCompletionRequest(
             messages=system + turns,
             tools=[tool.as_tool() for tool in self.tools],
@@ -170,6 +171,7 @@ class CountTokensRequest(StrictModel):
         return {}
 
 
+@takes_sampling(Api.ANTHROPIC)
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
@@ -182,12 +184,10 @@ class MessagesRequest(CountTokensRequest):
     }
 
     max_tokens: Annotated[int, Field(ge=1)]
-    temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """0 keeps all tokens."""
-    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool = False
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
+    -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: Metadata | None = None
 
     @model_validator(mode="after")
@@ -200,11 +200,10 @@ class MessagesRequest(CountTokensRequest):
 
     def _sampling(self) -> dict[str, Any]:
         return {
+            "stream": self.stream,
+            "sse_ping_interval": self.sse_ping_interval,
+            **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop": self.stop_sequences,
             "user": self.metadata.user_id if self.metadata else None,
         }
 

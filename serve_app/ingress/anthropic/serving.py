@@ -15,11 +15,15 @@ from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import anthropic_error_body
-from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
+
+_PING: Json = {"type": "ping"}
+PING = sse.named(_PING)
+"""Anthropic's own, which its clients know: unlike a comment, it reaches those that wait for an event."""
 
 
 @dataclass
@@ -29,9 +33,9 @@ class MessageAnswer:
     id: str
     model: str
     n_prompt: int
-    parser: AnswerParser
-    """Finds the thoughts in the text, and the tool calls where there are tools."""
-    shows_thoughts: bool
+    parser: OutputParser
+    """Finds the reasoning in the text, and the tool calls where there are tools."""
+    shows_reasoning: bool
     _blocks: list[Json] = field(default_factory=list)
     """Those that are complete."""
     _open: Literal["text", "thinking"] | None = None
@@ -42,7 +46,7 @@ class MessageAnswer:
     def opening(self) -> list[Json]:
         """The events before any text. How much of the prompt was cached is told at the end."""
         usage = usage_body(Usage(self.n_prompt, 0, 0))
-        return [{"type": "message_start", "message": self._message(None, usage)}, {"type": "ping"}]
+        return [{"type": "message_start", "message": self._message(None, usage)}, _PING]
 
     def events(self, delta: TokenDelta) -> list[Json]:
         """One delta's events; the last one's tell the end."""
@@ -52,7 +56,7 @@ class MessageAnswer:
                 events += self._called(part)
             elif isinstance(part, str):
                 events += self._said("text", part)
-            elif self.shows_thoughts:
+            elif self.shows_reasoning:
                 events += self._said("thinking", part.text)
         if delta.end is not None:
             events += [
@@ -88,7 +92,7 @@ class MessageAnswer:
         ]
 
     def _end_of_block(self) -> list[Json]:
-        """A thought is signed before it ends; nobody checks that here, so the signature is empty."""
+        """A thinking block is signed before it ends; nobody checks that here, so the signature is empty."""
         if self._open is None:
             return []
         signing = [self._delta({"type": "signature_delta", "signature": ""})]

@@ -1,73 +1,88 @@
-"""Those who watch the replicas, and the one look a second that all of them share."""
+"""What the replicas do, broadcast to all viewers, who share one look a second."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 
 from serve_app.errors import EngineClosedError
-from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference
-from serve_app.ingress.http import sse
+from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference, without_requests
+from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.model_registry import ServedModel
 
 PERIOD_S = 1.0
 """Between two looks."""
 N_FRAMES = 60
-"""After which a watcher has to come again: Serve stops no ingress replica while it has a request."""
-# How long the board is kept without watchers: one who comes back finds its rates and events.
+"""After which a viewer has to subscribe again: Serve stops no ingress replica while it has a request."""
+# How long the board is kept without viewers: one who comes back finds its rates and events.
 _LINGER_S = 10.0
+MAX_VIEWERS = 64
+"""At once, of one ingress replica."""
 
 logger = logging.getLogger("corral.ingress")
 
 
-class Watch:
-    """Asks the replicas for their statistics while anybody wants to know. Used in one event loop."""
+class Broadcaster:
+    """Asks the replicas for their statistics while there are viewers. Used in one event loop."""
 
     def __init__(self, models: Mapping[str, ServedModel], period_s: float = PERIOD_S) -> None:
         self._models = models
         self._period_s = period_s
-        self._n_watchers = 0
+        self._viewers: dict[object, str] = {}
+        """In the order in which they came, and whose each is."""
         self._looking: asyncio.Task[None] | None = None
         self._board = Board()
         self._looked = asyncio.Condition()
         self._stopped = -_LINGER_S
 
-    async def frames(self) -> AsyncGenerator[Json]:
+    async def frames(
+        self, seen: Callable[[Json], Json] = dict, holder: str = ""
+    ) -> AsyncGenerator[Json]:
         """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none
-        after the application's end. Whoever is slow gets all that changed meanwhile in one."""
-        looking = self._enter()
+        after the application's end. Whoever is slow gets all that changed meanwhile in one. `seen` is what
+        of a view is told. With more than `MAX_VIEWERS`, the first of the `holder` who has most is told no
+        more."""
+        viewer = object()
+        looking = self._subscribe(viewer, holder)
         try:
             before = NOTHING
             for _ in range(N_FRAMES):
                 async with self._looked:
                     await self._looked.wait_for(
-                        lambda: self._looking is not looking or self._board.view is not before  # noqa: B023
+                        lambda: not self._is_told(viewer, looking) or self._board.view is not before  # noqa: B023
                     )
-                if self._looking is not looking:
+                if not self._is_told(viewer, looking):
                     return
                 after = self._board.view
-                yield difference(before, after)
+                yield difference(seen(before), seen(after))
                 before = after
         finally:
-            self._leave()
+            self._unsubscribe(viewer)
 
-    def _enter(self) -> asyncio.Task[None]:
-        self._n_watchers += 1
+    def _is_told(self, viewer: object, looking: asyncio.Task[None]) -> bool:
+        return viewer in self._viewers and self._looking is looking
+
+    def _subscribe(self, viewer: object, holder: str) -> asyncio.Task[None]:
+        self._viewers[viewer] = holder
+        if len(self._viewers) > MAX_VIEWERS:
+            held = Counter(self._viewers.values())
+            del self._viewers[max(self._viewers, key=lambda one: held[self._viewers[one]])]
         if self._looking is None:
             if time.monotonic() - self._stopped > _LINGER_S:
                 self._board = Board()
             self._looking = asyncio.create_task(self._look_on())
         return self._looking
 
-    def _leave(self) -> None:
-        self._n_watchers -= 1
-        if self._n_watchers == 0 and self._looking is not None:
+    def _unsubscribe(self, viewer: object) -> None:
+        self._viewers.pop(viewer, None)
+        if not self._viewers and self._looking is not None:
             self._looking.cancel()
             self._looking, self._stopped = None, time.monotonic()
 
@@ -81,9 +96,9 @@ class Watch:
                     self._looked.notify_all()
                 await asyncio.sleep(began + self._period_s - time.monotonic())
         except EngineClosedError:
-            logger.info("The application stops; nobody watches any more.")
-        except Exception:  # those who watch come again
-            logger.exception("The replicas cannot be watched.")
+            logger.info("The application stops; the broadcast ends.")
+        except Exception:  # viewers subscribe again
+            logger.exception("The replicas' statistics cannot be broadcast.")
         finally:
             if self._looking is asyncio.current_task():  # and not the one after it
                 self._looking = None
@@ -107,13 +122,16 @@ class Watch:
 
 def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     """Add the route to an application."""
-    watch = Watch(models)
+    broadcaster = Broadcaster(models)
 
     @app.get("/v1/live", response_model=None)
     async def live() -> Response:
         """Server-sent events, one a second: the first is all that replicas do, the others are what changes,
-        as JSON merge patches. They end after a minute; whoever watches on asks again."""
-        return sse.response(_written(watch.frames()))
+        as JSON merge patches. They end after a minute; a viewer who stays asks again. What is in slots,
+        operators are told only."""
+        caller = request_context.current()
+        seen = dict if caller.is_operator else without_requests
+        return sse.EventStream(_written(broadcaster.frames(seen, caller.holder)))
 
 
 async def _written(frames: AsyncGenerator[Json]) -> AsyncGenerator[str]:

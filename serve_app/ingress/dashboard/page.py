@@ -6,11 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.ingress.http.auth import came_to_loopback
+from serve_app.ingress.http.network import NetworkPolicy
 
 FOLDER = Path(__file__).parents[2] / "ui"
 
@@ -40,11 +41,13 @@ _HEADERS = {
 
 
 class Page:
-    """ASGI middleware before the guard. Answers `/` and `/ui/...` if there is a page for who asks."""
+    """ASGI middleware before API keys. Answers `/` and `/ui/...` if there is a page for who asks."""
 
-    def __init__(self, app: ASGIApp, switch: bool | Literal["auto"]) -> None:
+    def __init__(
+        self, app: ASGIApp, switch: bool | Literal["auto"], network: NetworkPolicy
+    ) -> None:
         self._app = app
-        self._switch = switch
+        self._may_see = network.is_local if switch == "auto" else network.is_known_name
         self._files = StaticFiles(directory=FOLDER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +65,7 @@ class Page:
         """The file that is asked for; None if none is."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             return None
-        if not (came_to_loopback(scope) if self._switch == "auto" else self._switch):
+        if not self._may_see(scope, Headers(scope=scope)):
             return None
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in ("", "/"):

@@ -1,4 +1,4 @@
-"""What the replicas do, in the form in which watchers are told. Pure: no engine, no clock."""
+"""What the replicas do, in the form in which viewers get it. Pure: no engine, no clock."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _COUNTERS = (
     "generated_tokens",
     "prompt_tokens",
     "cached_tokens",
-    "passes",
-    "busy_lanes",
+    "batches",
+    "busy_slots",
     "decode_s",
 )
 _QUANTILES = (0.5, 0.95, 0.99)
@@ -170,9 +170,22 @@ def _told(replica: _Replica) -> Json:
         "curve": engine["step_time"].get("decode_ms", {}),
         "point": _point(grown),
         **_quantiles([stats.latencies]),
-        "slots": {str(slot["id"]): _lane(slot) for slot in engine["slots"]},
+        "slots": {str(slot["id"]): _slot(slot) for slot in engine["slots"]},
         "requests": {str(slot["id"]): slot["request_id"] for slot in engine["slots"]},
     }
+
+
+def without_requests(view: Json) -> Json:
+    """A board's view for those who may not see what single requests do."""
+    if "replicas" not in view:
+        return view
+    replicas = {
+        key: told
+        | {"slots": {slot: [lane[0], 0, 0, 0, 0] for slot, lane in told["slots"].items()}}
+        | {"requests": dict.fromkeys(told["requests"])}
+        for key, told in view["replicas"].items()
+    }
+    return view | {"replicas": replicas}
 
 
 def _rate(n: float, seconds: float) -> float:
@@ -180,15 +193,15 @@ def _rate(n: float, seconds: float) -> float:
 
 
 def _point(grown: Mapping[str, float]) -> list[float] | None:
-    """The sequences of an average pass, and its milliseconds; None if there was none."""
-    n_passes = grown["passes"]
-    if not n_passes:
+    """The sequences of an average batch, and its milliseconds; None if there was none."""
+    n_batches = grown["batches"]
+    if not n_batches:
         return None
-    lanes, seconds = grown["busy_lanes"] / n_passes, grown["decode_s"] / n_passes
-    return [round(lanes, 2), round(1000 * seconds, 2)]
+    slots, seconds = grown["busy_slots"] / n_batches, grown["decode_s"] / n_batches
+    return [round(slots, 2), round(1000 * seconds, 2)]
 
 
-def _lane(slot: Mapping[str, Any]) -> list[Any]:
+def _slot(slot: Mapping[str, Any]) -> list[Any]:
     """A slot's state; its tokens in the cache that were found there, prefilled and generated; those of its
     prompt that are missing. What an idle one keeps counts as found."""
     n_past, n_prompt = slot["n_past"], slot["n_prompt"]

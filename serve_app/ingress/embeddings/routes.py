@@ -3,56 +3,43 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 
-from serve_app.errors import InvalidRequestError, TextTooLongError
-from serve_app.ingress.embeddings.protocol import (
-    EmbeddingsRequest,
-    LlamaEmbeddingRequest,
-    RerankRequest,
-)
-from serve_app.ingress.generation.tokenization import apart, refuse_unknown_tokens
+from serve_app.ingress.embeddings import preparation
+from serve_app.ingress.embeddings.preparation import Texts
 from serve_app.ingress.http import request_context
-from serve_app.ingress.llama_server import routes
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.workers.bodies import Bodies
 
-Texts = tuple[tuple[int, ...], ...]
 Vectors = NDArray[np.float32]
 
 _INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     """Add the routes."""
-    _add_embeddings(app, models)
-    _add_rankings(app, models)
+    _add_embeddings(app, models, bodies)
+    _add_rankings(app, models, bodies)
 
 
-def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.post("/v1/embeddings", response_model=None)
-    async def embeddings(body: EmbeddingsRequest) -> Response:
+    async def embeddings(request: Request) -> Response:
         """Texts as vectors of length 1, OpenAI's way."""
-        model = find(models, body.model)
-        _check_makes_embeddings(model)
-        n_embd = model.tokenizer.n_embd
-        if body.dimensions is not None and body.dimensions > n_embd:
-            message = f"dimensions: this model's embeddings have {n_embd}."
-            raise InvalidRequestError(message, "dimensions")
-        texts = await _encode(model, body.texts)
-        _admit(model, texts, "input")
-        vectors = await model.engine.embed(texts)
-        shortened = normalized(vectors[:, : body.dimensions], 2)
-        as_base64 = body.encoding_format == "base64"
+        asked = await bodies.read(request, preparation.embeddings)
+        vectors = await _embed(find(models, asked.model), asked.texts)
+        shortened = normalized(vectors[:, : asked.dimensions], 2)
+        as_base64 = asked.encoding_format == "base64"
         return JSONResponse(
             {
                 "object": "list",
-                "model": model.id,
+                "model": asked.model,
                 "data": [
                     {
                         "object": "embedding",
@@ -61,79 +48,41 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
                     }
                     for i, vector in enumerate(shortened)
                 ],
-                "usage": _usage(texts),
+                "usage": _usage(asked.texts),
             }
         )
 
     @app.post("/embedding", response_model=None)
     @app.post("/embeddings", response_model=None)
-    async def embedding(body: LlamaEmbeddingRequest) -> Response:
+    async def embedding(request: Request) -> Response:
         """Texts as vectors, llama-server's way."""
-        model = find(models, body.model)
-        _check_makes_embeddings(model)
-        texts = tuple([await routes.encode(model, text, "content") for text in body.texts])
-        _admit(model, texts, "content")
-        vectors = normalized(await model.engine.embed(texts), body.embd_normalize)
+        model, texts, kind = await bodies.read(request, preparation.llama_embedding)
+        vectors = normalized(await _embed(find(models, model), texts), kind)
         return JSONResponse(
             [{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)]
         )
 
 
-def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.post("/v1/rerank", response_model=None)
     @app.post("/v1/reranking", response_model=None)
     @app.post("/rerank", response_model=None)
     @app.post("/reranking", response_model=None)
-    async def rerank(body: RerankRequest) -> Response:
+    async def rerank(request: Request) -> Response:
         """How relevant documents are to a query, the most relevant first."""
-        model = find(models, body.model)
-        if not model.tokenizer.reranks:
-            raise InvalidRequestError(
-                f"The model {model.id!r} cannot rank: its file names no pooling of the type 'rank', "
-                "as those of reranking models do.",
-                "model",
-            )
-
-        def encode() -> Texts:
-            return tuple(model.tokenizer.encode_pair(body.query, text) for text in body.documents)
-
-        texts = await apart(sum(map(len, body.documents)), encode)
-        _admit(model, texts, "documents")
-        scores = (await model.engine.embed(texts))[:, 0]
-        ranked = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+        model, texts, top_n = await bodies.read(request, preparation.rerank)
+        scores = (await _embed(find(models, model), texts))[:, 0]
+        ranked = np.argsort(-scores, kind="stable")[:top_n].tolist()
         results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
         return JSONResponse(
-            {"model": model.id, "object": "list", "usage": _usage(texts), "results": results}
+            {"model": model, "object": "list", "usage": _usage(texts), "results": results}
         )
 
 
-async def _encode(model: ServedModel, texts: Sequence[str | list[int]]) -> Texts:
-    tokenizer = model.tokenizer
-    for text in texts:
-        if not isinstance(text, str):
-            refuse_unknown_tokens(model, "input", text)
-
-    def encode() -> Texts:
-        return tuple(
-            tokenizer.encode(text) if isinstance(text, str) else tuple(text) for text in texts
-        )
-
-    return await apart(sum(map(len, texts)), encode)
-
-
-def _check_makes_embeddings(model: ServedModel) -> None:
-    if model.tokenizer.reranks:
-        raise InvalidRequestError(
-            f"The model {model.id!r} ranks, and makes no embeddings: use /v1/rerank.", "model"
-        )
-
-
-def _admit(model: ServedModel, texts: Texts, field: str) -> None:
-    """Raises TextTooLongError for the model, KeyLimitError or RateLimitError for the caller."""
-    longest = max(map(len, texts))
-    if longest > model.n_ctx_slot:
-        raise TextTooLongError(longest, model.n_ctx_slot, field)
+async def _embed(model: ServedModel, texts: Texts) -> Vectors:
+    """Raises KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
     request_context.current().admit(texts)
+    return await model.engine.embed(texts)
 
 
 def _usage(texts: Texts) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from serve_app.errors import (
     ModelReplacedError,
     QueueFullError,
 )
-from serve_app.types import GenerationRequest, TokenDelta
+from serve_app.types import Accepted, GenerationRequest, TokenDelta
 
 logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
-Attempt = Callable[[GenerationRequest], AsyncGenerator[TokenDelta]]
+Attempt = Callable[[GenerationRequest], AsyncGenerator[Accepted | TokenDelta]]
 """Runs a request on some replica, to its end. Raises CorralError."""
 
 LOST = (EngineFailedError, EngineClosedError, ModelReplacedError)
@@ -38,17 +38,22 @@ _REFUSED_S = 120.0
 
 async def unbroken(
     request: GenerationRequest, attempt: Attempt, pauses_s: tuple[float, ...] = PAUSES_S
-) -> AsyncGenerator[TokenDelta]:
+) -> AsyncGenerator[Accepted | TokenDelta]:
     """The deltas of a request whose replicas may be lost: each goes on behind the last token that came from
-    the one before, so that no character is missing or comes twice. Raises CorralError."""
+    the one before, so that no character is missing or comes twice. Of their acceptances, the first is told.
+    Raises CorralError."""
     life = _Life(request, pauses_s)
     while True:
         try:
-            async with aclosing(attempt(life.request)) as deltas:
-                async for delta in deltas:
-                    life.took(delta)
-                    yield delta
-                    if delta.end is not None:
+            async with aclosing(attempt(life.request)) as items:
+                async for item in items:
+                    if isinstance(item, Accepted):
+                        if life.is_first_acceptance():
+                            yield item
+                        continue
+                    life.took(item)
+                    yield item
+                    if item.end is not None:
                         return
             raise EngineFailedError("The engine's stream ended without an end.")
         except CorralError as error:
@@ -82,11 +87,17 @@ class _Life:
         self._tokens: list[int] = []
         self._began = self._progressed = time.monotonic()
         self._n_failovers = self._n_fruitless = 0
+        self._is_accepted = False
 
     @property
     def n_tokens(self) -> int:
         """Tokens that were delivered."""
         return len(self._tokens)
+
+    def is_first_acceptance(self) -> bool:
+        """A replica has accepted it: whether none had before."""
+        was, self._is_accepted = self._is_accepted, True
+        return not was
 
     def took(self, delta: TokenDelta) -> None:
         """It was delivered."""
@@ -100,7 +111,7 @@ class _Life:
             self._n_fruitless += 1
             if self._n_fruitless <= len(self._pauses_s):
                 return self._pauses_s[self._n_fruitless - 1]
-        if isinstance(error, QueueFullError) and self._n_failovers:
+        if isinstance(error, QueueFullError) and self._is_accepted:
             waited_s = time.monotonic() - self._progressed
             return min(1.0, error.retry_after_s) if waited_s < _REFUSED_S else None
         return None

@@ -1,4 +1,4 @@
-"""From prompts and parameters to streams of deltas: what every protocol's routes share."""
+"""From what a request asks for to streams of deltas: what every protocol's routes share."""
 
 from __future__ import annotations
 
@@ -6,60 +6,40 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from serve_app.errors import CorralError, InvalidRequestError, PromptTooLongError
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens
+from serve_app.errors import CorralError
+from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.openai.protocol import GenerationParams
-from serve_app.types import GenerationRequest, SamplingParams, TokenDelta
+from serve_app.sampling import SamplingParams
+from serve_app.types import Accepted, GenerationRequest, TokenDelta
 
 Deltas = AsyncGenerator[tuple[int, TokenDelta]]
 """The deltas of several sequences as they come, each with its sequence's index."""
+_Items = AsyncGenerator[tuple[int, Accepted | TokenDelta]]
 
 
-def requests(
-    model: ServedModel,
-    answer_id: str,
-    prompts: Sequence[tuple[int, ...]],
-    n: int,
-    params: GenerationParams,
-    sampling: SamplingParams,
-    prompt_field: str,
-) -> list[GenerationRequest]:
-    """`n` requests for each prompt, one prompt's after the other's. Raises InvalidRequestError for what
-    this model cannot do, KeyLimitError or RateLimitError for what the caller may not."""
-    for prompt in prompts:
-        if not prompt:
-            raise InvalidRequestError("The prompt is empty.", prompt_field)
-        if len(prompt) >= model.n_ctx_slot:
-            raise PromptTooLongError(len(prompt), model.n_ctx_slot, prompt_field)
-    if params.context_shift and sampling.max_tokens is None:
-        raise InvalidRequestError(
-            "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
-        )
-    refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
-    many = len(prompts) * n > 1
+def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
+    """The engine's requests: one prompt's after the other's. Raises KeyLimitError, RateLimitError
+    or PermissionDeniedError for what the caller may not."""
+    n = wanted.n
+    many = len(wanted.prompts) * n > 1
     caller = request_context.current()
-    caller.admit(prompts)
+    caller.check_priority(wanted.priority)
+    caller.admit(wanted.prompts)
     return [
         GenerationRequest(
             f"{answer_id}.{i * n + j}" if many else answer_id,
             prompt,
-            _reseeded(sampling, j),
+            _reseeded(wanted.sampling, j),
             http_id=caller.request_id,
-            client=caller.client(params.user),
-            priority=params.priority,
-            context_shift=params.context_shift,
-            n_keep=params.n_keep,
+            client=caller.client(wanted.user),
+            priority=wanted.priority,
+            context_shift=wanted.context_shift,
+            n_keep=wanted.n_keep,
         )
-        for i, prompt in enumerate(prompts)
+        for i, prompt in enumerate(wanted.prompts)
         for j in range(n)
     ]
-
-
-def with_bias(sampling: SamplingParams, bias: Sequence[tuple[int, float]]) -> SamplingParams:
-    """The same with this `logit_bias`; of a token that is named twice, the last counts."""
-    return dataclasses.replace(sampling, logit_bias=tuple(dict(bias).items()))
 
 
 def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
@@ -70,11 +50,17 @@ def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
 
 
 async def start(model: ServedModel, wanted: Sequence[GenerationRequest]) -> Deltas:
-    """Start the requests, and wait for the first delta of any: until then, an answer's status can still
-    say what went wrong. Raises CorralError."""
-    deltas = _merged([model.engine.generate(request) for request in wanted])
-    first = await anext(deltas)
-    return _chain(first, deltas)
+    """Start the requests, and wait until all of them are accepted: until then, an answer's status can still
+    say what went wrong. Raises CorralError, and ends those that were accepted, if one is refused."""
+    items = _merged([model.engine.generate(request) for request in wanted])
+    early: list[tuple[int, TokenDelta]] = []
+    refusable = set(range(len(wanted)))
+    while refusable:
+        index, item = await anext(items)
+        refusable.discard(index)
+        if isinstance(item, TokenDelta):
+            early.append((index, item))
+    return _charged(early, items)
 
 
 async def collected(deltas: Deltas, n: int) -> list[list[TokenDelta]]:
@@ -85,27 +71,30 @@ async def collected(deltas: Deltas, n: int) -> list[list[TokenDelta]]:
     return found
 
 
-async def _chain(first: tuple[int, TokenDelta], rest: Deltas) -> Deltas:
+async def _charged(early: list[tuple[int, TokenDelta]], rest: _Items) -> Deltas:
+    """The deltas, each charged to the caller."""
     caller = request_context.current()
     try:
-        caller.charge(len(first[1].token_ids))
-        yield first
-        async for item in rest:
-            caller.charge(len(item[1].token_ids))
-            yield item
+        for index, delta in early:
+            caller.charge(len(delta.token_ids))
+            yield index, delta
+        async for index, item in rest:
+            if isinstance(item, TokenDelta):
+                caller.charge(len(item.token_ids))
+                yield index, item
     finally:
         await rest.aclose()
 
 
-async def _merged(streams: Sequence[AsyncGenerator[TokenDelta]]) -> Deltas:
-    """All deltas as they come, up to every stream's end; the first failure ends all."""
-    arrived: asyncio.Queue[tuple[int, TokenDelta] | Exception] = asyncio.Queue()
+async def _merged(streams: Sequence[AsyncGenerator[Accepted | TokenDelta]]) -> _Items:
+    """All items as they come, up to every stream's end; the first failure ends all."""
+    arrived: asyncio.Queue[tuple[int, Accepted | TokenDelta] | Exception] = asyncio.Queue()
 
-    async def read(index: int, stream: AsyncIterator[TokenDelta]) -> None:
+    async def read(index: int, stream: AsyncIterator[Accepted | TokenDelta]) -> None:
         try:
-            async for delta in stream:
-                arrived.put_nowait((index, delta))
-                if delta.end is not None:
+            async for item in stream:
+                arrived.put_nowait((index, item))
+                if isinstance(item, TokenDelta) and item.end is not None:
                     return
             raise CorralError("The engine's stream ended without an end.")
         except Exception as error:
@@ -115,11 +104,11 @@ async def _merged(streams: Sequence[AsyncGenerator[TokenDelta]]) -> Deltas:
     try:
         n_open = len(streams)
         while n_open:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
-            n_open -= item[1].end is not None
+            found = await arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            yield found
+            n_open -= isinstance(found[1], TokenDelta) and found[1].end is not None
     finally:
         for task in tasks:
             task.cancel()

@@ -1,52 +1,37 @@
-"""Prompts made of texts, without holding others up, and checked before anything is computed."""
+"""Prompts made of texts, and checked before anything is computed. For workers."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
-from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.openai.protocol import GenerationParams
-from serve_app.types import SamplingParams
-
-Encoded = TypeVar("Encoded")
-
-# Longer texts are tokenized on a thread, so that other requests' events are not held up.
-_INLINE_CHARS = 4096
+from serve_app.ingress.workers.worker import KnownModel
 
 
-async def sampling_of(body: GenerationParams, make: Callable[[], SamplingParams]) -> SamplingParams:
-    """What `make` makes of the request: on a thread, if a grammar is to be checked."""
-    return await asyncio.to_thread(make) if body.is_constrained else make()
-
-
-async def encoded(
-    model: ServedModel, field: str, n_chars: int, encode: Callable[..., tuple[int, ...]], *args: Any
+def tokenize_checked(
+    model: KnownModel,
+    field: str,
+    n_chars: int,
+    encode: Callable[..., tuple[int, ...]],
+    *args: Any,
 ) -> tuple[int, ...]:
-    """See `apart` and `refuse_far_too_long`."""
+    """What `encode` makes of these arguments, which have so many characters. Raises PromptTooLongError for
+    more than can fit, before they are tokenized."""
     refuse_far_too_long(model, field, n_chars)
-    return await apart(n_chars, encode, *args)
+    return encode(*args)
 
 
-def refuse_far_too_long(model: ServedModel, field: str, n_chars: int) -> None:
+def refuse_far_too_long(model: KnownModel, field: str, n_chars: int) -> None:
     """Raises PromptTooLongError for so many characters if they cannot fit, however they are tokenized."""
     n_least = model.tokenizer.least_tokens(n_chars)
     if n_least >= model.n_ctx_slot:
         raise PromptTooLongError(n_least, model.n_ctx_slot, field, exact=False)
 
 
-def refuse_unknown_tokens(model: ServedModel, field: str, tokens: Iterable[int]) -> None:
+def refuse_unknown_tokens(model: KnownModel, field: str, tokens: Iterable[int]) -> None:
     """Raises InvalidRequestError for token ids that the model does not have."""
     n_vocab = model.tokenizer.n_vocab
     if any(token not in range(n_vocab) for token in tokens):
         message = f"{field}: token ids of this model are below {n_vocab}."
         raise InvalidRequestError(message, field)
-
-
-async def apart(n_chars: int, encode: Callable[..., Encoded], *args: Any) -> Encoded:
-    """What `encode` makes of these arguments, which have so many characters."""
-    if n_chars <= _INLINE_CHARS:
-        return encode(*args)
-    return await asyncio.to_thread(encode, *args)

@@ -1,13 +1,38 @@
-"""Network addresses."""
+"""Network addresses and the names of hosts."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches that address."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)  # what a socket for both families tells
+    return (mapped or address).is_loopback
+
+
+def host_name(header: str) -> str | None:
+    """The name or address in a `Host` header, in lower case, without port, brackets and the dot at its end;
+    None if it is none."""
+    found = _HOST.fullmatch(header.strip().lower())
+    return None if found is None else found[1].strip("[]").removesuffix(".") or None
+
+
+def network_of(address: str) -> str:
+    """What one client can be taken to have: an IPv4 address, or the /64 of an IPv6 one."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((found, 64), strict=False))

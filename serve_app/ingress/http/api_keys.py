@@ -37,6 +37,10 @@ class ApiKey(BaseModel):
     """Of prompts and answers together."""
     max_prompt_tokens: PositiveInt | None = None
     """Of all prompts of a request together."""
+    min_priority: int = 0
+    """The lowest `priority`, which goes first, that its requests may have."""
+    admin: bool = False
+    """Whether it may do what operators do, and see what others do."""
 
 
 class KeyFile(BaseModel):
@@ -101,6 +105,11 @@ class Account:
                     math.ceil(60 * missing / key.tokens_per_minute),
                 )
         self.charge(n_prompt)
+
+    def refund(self, n_tokens: int) -> None:
+        """So many tokens that were charged were not used."""
+        if self.key.tokens_per_minute is not None:
+            self._spent = max(0.0, self._spent - n_tokens)
 
     def charge(self, n_tokens: int) -> None:
         """So many tokens were used."""
@@ -177,7 +186,7 @@ def read(path: Path) -> list[ApiKey]:
         reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
         raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
     except ValidationError as error:
-        raise ConfigError(f"ingress.api_key_file: {path}: {validation.told(error)}") from None
+        raise ConfigError(f"ingress.api_key_file: {path}: {validation.describe(error)}") from None
 
 
 def _digest(secret: str) -> bytes:

@@ -1,35 +1,28 @@
-"""What stands before all routes: API keys, the size of bodies, and how long they may take to come."""
+"""What stands before all routes: where a request comes from, its API key, and then its body."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import (
-    AuthenticationError,
-    CorralError,
-    RequestTooLargeError,
-    SlowRequestError,
-)
+from serve_app.errors import BodyEndedError, CorralError, SlowRequestError
 from serve_app.ingress.http import errors, request_context
-from serve_app.ingress.http.addresses import is_loopback
-from serve_app.ingress.http.api_keys import Account, Accounts
+from serve_app.ingress.http.addresses import network_of
+from serve_app.ingress.http.api_keys import Accounts
+from serve_app.ingress.http.bodies import BodyLimits, BodyReader, replay
+from serve_app.ingress.http.network import NetworkPolicy
 from serve_app.ingress.http.request_context import Caller
 
-MAX_BODY_BYTES = 8 * 2**20
-"""Largest body of a request."""
-BODY_TIMEOUT_S = 60.0
-"""Longest time that a body may take to arrive."""
-
-# What load balancers ask for, without keys.
+# What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -46,19 +39,41 @@ class Access:
     """Whether there is a page for browsers; `auto`: for requests to a loopback address only."""
     cors_origins: tuple[str, ...] = ()
     """Web sites whose pages may ask, as `https://host`; `*` is all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """See NetworkPolicy."""
+    anonymous_admin: bool = False
+    """Whether, with `allow_anonymous`, everybody may do what operators do."""
+    bodies: BodyLimits = field(default_factory=BodyLimits)
 
     def accounts(self) -> Accounts | None:
         """Those who have keys. Raises ConfigError for a key file that cannot be used."""
         return None if self.api_key_file is None else Accounts(self.api_key_file)
 
+    @property
+    def network(self) -> NetworkPolicy:
+        """Who may ask by the network alone."""
+        has_keys = self.api_key_file is not None
+        return NetworkPolicy(has_keys, self.allow_anonymous, self.allowed_hosts, self.cors_origins)
 
-class Guard:
-    """ASGI middleware. Lets those in who may, with their bodies read; all others get an error."""
+    @property
+    def operators_are_all(self) -> bool:
+        """Whether, without keys, who may ask may do what operators do: on their own machine."""
+        return self.anonymous_admin or not self.allow_anonymous
 
-    def __init__(self, app: ASGIApp, accounts: Accounts | None, allow_anonymous: bool) -> None:
+
+class AccessMiddleware:
+    """ASGI middleware. Lets those in who may, with their bodies read; all others get an error.
+
+    What costs least is asked first: the network, the key, the route, what the key has running, and only
+    then is a body read, of those routes that have one."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        """Raises ConfigError for a key file that cannot be used."""
         self._app = app
-        self._accounts = accounts
-        self._allow_anonymous = allow_anonymous
+        self._accounts = access.accounts()
+        self._network = access.network
+        self._operators_are_all = access.operators_are_all
+        self._bodies = BodyReader(access.bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -66,38 +81,59 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        counted: Account | None = None
-        try:
-            account = self._account(scope, headers)
-            body = await _read_body(headers, receive)
-            if body is None:
+        with ExitStack() as held:
+            try:
+                caller = self._caller(scope, headers)
+                if scope["method"] == "POST":  # all others ask no engine for work
+                    held.enter_context(caller.running())
+                body = await self._body(caller, scope, headers, receive)
+            except CorralError as error:
+                await errors.response(Request(scope), error, headers=_closing(error))(
+                    scope, receive, send
+                )
                 return
-            if (
-                account is not None and scope["method"] == "POST"
-            ):  # all others ask no engine for work
-                account.enter()
-                counted = account
-        except CorralError as error:
-            await errors.response(Request(scope), error)(scope, receive, send)
-            return
-        request_context.enter(Caller(_request_id(headers), account))
-        try:
-            await self._app(scope, _replay(body, receive), send)
-        finally:
-            if counted is not None:
-                counted.leave()
+            if body is not None:
+                request_context.enter(caller)
+                await self._app(scope, replay(body, receive), _noting_status(caller, send))
 
-    def _account(self, scope: Scope, headers: Headers) -> Account | None:
-        if scope["path"] in _OPEN_PATHS:
-            return None
-        if self._accounts is not None:
-            return self._accounts.find(_secret(headers))
-        if not (self._allow_anonymous or came_to_loopback(scope)):
-            raise AuthenticationError(
-                "This server has no API keys, and without them it answers its own machine only: set "
-                "ingress.api_key_file, or ingress.allow_anonymous: true."
-            )
-        return None
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        """Who sends this. Raises CorralError for who may not."""
+        account, is_operator = None, self._operators_are_all
+        if scope["path"] not in _OPEN_PATHS:
+            self._network.check(scope, headers)
+            if self._accounts is not None:
+                account = self._accounts.find(_secret(headers))
+                is_operator = account.key.admin
+        peer = scope.get("client")
+        address = "" if peer is None else network_of(peer[0])
+        return Caller(_request_id(headers), account, address, is_operator)
+
+    async def _body(
+        self, caller: Caller, scope: Scope, headers: Headers, receive: Receive
+    ) -> bytes | None:
+        """Empty for routes that take none, or are none; None if the client has left."""
+        if scope["method"] != "POST" or not _is_routed(scope):
+            return b""
+        return await self._bodies.read(caller.holder, headers, receive)
+
+
+def _is_routed(scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
+
+
+def _closing(error: CorralError) -> dict[str, str]:
+    """Nobody waits for the rest of a body that comes slowly, or lost its place."""
+    is_of_body = isinstance(error, SlowRequestError | BodyEndedError)
+    return {"Connection": "close"} if is_of_body else {}
+
+
+def _noting_status(caller: Caller, send: Send) -> Send:
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            caller.answered(message["status"])
+        await send(message)
+
+    return noting
 
 
 def _secret(headers: Headers) -> str | None:
@@ -106,59 +142,7 @@ def _secret(headers: Headers) -> str | None:
     return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
-def came_to_loopback(scope: Scope) -> bool:
-    """Whether a request was sent to an address that only this machine reaches."""
-    server = scope.get("server")
-    return server is not None and is_loopback(server[0])
-
-
 def _request_id(headers: Headers) -> str:
     """Serve's proxy makes one if the client sends none; ones that would spoil a log are replaced."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
-
-
-async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
-    """The whole body; None if the client has left. Raises RequestTooLargeError or SlowRequestError."""
-    too_large = RequestTooLargeError(f"The body has more than {MAX_BODY_BYTES} bytes.")
-    declared = headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
-                message = await _received(receive)
-                if message["type"] == "http.disconnect":
-                    return None
-                body += message.get("body", b"")
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        message_ = f"The body took longer than {BODY_TIMEOUT_S:.0f} seconds to arrive."
-        raise SlowRequestError(message_) from None
-
-
-async def _received(receive: Receive) -> Message:
-    try:
-        return await receive()
-    except TimeoutError:
-        raise
-    except Exception:  # Serve's way to say that the client left before it had sent all
-        return {"type": "http.disconnect"}
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """First the body, then what the client still sends: that it leaves."""
-    given = False
-
-    async def replayed() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed

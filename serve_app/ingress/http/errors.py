@@ -78,16 +78,16 @@ def response(
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     content_type = request.headers.get("content-type", "")
-    fault = error.errors()[0]
-    if fault["loc"][0] == "body" and not content_type.startswith("application/json"):
+    first = error.errors()[0]
+    if first["loc"][0] == "body" and not content_type.startswith("application/json"):
         message = "Send JSON, with Content-Type: application/json."
         return response(request, InvalidRequestError(message))
-    if fault["type"] == "json_invalid":
-        message = f"The body cannot be read as JSON: {fault['ctx']['error']}."
+    if first["type"] == "json_invalid":
+        message = f"The body cannot be read as JSON: {first['ctx']['error']}."
         return response(request, InvalidRequestError(message))
-    path = ".".join(str(part) for part in fault["loc"][1:] if _names_a_field(part))
+    path = ".".join(str(part) for part in first["loc"][1:] if _names_a_field(part))
     where = f"{path}: " if path else ""
-    return response(request, InvalidRequestError(f"{where}{fault['msg']}", path or None))
+    return response(request, InvalidRequestError(f"{where}{first['msg']}", path or None))
 
 
 def _names_a_field(part: int | str) -> bool:

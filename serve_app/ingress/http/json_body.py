@@ -1,4 +1,4 @@
-"""Clients' JSON, read within bounds and by the standard.
+"""Clients' JSON, read within bounds and by the standard, and as the request that it is. For workers.
 
 What Python's own reader takes besides (NaN, half a surrogate pair, nesting up to its stack's end) would
 fail later, in a place that cannot say why.
@@ -6,24 +6,33 @@ fail later, in a place that cannot say why.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, TypeVar, cast
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
 
+from serve_app.errors import InvalidRequestError
 from serve_app.prompt.grammars import depth
 
 MAX_DEPTH = 100
 """Deepest nesting of lists and objects."""
+MAX_CONTAINERS = 250_000
+"""Most lists and objects. An empty one takes two bytes of a body and a hundred of memory."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def loads(text: str) -> Any:
     """The value. Raises JSONDecodeError."""
+    if (
+        _n_containers(text) > MAX_CONTAINERS
+        and _n_containers(_STRING.sub("", text)) > MAX_CONTAINERS
+    ):
+        raise json.JSONDecodeError(f"More than {MAX_CONTAINERS} lists and objects", "", 0)
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except json.JSONDecodeError:
@@ -32,7 +41,7 @@ def loads(text: str) -> Any:
         raise _too_deep() from None
     except ValueError as error:
         raise json.JSONDecodeError(str(error).partition(":")[0], "", 0) from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
+    if _n_containers(text) > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise _too_deep()
     if _SURROGATE.search(text):
         try:
@@ -41,6 +50,11 @@ def loads(text: str) -> Any:
             message = "A string has half of a surrogate pair"
             raise json.JSONDecodeError(message, "", 0) from None
     return value
+
+
+def _n_containers(text: str) -> int:
+    """At most so many lists and objects are in this JSON."""
+    return text.count("[") + text.count("{")
 
 
 def _too_deep() -> json.JSONDecodeError:
@@ -58,26 +72,39 @@ def _finite(text: str) -> float:
     return value
 
 
-class JsonRequest(Request):
-    """A request whose JSON is read here."""
-
-    async def json(self) -> Any:
-        """The body. Raises JSONDecodeError."""
-        try:
-            text = (await self.body()).decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise json.JSONDecodeError("Not UTF-8", "", 0) from None
-        return loads(text)
+M = TypeVar("M")
 
 
-class JsonRoute(APIRoute):
-    """A route that gets JsonRequests."""
+def parsed(kind: type[M], body: bytes) -> M:
+    """The body as a request of this kind, a pydantic model or a list of such. Raises InvalidRequestError,
+    also of the model's own."""
+    if not body:
+        raise InvalidRequestError("Field required: the body is empty.")
+    try:
+        value = loads(body.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise _unreadable("Not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _unreadable(error.msg) from None
+    try:
+        request: M = _adapter(cast(Hashable, kind)).validate_python(value)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in fault["loc"] if _names_a_field(part))
+        where = f"{path}: " if path else ""
+        raise InvalidRequestError(f"{where}{fault['msg']}", path or None) from None
+    return request
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See APIRoute."""
-        handle = super().get_route_handler()
 
-        async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+@functools.cache
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter[Any](cast(Any, kind))
 
-        return handle_json
+
+def _unreadable(why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The body cannot be read as JSON: {why}.")
+
+
+def _names_a_field(part: int | str) -> bool:
+    """Pydantic also names the branch of a union that it tried: `str`, `list[constrained-int]`."""
+    return isinstance(part, int) or (part.isidentifier() and part != "str")

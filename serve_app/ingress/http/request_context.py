@@ -1,45 +1,103 @@
-"""Who sent the request that the current task answers."""
+"""Who sent the request that the current task answers, and what that is charged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from serve_app.errors import PermissionDeniedError
 from serve_app.ingress.http.api_keys import Account
 
+# Statuses of answers that say: nothing was done for this request.
+_REFUSALS = frozenset({400, 429, 503})
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Caller:
-    """The sender of one HTTP request."""
+    """The sender of one HTTP request. Used in one task at a time."""
 
     request_id: str = ""
     """The request's `x-request-id`: its sender's, or Serve's."""
     account: Account | None = None
     """If there are API keys."""
+    address: str = ""
+    """Where it comes from: an IPv4 address, or a network of IPv6 ones."""
+    is_operator: bool = True
+    """Whether it may do what operators do, and see what others do."""
+    _n_reserved: int = field(default=0, init=False)
 
     def client(self, user: str | None) -> str:
         """Among whom slots are shared: API keys, or, without, users."""
         return (user or "") if self.account is None else self.account.key.name
 
+    @property
+    def holder(self) -> str:
+        """Who it is that holds what the ingress has little of: API keys, or, without, addresses."""
+        return self.address if self.account is None else self.account.key.name
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While a request asks for work. Raises RateLimitError if the key has too many."""
+        if self.account is None:
+            yield
+            return
+        self.account.enter()
+        try:
+            yield
+        finally:
+            self.account.leave()
+
     def admit(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Charge these prompts. Raises KeyLimitError or RateLimitError."""
+        """Charge these prompts, cached tokens too, unless the answer is a refusal. Raises KeyLimitError or
+        RateLimitError."""
         if self.account is not None:
-            self.account.admit(sum(map(len, prompts)))
+            n_prompt = sum(map(len, prompts))
+            self.account.admit(n_prompt)
+            self._n_reserved += n_prompt
 
     def charge(self, n_tokens: int) -> None:
         """Charge an answer's tokens."""
         if self.account is not None:
             self.account.charge(n_tokens)
 
+    def answered(self, status: int) -> None:
+        """The answer begins. If it says that the request was refused, its prompts are not charged."""
+        if self.account is not None and status in _REFUSALS:
+            self.account.refund(self._n_reserved)
+            self._n_reserved = 0
 
-_NOBODY = Caller()
-_current: ContextVar[Caller] = ContextVar("caller", default=_NOBODY)
+    def check_operator(self, what: str) -> None:
+        """Raises PermissionDeniedError unless this is an operator. `what` begins the message."""
+        if self.is_operator:
+            return
+        who = (
+            "ingress.anonymous_admin: true, or API keys with admin: true"
+            if self.account is None
+            else "an API key whose entry has admin: true"
+        )
+        raise PermissionDeniedError(f"{what} is for operators: that needs {who}.")
+
+    def check_priority(self, priority: int) -> None:
+        """Raises PermissionDeniedError for one that goes before what the caller may send."""
+        if self.account is not None:
+            least = self.account.key.min_priority
+        else:
+            least = priority if self.is_operator else 0
+        if priority < least:
+            raise PermissionDeniedError(
+                f"priority: {priority} is below {least}, the lowest that you may send here.",
+                "priority",
+            )
+
+
+_current: ContextVar[Caller] = ContextVar("caller")
 
 
 def current() -> Caller:
     """The sender of the request that this task answers."""
-    return _current.get()
+    return _current.get(None) or Caller()
 
 
 def enter(caller: Caller) -> None:

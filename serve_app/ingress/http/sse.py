@@ -11,15 +11,20 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from serve_app.errors import CorralError
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http.errors import unexpected
+from serve_app.ingress.http.pings import PingingSend
 from serve_app.types import TokenDelta
 
 logger = logging.getLogger("corral.ingress")
 
 Json = dict[str, Any]
+
+PING = ": ping\n\n"
+"""A comment: readers drop it."""
 
 
 def data(body: Json) -> str:
@@ -61,10 +66,32 @@ async def events(
         await deltas.aclose()
 
 
-def response(events: AsyncIterator[str]) -> StreamingResponse:
-    """The answer to an HTTP request, which no proxy shall hold back."""
-    return StreamingResponse(
-        events,
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+class EventStream(StreamingResponse):
+    """The answer to an HTTP request, which no proxy shall hold back, or take for dead."""
+
+    def __init__(
+        self, events: AsyncIterator[str], ping_interval_s: float | None = None, ping: str = PING
+    ) -> None:
+        """`ping` is sent whenever nothing was sent for so many seconds; 0 and less: never; None: as the
+        application's `state.sse_ping_interval_s` says."""
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._interval_s = ping_interval_s
+        self._ping = ping.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One HTTP request."""
+        interval_s = self._interval_s
+        if interval_s is None:
+            interval_s = scope["app"].state.sse_ping_interval_s
+        if interval_s <= 0:
+            await super().__call__(scope, receive, send)
+            return
+        pinging = PingingSend(send, self._ping, interval_s)
+        try:
+            await super().__call__(scope, receive, pinging)
+        finally:
+            pinging.close()

@@ -19,7 +19,7 @@ _COUNTERS = {
     "prompt_seconds": ("prefill_s", "Prompt process time in seconds."),
     "tokens_predicted": ("generated_tokens", "Number of generation tokens processed."),
     "tokens_predicted_seconds": ("generation_s", "Predict process time in seconds."),
-    "n_decode": ("passes", "Total number of llama_decode() calls."),
+    "n_decode": ("batches", "Total number of llama_decode() calls."),
     "spec_decode_num_draft_tokens": ("drafted_tokens", "Total draft tokens generated."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Total draft tokens accepted."),
 }
@@ -49,7 +49,7 @@ class _Collector:
         running, waiting = self._sum("running"), self._sum("waiting")
         yield _gauge("requests_processing", "Number of requests processing.", running)
         yield _gauge("requests_deferred", "Number of requests deferred.", waiting)
-        busy = _rate(self._sum("busy_lanes"), self._sum("passes"))
+        busy = _rate(self._sum("busy_slots"), self._sum("batches"))
         what = "Average number of busy slots per llama_decode() call."
         yield _gauge("n_busy_slots_per_decode", what, busy)
         what = "Replicas that run and are not in these numbers, as they did not answer in time."

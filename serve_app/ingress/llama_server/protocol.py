@@ -15,12 +15,23 @@ from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.strict import name_what_is_taken
 from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.ingress.openai.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationParams, Text
-from serve_app.types import SamplingParams
+from serve_app.sampling import CHAIN, LACKING, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
 Mixed = list[TokenId | Text]
 """Token ids and texts, side by side."""
 Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
+
+_REST = ("top_k", "typ_p", "top_p", "min_p")
+_ORDERS: tuple[tuple[str, ...], ...] = (
+    CHAIN,
+    ("penalties", "dry", "top_n_sigma", *_REST, "xtc", "temperature"),
+    ("penalties", "dry", *_REST, "xtc", "temperature"),
+    ("dry", *_REST, "xtc", "temperature"),
+    ("penalties", *_REST, "temperature"),
+)
+"""`samplers` that ask for Corral's own order: with samplers that it lacks and are off, llama-server's
+default, and without those that are off, those that older clients send."""
 
 
 def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int | str]]:
@@ -48,12 +59,7 @@ class LlamaParams(GenerationParams):
     model_config = ConfigDict(json_schema_extra=_describe)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "dynatemp_range": (None, 0),
-        "dry_multiplier": (None, 0),
-        "xtc_probability": (None, 0),
-        "mirostat": (None, 0),
-        "top_n_sigma": (None, -1),
-        "tfs_z": (None, 1),
+        **{name: (None, sampler.off) for name, sampler in LACKING.items()},
         "penalize_nl": (None, False),
         "n_indent": (None, 0),
         "n_cache_reuse": (None, 0),
@@ -65,25 +71,10 @@ class LlamaParams(GenerationParams):
         "timings_per_token": (None, False),
         "post_sampling_probs": (None, False),
         "lora": (None, []),
-        "samplers": (
-            None,
-            ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
-            ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-            ["penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-        ),
+        "samplers": (None, *map(list, dict.fromkeys(_ORDERS))),
     }
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {
-            "dynatemp_exponent",
-            "dry_base",
-            "dry_allowed_length",
-            "dry_penalty_last_n",
-            "dry_sequence_breakers",
-            "xtc_threshold",
-            "mirostat_tau",
-            "mirostat_eta",
-            "sse_ping_interval",
-        }
+        {name for one in LACKING.values() for name in one.details}
     )
 
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -134,7 +125,7 @@ class LlamaParams(GenerationParams):
         """The engine's parameters. Raises InvalidRequestError."""
         most = self.max_tokens if self.n_predict is None else self.n_predict
         sampling = self.sampling(None if most is None or most < 0 else most)
-        return dataclasses.replace(sampling, seed=None) if self.seed == -1 else sampling
+        return dataclasses.replace(sampling, seed=None) if sampling.seed == -1 else sampling
 
 
 class LlamaCompletionRequest(LlamaParams):
@@ -225,3 +216,22 @@ class ApplyTemplateRequest(BaseModel):
     tools: list[Tool] = Field(default=[])
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
+
+
+class SlotRequest(BaseModel):
+    """POST /slots/{id_slot}."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    filename: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """In `engine.slot_folder`; to save and to restore."""
+    model: str | None = None
+
+
+class LoraAdapter(BaseModel):
+    """One entry of POST /lora-adapters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: int
+    scale: float

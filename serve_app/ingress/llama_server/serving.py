@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.ingress.generation import generation
+from serve_app.ingress.generation import generation, sampling_fields
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
 from serve_app.ingress.http.timings import timings
-from serve_app.ingress.llama_server.protocol import LlamaParams
+from serve_app.ingress.llama_server.preparation import Completion
 from serve_app.ingress.openai.logprobs import Piece
-from serve_app.types import FinishReason, SamplingParams, SequenceEnd, TokenDelta
+from serve_app.sampling import CHAIN, Api, SamplingParams
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
 
@@ -26,12 +27,11 @@ class LlamaAnswer:
     """One text on its way."""
 
     index: int
-    model: str
     prompt: str
     """As the model got it."""
     n_prompt: int
     n_ctx_slot: int
-    body: LlamaParams
+    asked: Completion
     sampling: SamplingParams
     piece: Piece
     _text: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class LlamaAnswer:
         assert end is not None
         self._text = [delta.text for delta in deltas]
         tokens = [token for delta in deltas for token in delta.token_ids]
-        answer = self._final("".join(self._text), tokens if self.body.return_tokens else [], end)
+        answer = self._final("".join(self._text), tokens if self.asked.return_tokens else [], end)
         probabilities = [entry for delta in deltas for entry in self._probabilities(delta)]
         if probabilities:
             answer["completion_probabilities"] = probabilities
@@ -79,11 +79,11 @@ class LlamaAnswer:
             "tokens": tokens,
             "id_slot": -1,
             "stop": True,
-            "model": self.model,
+            "model": self.asked.generation.model,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": generation_settings(
-                self.sampling, self.n_ctx_slot, self.model, self.body
+                self.sampling, self.n_ctx_slot, self.asked.generation.model, self.asked
             ),
             "prompt": self.prompt,
             "has_new_line": "\n" in "".join(self._text),
@@ -112,10 +112,10 @@ class LlamaAnswer:
 
     def _selected(self, answer: Json) -> Json:
         """Only the `response_fields`, if the request names some."""
-        if self.body.response_fields is None:
+        if self.asked.response_fields is None:
             return answer
         found: Json = {}
-        for path in self.body.response_fields:
+        for path in self.asked.response_fields:
             value: Any = answer
             *_, name = names = path.split("/")
             for one in names:
@@ -135,7 +135,7 @@ def _stop_type(end: SequenceEnd) -> str:
 
 
 def generation_settings(
-    sampling: SamplingParams, n_ctx_slot: int, model: str, body: LlamaParams | None = None
+    sampling: SamplingParams, n_ctx_slot: int, model: str, asked: Completion | None = None
 ) -> Json:
     """What a request is generated with, in llama-server's words."""
     n_predict = -1 if sampling.max_tokens is None else sampling.max_tokens
@@ -143,26 +143,16 @@ def generation_settings(
     return {
         "n_ctx": n_ctx_slot,
         "model": model,
+        **sampling_fields.told(sampling, Api.OPENAI),
         "seed": -1 if sampling.seed is None else sampling.seed,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "repeat_last_n": sampling.repeat_last_n,
-        "repeat_penalty": sampling.repeat_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "stop": list(sampling.stop),
         "max_tokens": n_predict,
         "n_predict": n_predict,
-        "n_keep": (body.n_keep if body else None) or 0,
-        "ignore_eos": sampling.ignore_eos,
-        "stream": bool(body and body.stream),
+        "n_keep": (asked.generation.n_keep if asked else None) or 0,
+        "stream": bool(asked and asked.generation.stream),
         "logit_bias": bias,
         "n_probs": sampling.logprobs or 0,
-        "grammar": (body.grammar if body else None) or "",
-        "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+        "grammar": asked.grammar if asked else "",
+        "samplers": list(CHAIN),
     }
 
 

@@ -6,47 +6,30 @@ Source: llama.cpp, tools/server/README.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import FastAPI, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import FastAPI, Request, Response
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError
+from serve_app.ingress.http import request_context
+from serve_app.ingress.llama_server import preparation
 from serve_app.ingress.model_registry import Answers, ServedModel, find
+from serve_app.ingress.workers.bodies import Bodies
 
 
-class SlotRequest(BaseModel):
-    """POST /slots/{id_slot}."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    filename: Annotated[str, Field(min_length=1)] | None = None
-    """In `engine.slot_folder`; to save and to restore."""
-    model: str | None = None
-
-
-class LoraAdapter(BaseModel):
-    """One entry of POST /lora-adapters."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    id: int
-    scale: float
-
-
-def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     """Add the routes."""
-    _add_slots(app, models)
-    _add_adapters(app)
+    _add_slots(app, models, bodies)
+    _add_adapters(app, bodies)
 
 
-def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.get("/slots")
     async def slots(
         response: Response, model: str | None = None, fail_on_no_slot: int = 0
     ) -> list[dict[str, Any]]:
-        """The slots of all replicas of the model. The header `x-corral-missing` names those that did not
-        answer in time."""
+        """The slots of all replicas of the model; what is in them, operators are told only. The header
+        `x-corral-missing` names the replicas that did not answer in time."""
         answers = await slots_of(find(models, model))
         if fail_on_no_slot and all(slot["is_processing"] for slot in answers.found):
             raise EngineUnavailableError("No slot is free.")
@@ -56,16 +39,17 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
 
     @app.post("/slots/{id_slot}")
     async def act_on_slot(
+        request: Request,
         id_slot: int,
         action: Literal["save", "restore", "erase"],
-        body: SlotRequest | None = None,
         replica_id: str | None = None,
     ) -> dict[str, Any]:
         """Save an idle slot's cache to a file, take it back, or erase it. `replica_id` says whose, if
-        there are several replicas."""
-        asked = body or SlotRequest()
-        engine = find(models, asked.model).engine
-        if (action == "erase") is not (asked.filename is None):
+        there are several replicas. For operators."""
+        request_context.current().check_operator("What is done to slots")
+        model, filename = await bodies.read(request, preparation.slot_request, optional=True)
+        engine = find(models, model).engine
+        if (action == "erase") is not (filename is None):
             raise InvalidRequestError("'filename' goes with save and restore.", "filename")
         answers = await engine.stats()
         replicas = [*(replica.replica_id for replica in answers.found), *answers.missing]
@@ -73,9 +57,7 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             known = ", ".join(replicas) or "none"
             message = f"Name one of the replicas as replica_id; those are: {known}."
             raise InvalidRequestError(message, "replica_id")
-        done = await engine.act_on_slot(
-            replica_id or replicas[0], action, id_slot, asked.filename or ""
-        )
+        done = await engine.act_on_slot(replica_id or replicas[0], action, id_slot, filename or "")
         if action == "erase":
             return {"id_slot": id_slot, "n_erased": done.n_tokens}
         counts = {
@@ -85,43 +67,50 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         timings = {f"{action}_ms": 1000 * done.seconds}
         return {
             "id_slot": id_slot,
-            "filename": asked.filename,
+            "filename": filename,
             **counts[action],
             "timings": timings,
         }
 
 
-def _add_adapters(app: FastAPI) -> None:
+def _add_adapters(app: FastAPI, bodies: Bodies) -> None:
     @app.get("/lora-adapters")
     async def lora_adapters() -> list[dict[str, Any]]:
         """LoRA adapters: none can be loaded."""
         return []
 
     @app.post("/lora-adapters")
-    async def scale_lora_adapters(body: list[LoraAdapter]) -> dict[str, bool]:
-        """Set their scales: there are none."""
-        if body:
-            raise InvalidRequestError(f"There is no LoRA adapter {body[0].id}.", "id")
+    async def scale_lora_adapters(request: Request) -> dict[str, bool]:
+        """Set their scales: there are none. For operators."""
+        request_context.current().check_operator("What is done to adapters")
+        await bodies.read(request, preparation.scale_adapters)
         return {"success": True}
 
 
 async def slots_of(model: ServedModel) -> Answers[dict[str, Any]]:
-    """All slots of a model, as llama-server tells them."""
+    """All slots of a model, as llama-server tells them; what is in them, operators are told only."""
+    is_operator = request_context.current().is_operator
     answers = await model.engine.stats()
     slots = (
         {
             "id": slot["id"],
             "replica_id": replica.replica_id,
-            "id_task": slot["request_id"],
             "n_ctx": model.n_ctx_slot,
             "speculative": False,
             "is_processing": slot["request_id"] is not None,
-            "n_prompt_tokens": slot["n_prompt"],
-            "n_past": slot["n_past"],
-            "next_token": {"n_decoded": slot["n_generated"]},
         }
+        | (_content(slot) if is_operator else {})
         for replica in answers.found
         for slot in replica.engine["slots"]
         if slot["state"] != "pinned"
     )
     return Answers(tuple(slots), answers.missing)
+
+
+def _content(slot: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id_task": slot["request_id"],
+        "n_prompt_tokens": slot["n_prompt"],
+        "n_past": slot["n_past"],
+        "next_token": {"n_decoded": slot["n_generated"]},
+    }

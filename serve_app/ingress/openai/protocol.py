@@ -1,7 +1,7 @@
 """OpenAI's requests and answers as types.
 
-Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters that it lacks have
-llama-server's names and defaults.
+Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters are declared in
+`serve_app.sampling`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,21 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.strict import StrictModel
 from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.prompt import grammars
-from serve_app.types import SamplingParams
-
-_DEFAULTS = SamplingParams()
+from serve_app.sampling import Api, SamplingParams, StopString, StopStrings
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[Stop], Field(max_length=16)]
-
-
-def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 MAX_CHOICES = 32
 """Answers that one request may ask for, over all of its prompts."""
 MAX_LOGPROBS = 20
+
+PingInterval = Annotated[int, Field(ge=-1, le=3600)]
 
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -47,6 +40,7 @@ class StreamOptions(BaseModel):
     """Send one more chunk, with the usage and no choices, before the end."""
 
 
+@takes_sampling(Api.OPENAI)
 class GenerationParams(StrictModel):
     """What completions and chat completions share."""
 
@@ -62,25 +56,8 @@ class GenerationParams(StrictModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    """0 and -1 keep all tokens."""
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    """Tokens that the three penalties look back on, prompt included; -1 means the whole context."""
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     """Token id to what is added to its logit; -100 bans the token."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: (
-        Annotated[Stops, BeforeValidator(_one_or_many, json_schema_input_type=Stop | Stops)] | None
-    ) = None
-    """One string, or up to 16."""
-    ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt; with a `seed`, each next one has the next seed."""
     grammar: Annotated[str, Field(min_length=1)] | None = None
@@ -99,8 +76,21 @@ class GenerationParams(StrictModel):
     """Whether to go on when the context is full, with its oldest tokens dropped, up to `max_tokens`."""
     n_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
+    never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: dict[str, Any] | None = None
     """Accepted and not used."""
+
+    @field_validator(
+        "stop",
+        mode="before",
+        check_fields=False,
+        json_schema_input_type=StopString | StopStrings | None,
+    )
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationParams:
@@ -128,39 +118,21 @@ class GenerationParams(StrictModel):
             "json_schema": grammars.from_json_schema,
             "regex": grammars.from_regex,
         }
-        given = [name for name in makers if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InvalidRequestError(f"Only one of {', '.join(given)} can be given.", given[1])
-        return makers[given[0]](getattr(self, given[0]), given[0]) if given else None
+        names = [name for name in makers if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise InvalidRequestError(f"Only one of {', '.join(names)} can be given.", names[1])
+        return makers[names[0]](getattr(self, names[0]), names[0]) if names else None
 
     def sampling(self, max_tokens: int | None) -> SamplingParams:
         """The engine's parameters; what the request leaves open has Corral's defaults. Raises
         InvalidRequestError."""
-        given = {
-            name: value
-            for name in (
-                "temperature",
-                "top_p",
-                "min_p",
-                "typical_p",
-                "repeat_penalty",
-                "repeat_last_n",
-                "frequency_penalty",
-                "presence_penalty",
-                "seed",
-            )
-            if (value := getattr(self, name)) is not None
-        }
         return SamplingParams(
-            **given,
-            top_k=_DEFAULTS.top_k if self.top_k is None else max(0, self.top_k),
+            **given(self, Api.OPENAI),
             logit_bias=tuple(
                 (token, float("-inf") if bias == -100 else bias)
                 for token, bias in (self.logit_bias or {}).items()
             ),
             max_tokens=max_tokens,
-            stop=tuple(self.stop or ()),
-            ignore_eos=self.ignore_eos,
             grammar=self.constraint(),
             logprobs=self.n_logprobs,
         )
@@ -303,7 +275,7 @@ class ChatCompletionRequest(GenerationParams):
     chat_template_kwargs: dict[str, Any] | None = None
     """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
-    """llama-server's: `none` leaves thoughts and their tags in the content."""
+    """llama-server's: `none` leaves reasoning and its tags in the content."""
 
     @field_validator("tools", mode="before", json_schema_input_type=list[Tool] | None)
     @classmethod

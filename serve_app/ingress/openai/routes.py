@@ -8,66 +8,60 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.ingress.generation import chat, generation
-from serve_app.ingress.generation.tokenization import encoded, refuse_unknown_tokens, sampling_of
+from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.ingress.openai import serving
-from serve_app.ingress.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationParams,
-    ModelCard,
-    ModelList,
-)
+from serve_app.ingress.openai import preparation, serving
+from serve_app.ingress.openai.protocol import ModelCard, ModelList
 from serve_app.ingress.openai.serving import Answer, Choice
+from serve_app.ingress.workers.bodies import Bodies
 from serve_app.types import GenerationRequest
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     """Add the routes."""
-    _add_generation(app, models)
+    _add_generation(app, models, bodies)
     _add_models(app, models)
 
 
-def _add_generation(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def _add_generation(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest) -> Response:
+    async def completions(request: Request) -> Response:
         """Continue texts; `stream` sends server-sent events."""
-        model = find(models, body.model)
-        sampling = await sampling_of(body, lambda: body.sampling(body.max_tokens))
-        prompts = await _encode_texts(model, body)
-        n = body.best_of or body.n or 1
+        asked = await bodies.read(request, preparation.completion)
+        wanted, n = asked.generation, asked.generation.n
+        model = find(models, wanted.model)
         answer_id = f"cmpl-{uuid.uuid4().hex}"
-        wanted = generation.requests(model, answer_id, prompts, n, body, sampling, "prompt")
-        echoes = _echoes(model, body) if body.echo else [""] * len(prompts)
-        piece = None if body.logprobs is None else model.tokenizer.piece
-        echoed = sampling.prompt_logprobs
+        started = generation.requests(answer_id, wanted)
+        piece = model.tokenizer.piece if asked.logprobs else None
+        echoed = wanted.sampling.prompt_logprobs
         choices = [
-            Choice(i * n + j, "text", piece, echo=echo, prompt=prompts[i] if echoed else ())
-            for i, echo in enumerate(echoes)
+            Choice(i * n + j, "text", piece, echo=echo, prompt=wanted.prompts[i] if echoed else ())
+            for i, echo in enumerate(asked.echoes)
             for j in range(n)
         ]
-        n_best = body.n or 1 if body.best_of else None
-        answer = Answer("text", answer_id, model.id, choices, n, n_best, body.timings)
-        return await _respond(model, body, wanted, answer)
+        answer = Answer("text", answer_id, model.id, choices, n, asked.n_best, wanted.timings)
+        return await _respond(model, wanted, started, answer)
 
     @app.post("/v1/chat/completions", response_model=None)
     @app.post("/chat/completions", response_model=None)
-    async def chat_completions(body: ChatCompletionRequest) -> Response:
+    async def chat_completions(request: Request) -> Response:
         """Answer a chat through the model's own template; `stream` sends server-sent events."""
-        model = find(models, body.model)
-        n = body.n or 1
+        asked = await bodies.read(request, preparation.chat)
+        wanted = asked.chat.generation
+        model = find(models, wanted.model)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        wanted = await chat.requests(model, answer_id, body, n, "messages")
-        piece = model.tokenizer.piece if body.logprobs else None
-        parsers = [chat.parser(model, body, request.prompt) for request in wanted]
-        choices = [Choice(i, "chat", piece, parser) for i, parser in enumerate(parsers)]
-        answer = Answer("chat", answer_id, model.id, choices, n, with_timings=body.timings)
-        return await _respond(model, body, wanted, answer)
+        started = generation.requests(answer_id, wanted)
+        piece = model.tokenizer.piece if asked.logprobs else None
+        choices = [
+            Choice(i, "chat", piece, chat.parser(model, asked.chat)) for i in range(wanted.n)
+        ]
+        answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
+        return await _respond(model, wanted, started, answer)
 
 
 def _add_models(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
@@ -83,34 +77,12 @@ def _add_models(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         return find(models, model_id).card
 
 
-async def _encode_texts(model: ServedModel, body: CompletionRequest) -> list[tuple[int, ...]]:
-    if body.suffix:
-        before, after = str(body.prompt), body.suffix
-        n_chars, encode = len(before) + len(after), model.tokenizer.encode_infill
-        return [await encoded(model, "prompt", n_chars, encode, before, after)]
-    return [await _encode_text(model, prompt) for prompt in body.prompts]
-
-
-async def _encode_text(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return await encoded(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
-    refuse_unknown_tokens(model, "prompt", prompt)
-    return tuple(prompt)
-
-
-def _echoes(model: ServedModel, body: CompletionRequest) -> list[str]:
-    return [
-        prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-        for prompt in body.prompts
-    ]
-
-
 async def _respond(
-    model: ServedModel, body: GenerationParams, wanted: list[GenerationRequest], answer: Answer
+    model: ServedModel, wanted: Generation, started: list[GenerationRequest], answer: Answer
 ) -> Response:
     """Start the engine, and answer in the way the request asks for."""
-    deltas = await generation.start(model, wanted)
-    if not body.stream:
-        return JSONResponse(answer.whole(await generation.collected(deltas, len(wanted))))
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return sse.response(serving.events(answer, deltas, include_usage=include_usage))
+    deltas = await generation.start(model, started)
+    if not wanted.stream:
+        return JSONResponse(answer.whole(await generation.collected(deltas, len(started))))
+    events = serving.events(answer, deltas, include_usage=wanted.include_usage)
+    return sse.EventStream(events, wanted.sse_ping_interval)

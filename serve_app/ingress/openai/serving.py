@@ -15,7 +15,7 @@ from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
 from serve_app.ingress.http.timings import timings
 from serve_app.ingress.openai import logprobs
-from serve_app.prompt.answer import AnswerParser, Part, Thought
+from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
@@ -30,8 +30,8 @@ class Choice:
     kind: Literal["chat", "text"]
     piece: logprobs.Piece | None = None
     """If log probabilities are wanted."""
-    parser: AnswerParser | None = None
-    """Finds the thoughts and the tool calls in a chat's text."""
+    parser: OutputParser | None = None
+    """Finds the reasoning and the tool calls in a chat's text."""
     echo: str = ""
     """What the text begins with."""
     prompt: tuple[int, ...] = ()
@@ -81,13 +81,13 @@ class Choice:
         return [*(self._body(content, None) for content in others), self._body(last, delta)]
 
     def _split(self, delta: TokenDelta) -> list[str | Json]:
-        """The delta's text as prose, and thoughts and calls in the shape that they have in a stream."""
+        """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
         return [self._shaped(part) for part in chat.parts(self.parser, delta)]
 
     def _shaped(self, part: Part) -> str | Json:
-        if isinstance(part, Thought):
+        if isinstance(part, Reasoning):
             return {"reasoning_content": part.text}
         return self._call(part) if isinstance(part, ToolCall) else part
 
@@ -222,10 +222,10 @@ def _message(parts: list[str | Json]) -> Json:
     calls = [call for part in others for call in part.get("tool_calls", ())]
     for call in calls:
         del call["index"]
-    thoughts = "".join(part.get("reasoning_content", "") for part in others)
+    reasoning = "".join(part.get("reasoning_content", "") for part in others)
     message: Json = {"role": "assistant", "content": text}
-    if thoughts:
-        message["reasoning_content"] = thoughts
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message |= {"content": text or None, "tool_calls": calls}
     return message

@@ -10,9 +10,34 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
-from serve_app.ingress.anthropic.protocol import AnthropicErrorResponse
-from serve_app.ingress.openai.protocol import ErrorResponse, ModelCard, ModelList
+from serve_app.ingress.anthropic.protocol import (
+    AnthropicErrorResponse,
+    CountTokensRequest,
+    MessagesRequest,
+)
+from serve_app.ingress.embeddings.protocol import (
+    EmbeddingsRequest,
+    LlamaEmbeddingRequest,
+    RerankRequest,
+)
+from serve_app.ingress.llama_server.protocol import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    InfillRequest,
+    LlamaCompletionRequest,
+    LoraAdapter,
+    SlotRequest,
+    TokenizeRequest,
+)
+from serve_app.ingress.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+)
 from serve_app.ingress.openapi import response_schemas as d
+from serve_app.ingress.responses.protocol import ResponsesRequest
 
 Json = dict[str, Any]
 
@@ -23,6 +48,8 @@ class Route:
 
     answer: Any
     """Its type; `str` is plain text, and None nothing but events."""
+    body: Any = None
+    """The type of its body, if it has one. Workers read it, so FastAPI knows nothing of it."""
     example: Json | None = None
     """A body that the built-in model answers."""
     streams: bool = False
@@ -36,28 +63,41 @@ _CHAT = {"messages": [_ASKED], "max_tokens": 32}
 
 ROUTES = {
     "completions": Route(
-        d.Completion, {"prompt": "The capital of Portugal is", "max_tokens": 8}, streams=True
+        d.Completion,
+        CompletionRequest,
+        {"prompt": "The capital of Portugal is", "max_tokens": 8},
+        streams=True,
     ),
-    "chat_completions": Route(d.ChatCompletion, _CHAT, streams=True),
+    "chat_completions": Route(d.ChatCompletion, ChatCompletionRequest, _CHAT, streams=True),
     "responses": Route(
-        d.Response, {"input": "Tell me a story.", "max_output_tokens": 32}, streams=True
+        d.Response,
+        ResponsesRequest,
+        {"input": "Tell me a story.", "max_output_tokens": 32},
+        streams=True,
     ),
-    "messages": Route(d.AnthropicMessage, _CHAT, streams=True),
+    "messages": Route(d.AnthropicMessage, MessagesRequest, _CHAT, streams=True),
     "count_tokens": Route(
-        dict[Literal["input_tokens"], int], {"messages": [_ASKED]}, asks_engine=False
+        dict[Literal["input_tokens"], int],
+        CountTokensRequest,
+        {"messages": [_ASKED]},
+        asks_engine=False,
     ),
-    "embeddings": Route(d.Embeddings, {"input": ["A fox.", "A brave fox."]}),
-    "embedding": Route(list[d.LlamaEmbedding], {"content": "A fox."}),
+    "embeddings": Route(d.Embeddings, EmbeddingsRequest, {"input": ["A fox.", "A brave fox."]}),
+    "embedding": Route(list[d.LlamaEmbedding], LlamaEmbeddingRequest, {"content": "A fox."}),
     "rerank": Route(
-        d.Ranking, {"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]}
+        d.Ranking,
+        RerankRequest,
+        {"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]},
     ),
     "completion": Route(
         d.LlamaCompletion | list[d.LlamaCompletion],
+        LlamaCompletionRequest,
         {"prompt": "The capital of Portugal is", "n_predict": 8},
         streams=True,
     ),
     "infill": Route(
         d.LlamaCompletion,
+        InfillRequest,
         {
             "input_prefix": "def one():\n",
             "input_suffix": "\n",
@@ -66,9 +106,13 @@ ROUTES = {
         },
         streams=True,
     ),
-    "tokenize": Route(d.TokenList, {"content": "A fox.", "with_pieces": True}, asks_engine=False),
-    "detokenize": Route(d.Content, {"tokens": [65, 66]}, asks_engine=False),
-    "apply_template": Route(d.Prompt, {"messages": [_ASKED]}, asks_engine=False),
+    "tokenize": Route(
+        d.TokenList, TokenizeRequest, {"content": "A fox.", "with_pieces": True}, asks_engine=False
+    ),
+    "detokenize": Route(d.Content, DetokenizeRequest, {"tokens": [65, 66]}, asks_engine=False),
+    "apply_template": Route(
+        d.Prompt, ApplyTemplateRequest, {"messages": [_ASKED]}, asks_engine=False
+    ),
     "list_models": Route(ModelList, asks_engine=False),
     "get_model": Route(ModelCard, asks_engine=False),
     "stats": Route(Json, asks_engine=False),
@@ -78,21 +122,25 @@ ROUTES = {
     "props": Route(Json, asks_engine=False),
     "metrics": Route(str, asks_engine=False),
     "slots": Route(list[Json]),
-    "act_on_slot": Route(Json),
+    "act_on_slot": Route(Json, SlotRequest),
     "lora_adapters": Route(list[Json], asks_engine=False),
-    "scale_lora_adapters": Route(dict[Literal["success"], bool], asks_engine=False),
+    "scale_lora_adapters": Route(
+        dict[Literal["success"], bool], list[LoraAdapter], asks_engine=False
+    ),
 }
 """By the names of the functions that answer them."""
 
 _STATUSES = {
     400: "The request is wrong: the same request will never work.",
     401: "No API key, or none that is valid here.",
+    403: "Known, and not allowed: see the code.",
     404: "No such model, or no such request.",
-    408: "The body did not arrive in time.",
+    408: "The body came too slowly.",
     413: "The body is too large.",
     429: "The API key has used up what it may, or the queue is full.",
     500: "The server failed to handle this request.",
     503: "No engine is up, or one does not answer.",
+    507: "The folder for slots has no room.",
 }
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _EVENTS = {
@@ -133,8 +181,8 @@ def _described(app: FastAPI) -> Json:
         method = min(route.methods or ())
         operation = found["paths"][route.path_format][method.lower()]
         about = ROUTES[route.name]
-        if about.example is not None:
-            operation["requestBody"]["content"]["application/json"]["example"] = about.example
+        if about.body is not None:
+            operation["requestBody"] = _request_body(about, components["schemas"])
         if route.name != "health":
             operation["security"] = [{name: []} for name in _SECURITY] + [{}]
         operation["responses"] = {
@@ -142,6 +190,16 @@ def _described(app: FastAPI) -> Json:
             **_errors(route, operation, components["schemas"]),
         }
     return found
+
+
+def _request_body(about: Route, schemas: Json) -> Json:
+    schema = _schema(about.body, schemas, "validation")
+    example = {} if about.example is None else {"example": about.example}
+    optional = about.body is SlotRequest
+    return {
+        "content": {"application/json": {"schema": schema, **example}},
+        **({} if optional else {"required": True}),
+    }
 
 
 def _content(about: Route, schemas: Json) -> Json:
@@ -155,9 +213,13 @@ def _content(about: Route, schemas: Json) -> Json:
 
 def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
     """By status: those that the route can give."""
-    given = {408, 413, 500}
+    given = {500}
     if route.name != "health":
-        given |= {401, 429}
+        given |= {401, 403, 429}
+    if "requestBody" in operation:
+        given |= {408, 413}
+    if route.name == "act_on_slot":
+        given |= {507}
     if "requestBody" in operation or route.name == "slots":
         given |= {400}
     if "requestBody" in operation or operation.get("parameters"):
@@ -176,13 +238,15 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
     }
 
 
-def _schema(answer: Any, schemas: Json) -> Json:
+def _schema(
+    kind: Any, schemas: Json, mode: Literal["validation", "serialization"] = "serialization"
+) -> Json:
     """The JSON schema of a type, whose parts are put among the others."""
     reference = "#/components/schemas/{model}"
-    schema = TypeAdapter(answer).json_schema(mode="serialization", ref_template=reference)
+    schema = TypeAdapter(kind).json_schema(mode=mode, ref_template=reference)
     schemas.update(schema.pop("$defs", {}))
     title = schema.get("title")
-    if isinstance(answer, type) and title is not None:
+    if isinstance(kind, type) and title is not None:
         schemas[title] = schema
         return {"$ref": reference.format(model=title)}
     return schema

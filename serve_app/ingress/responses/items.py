@@ -81,7 +81,7 @@ class FunctionCallOutputItem(Item):
 
 
 class ReasoningItem(BaseModel):
-    """Thoughts of an earlier turn, which are dropped."""
+    """Reasoning of an earlier turn, which is dropped."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -11,16 +11,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.strict import StrictModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, Tool
 from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
-    Finite,
     NamedFunction,
     NamedSchema,
     NamedToolChoice,
+    PingInterval,
 )
 from serve_app.ingress.responses.items import Items, turns
+from serve_app.sampling import Api
 
 
 class FunctionTool(FunctionDefinition):
@@ -77,6 +79,7 @@ class TextConfig(StrictModel):
         return {"type": "object"} if self.format.type == "json_object" else None
 
 
+@takes_sampling(Api.RESPONSES)
 class ResponsesRequest(StrictModel):
     """POST /v1/responses."""
 
@@ -107,8 +110,6 @@ class ResponsesRequest(StrictModel):
     instructions: str | None = None
     """What the system says, before everything else."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     tools: list[FunctionTool] = Field(default=[])
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -116,6 +117,9 @@ class ResponsesRequest(StrictModel):
     stream: bool = False
     user: str | None = None
     """Whose request it is: slots are shared fairly among users."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
+    never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: dict[str, str] | None = None
     """Given back with the answer."""
 
@@ -134,12 +138,13 @@ class ResponsesRequest(StrictModel):
         choice = self.tool_choice
         return ChatCompletionRequest(
             messages=messages,
+            stream=self.stream,
+            sse_ping_interval=self.sse_ping_interval,
             max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             json_schema=self.text.schema_of_answer(),
             tools=[tool.as_tool() for tool in self.tools],
             tool_choice=choice.as_choice() if isinstance(choice, FunctionChoice) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
+            **given(self, Api.RESPONSES),
         )

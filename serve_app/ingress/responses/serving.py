@@ -15,10 +15,9 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
-from serve_app.ingress.responses.protocol import FunctionChoice, ResponsesRequest
-from serve_app.prompt.answer import AnswerParser
+from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import ToolCall
-from serve_app.types import FinishReason, SamplingParams, SequenceEnd, TokenDelta, Usage
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
 
@@ -29,9 +28,9 @@ class ResponseAnswer:
 
     id: str
     model: str
-    body: ResponsesRequest
-    sampling: SamplingParams
-    parser: AnswerParser
+    asked: Json
+    """What it says of its request."""
+    parser: OutputParser
     """Finds the tool calls in the text, where there are tools."""
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[Json] = field(default_factory=list)
@@ -149,10 +148,9 @@ class ResponseAnswer:
         self, status: str, *, end: SequenceEnd | None = None, error: Json | None = None
     ) -> Json:
         """The response as it is now."""
-        body = self.body
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        choice = body.tool_choice or "auto"
         return {
+            **self.asked,
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -160,26 +158,16 @@ class ResponseAnswer:
             "background": False,
             "error": error,
             "incomplete_details": cut,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": body.metadata or {},
             "model": self.model,
             "output": list(self._output),
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
-            "temperature": self.sampling.temperature,
-            "text": body.text.model_dump(by_alias=True, include={"format"}),
-            "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice,
-            "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.tools],
             "top_logprobs": 0,
-            "top_p": self.sampling.top_p,
             "truncation": "disabled",
             "usage": None if end is None else usage_body(end.usage),
-            "user": body.user,
         }
 
 

@@ -1,7 +1,8 @@
-"""Tool calls in what a model says: one file for each format that chat templates ask for."""
+"""Tool calls in what a model says, in each format that chat templates ask for."""
 
-from serve_app.prompt.tool_calls.calls import CallParser, ToolCall
-from serve_app.prompt.tool_calls.formats import ToolFormat, detect
-from serve_app.prompt.tool_calls.hermes import HermesParser
+from serve_app.prompt.tool_calls.calls import ToolCall
+from serve_app.prompt.tool_calls.format import ToolFormat
+from serve_app.prompt.tool_calls.formats import FORMATS, detect
+from serve_app.prompt.tool_calls.parser import CallParser
 
-__all__ = ["CallParser", "HermesParser", "ToolCall", "ToolFormat", "detect"]
+__all__ = ["FORMATS", "CallParser", "ToolCall", "ToolFormat", "detect"]

@@ -6,13 +6,16 @@ Source: the syntax chapter of llguidance's documentation.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from serve_app.errors import InvalidRequestError
 from serve_app.prompt.tool_calls.calls import Function
+from serve_app.prompt.tool_calls.schemas import constants, properties_of, resolved, types_of
 
-Mark = Callable[[str], str]
-"""How a grammar says a mark: as a token of the vocabulary, or as its text."""
+Delimiter = Callable[[str], str]
+"""How a grammar says a delimiter: as a token of the vocabulary, or as its text."""
 
 # Between a JSON text's tokens, as in llama.cpp: without a bound, a model can go on with blanks for ever.
 BLANKS = r" |\n{1,2}[ \t]{0,20}"
@@ -43,3 +46,38 @@ def one_of(name: str, bodies: Sequence[str]) -> str:
     """The rule of that name, which is any of these bodies."""
     rules = [f"{name}_{i}: {body}" for i, body in enumerate(bodies)]
     return "\n".join([f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(bodies)))}", *rules])
+
+
+def parameters(function: Function, opening: Callable[[str], str], closing: str) -> list[str]:
+    """The function's parameters, in the order of their schema, for formats that write strings without
+    quotation marks: what `opening` makes of the name, the value, and `closing`, all as grammars say them.
+    Those that are not required may be missing. Needs the rule of `free_text`. Raises
+    InvalidRequestError for a name that could not be told from what is around it."""
+    schema = function.get("parameters") or {}
+    required = schema.get("required")
+    found = []
+    for name, inner in properties_of(schema).items():
+        if not re.fullmatch(r"[^<>\n]+", name):
+            raise InvalidRequestError(f"tools: no parameter can be called {name!r}.", "tools")
+        body = f"{opening(name)} {_bare_value(inner, schema, closing)}"
+        is_needed = isinstance(required, list) and name in required
+        found.append(body if is_needed else f"({body})?")
+    return found
+
+
+def free_text(closing: str) -> str:
+    """The rule `free`: any text up to the first such closing, which may be a text or a token."""
+    lazy = "[lazy]" if closing.startswith('"') else ""
+    return f"free{lazy}: /(.|\\n)*/ {closing}"
+
+
+def _bare_value(schema: Any, root: Mapping[str, Any], closing: str) -> str:
+    """A value of this schema, and what closes it."""
+    types = types_of(schema, root)
+    values = [one for one in constants(resolved(schema, root)) if isinstance(one, str)]
+    if types == {"string"} and values:
+        return f"({' | '.join(text(value) for value in values)}) {closing}"
+    if not types or "string" in types:
+        return "free"
+    named = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return f"{value({**named, **schema})} {closing}"

@@ -1,7 +1,4 @@
-"""Mistral's formats of tool calls, both behind `[TOOL_CALLS]`.
-
-A JSON list of objects with `name`, `arguments` and perhaps `id` (Nemo, and all until the end of 2024), or
-a name, `[ARGS]` and a JSON object for each call.
+"""What Mistral's two formats of tool calls have in common: `[TOOL_CALLS]`, a parser, short ids.
 
 Source: the tokenizers of Mistral AI's `mistral-common`, versions 3 to 13.
 """
@@ -13,69 +10,32 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import (
-    CallParser,
-    Found,
-    Function,
-    call_of,
-    calls_of,
-    json_at,
-)
+from serve_app.prompt.tool_calls.calls import ToolCall, call_of, calls_of
+from serve_app.prompt.tool_calls.parser import CallParser
+from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
 
-MARKS = OPEN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+DELIMITERS = OPEN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
-_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]")
-_NO_MARK = re.compile(r"\s*[\w.-]*(?:\[CALL_ID\]\w*)?")
+_NAME, _WORD = re.compile(r"[\w.-]*"), re.compile(r"\w*")
 
 
 class MistralParser(CallParser):
     """Takes both formats."""
 
-    mark = OPEN
+    opening = OPEN
 
-    def _read(self, text: str) -> Found | None:
-        if text.lstrip().startswith(("[", "{")):
-            return self._read_list(text)
-        name = _NAME.match(text)
-        if name is None:
-            rest = _NO_MARK.sub("", text, count=1)
-            return None if any(mark.startswith(rest) for mark in (ARGUMENTS, CALL_ID)) else ((), 0)
-        begun = text[name.end() :].lstrip()
-        if begun and not begun.startswith("{"):
-            return (), 0
-        found = json_at(text, name.end())
-        if found is None:
-            return None
-        arguments, end = found
-        call = call_of(name[1], arguments)
-        return ((call,) if call else ()), end
-
-    def _read_list(self, text: str) -> Found | None:
-        found = json_at(text)
-        if found is None:
-            return None
-        bodies, end = found
-        bodies = bodies if isinstance(bodies, list) else [bodies]
-        return calls_of(*bodies, arguments=("arguments",)), end
-
-
-def list_rules(functions: Sequence[Function], mark: lark.Mark, parallel: bool) -> str:
-    """See ToolFormat."""
-    call_id = '(", \\"id\\": \\"" /[a-zA-Z0-9]{9}/ "\\"")?'
-    bodies = [f'{lark.json_call(one, "arguments")} {call_id} "}}"' for one in functions]
-    more = '(", " body)*' if parallel else ""
-    return f'calls: "[" body {more} "]"\n{lark.one_of("body", bodies)}'
-
-
-def named_rules(functions: Sequence[Function], mark: lark.Mark, parallel: bool) -> str:
-    """See ToolFormat."""
-    bodies = [
-        f"{lark.text(function['name'])} {mark(ARGUMENTS)} {lark.arguments(function)}"
-        for function in functions
-    ]
-    more = f"({mark(OPEN)} call)*" if parallel else ""
-    return f"calls: call {more}\n{lark.one_of('call', bodies)}"
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        yield from text.run(BLANKS)
+        if (yield from text.peek()) in "[{":
+            bodies = yield from text.json("[{")
+            bodies = bodies if isinstance(bodies, list) else [bodies]
+            return calls_of(*bodies, arguments=("arguments",))
+        name = yield from text.run(_NAME)
+        if (yield from text.one_of(ARGUMENTS, CALL_ID)) == CALL_ID:
+            yield from text.run(_WORD)
+            yield from text.one_of(ARGUMENTS)
+        arguments = yield from text.json()
+        return call_of(name, arguments) if name else ()
 
 
 def with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:

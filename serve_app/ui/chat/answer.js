@@ -27,8 +27,8 @@ export class AnswerView {
   #message;
   #markdown;
   #text = h("div", { className: "markdown" });
-  #thought = h("div", { className: "plain" });
-  #thinking = h("details", { className: "fold" }, h("summary", { textContent: "Reasoning" }), this.#thought);
+  #reasoning = h("div", { className: "plain" });
+  #thinking = h("details", { className: "fold" }, h("summary", { textContent: "Reasoning" }), this.#reasoning);
   #calls = h("div", { className: "calls" });
   #foot = h("footer");
   #actions;
@@ -65,7 +65,7 @@ export class AnswerView {
   #show() {
     const { content, reasoning, tool_calls } = this.#message;
     this.#thinking.hidden = !reasoning;
-    if (reasoning) setText(this.#thought, reasoning);
+    if (reasoning) setText(this.#reasoning, reasoning);
     this.#markdown.show(content);
     const calls = tool_calls ?? [];
     while (this.#calls.children.length < calls.length) {

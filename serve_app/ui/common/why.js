@@ -68,7 +68,7 @@ function sentence(spent) {
   const company =
     others < 0.05
       ? "It was computed alone."
-      : `On average, ${others.toFixed(1)} others were computed in the same passes.`;
+      : `On average, ${others.toFixed(1)} others were computed in the same batches.`;
   const lost = spent.preemptions
     ? ` It lost its slot ${count(spent.preemptions, "time")}, for ${duration(spent.preempted_ms)}, as the cache was full.`
     : "";

@@ -69,7 +69,7 @@ function label(x, y, text, anchor = "start") {
   return s("text", { x, y, "text-anchor": anchor }, document.createTextNode(text));
 }
 
-/** What a pass takes by its sequences, and where the engine works now. */
+/** What a batch takes by its sequences, and where the engine works now. */
 export class StepCurve {
   #shown = "";
 
@@ -79,7 +79,7 @@ export class StepCurve {
 
   /**
    * @param {Record<string, number>} curve  milliseconds by sequences
-   * @param {[number, number] | null} point  of an average pass now: sequences and milliseconds
+   * @param {[number, number] | null} point  of an average batch now: sequences and milliseconds
    * @param {number} nSlots
    */
   show(curve, point, nSlots) {
@@ -94,7 +94,7 @@ export class StepCurve {
     const y = (/** @type {number} */ ms) => height - bottom - ((height - bottom - 10) * ms) / mostY;
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
     const said = point ? `now ${point[0]} sequences, ${point[1]} ms` : "idle now";
-    svg.setAttribute("aria-label", `Time of a pass by sequences; ${said}`);
+    svg.setAttribute("aria-label", `Time of a batch by sequences; ${said}`);
     svg.append(
       s("line", { class: "base", x1: left, x2: width - 8, y1: y(0), y2: y(0) }),
       label(left - 6, y(mostY) + 4, String(mostY), "end"),
@@ -105,9 +105,9 @@ export class StepCurve {
       ...known.map(([n, ms]) => s("circle", { class: "known", cx: x(n), cy: y(ms), r: 2 })),
     );
     if (point) svg.append(s("circle", { class: "now", cx: x(Math.max(1, Math.min(point[0], mostX))), cy: y(point[1]), r: 5 }));
-    const text = point ? `Now: ${point[0]} sequences, ${point[1]} ms a pass` : "Idle now";
+    const text = point ? `Now: ${point[0]} sequences, ${point[1]} ms a batch` : "Idle now";
     this.element.replaceChildren(
-      h("figcaption", { textContent: "Milliseconds a pass, by sequences in it" }),
+      h("figcaption", { textContent: "Milliseconds a batch, by sequences in it" }),
       svg,
       h("p", { className: "fine", textContent: known.length ? text : `${text}; nothing was measured` }),
     );

@@ -38,7 +38,7 @@ export class LivePage {
   /** @type {Record<string, {at: number, generated: number, prompt: number}[]>} */
   #history = {};
   /** @type {AbortController | null} */
-  #watching = null;
+  #subscription = null;
   #visible = false;
   /** @type {Map<string, ReplicaCard>} */
   #cards = new Map();
@@ -62,20 +62,20 @@ export class LivePage {
     this.#turn();
   }
 
-  /** Watch exactly while somebody can see it. */
+  /** Subscribe exactly while somebody can see it. */
   #turn() {
     const wanted = this.#visible && document.visibilityState === "visible";
     if (!wanted) {
-      this.#watching?.abort();
-      this.#watching = null;
-    } else if (!this.#watching) {
-      this.#watching = new AbortController();
-      this.#watch(this.#watching.signal);
+      this.#subscription?.abort();
+      this.#subscription = null;
+    } else if (!this.#subscription) {
+      this.#subscription = new AbortController();
+      this.#subscribe(this.#subscription.signal);
     }
   }
 
   /** @param {AbortSignal} signal */
-  async #watch(signal) {
+  async #subscribe(signal) {
     while (!signal.aborted) {
       try {
         this.#board = {}; // the first event is all of it

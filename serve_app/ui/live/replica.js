@@ -1,4 +1,4 @@
-/** One replica: its lanes, figures and step times. */
+/** One replica: its slots, figures and step times. */
 import { StepCurve } from "./chart.js";
 import { h, setText, tiles } from "../common/dom.js";
 import { count, duration } from "../common/why.js";
@@ -12,7 +12,7 @@ export function keptTokens(replicas) {
   let cells = 0;
   for (const one of replicas) {
     cells += one.n_slots * one.n_ctx_slot;
-    for (const lane of Object.values(one.slots)) used += lane[1] + lane[2] + lane[3];
+    for (const slot of Object.values(one.slots)) used += slot[1] + slot[2] + slot[3];
   }
   return { used, cells };
 }
@@ -33,7 +33,7 @@ export class ReplicaCard {
   #badge = h("span", { className: "badge" });
   #figures = h("dl", { className: "tiles small" });
   #brief = h("p", { className: "fine brief" });
-  #lanes = h("div", { className: "lanes", role: "img" });
+  #slots = h("div", { className: "slots", role: "img" });
   #scaleNote = h("p", { className: "fine scale" });
   #curve = new StepCurve();
   #rows = h("tbody");
@@ -54,7 +54,7 @@ export class ReplicaCard {
       "article",
       { className: "replica", "aria-label": `Replica ${id}` },
       h("header", {}, h("h3", { textContent: id }), this.#badge, this.#where),
-      this.#lanes,
+      this.#slots,
       this.#scaleNote,
       this.#brief,
       this.#figures,
@@ -81,13 +81,13 @@ export class ReplicaCard {
 
   /** @param {any} replica */
   #showLanes(replica) {
-    const lanes = Object.values(replica.slots);
-    const longest = Math.max(...lanes.map((one) => one[1] + one[2] + one[3] + one[4]));
+    const slots = Object.values(replica.slots);
+    const longest = Math.max(...slots.map((one) => one[1] + one[2] + one[3] + one[4]));
     while (this.#scale < longest) this.#scale *= 2;
     const scale = Math.min(this.#scale, replica.n_ctx_slot);
-    while (this.#lanes.children.length < lanes.length) this.#lanes.append(lane());
-    lanes.forEach((one, i) => {
-      const element = this.#lanes.children[i];
+    while (this.#slots.children.length < slots.length) this.#slots.append(slot());
+    slots.forEach((one, i) => {
+      const element = this.#slots.children[i];
       if (element.dataset.state !== one[0]) element.dataset.state = one[0];
       PARTS.forEach((_, j) => {
         const width = `${((100 * one[j + 1]) / scale).toFixed(2)}%`;
@@ -95,8 +95,8 @@ export class ReplicaCard {
       });
     });
     const busy = `${replica.running} of ${replica.n_slots} slots busy`;
-    this.#lanes.setAttribute("aria-label", busy);
-    setText(this.#scaleNote, `${busy}; a lane's width is ${scale.toLocaleString("en")} of ${replica.n_ctx_slot.toLocaleString("en")} tokens`);
+    this.#slots.setAttribute("aria-label", busy);
+    setText(this.#scaleNote, `${busy}; a slot's width is ${scale.toLocaleString("en")} of ${replica.n_ctx_slot.toLocaleString("en")} tokens`);
   }
 
   /** @param {any} replica */
@@ -127,6 +127,6 @@ export class ReplicaCard {
   }
 }
 
-function lane() {
-  return h("div", { className: "lane" }, ...PARTS.map((part) => h("i", { className: part })));
+function slot() {
+  return h("div", { className: "slot" }, ...PARTS.map((part) => h("i", { className: part })));
 }

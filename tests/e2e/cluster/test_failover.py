@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
+from loadtests.common.processes import with_default_signals
 from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
 
 RESTART_TIMEOUT_S = 90
@@ -74,7 +75,7 @@ class Streams:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", self.url, json=asked, timeout=120) as response:
             for line in response.iter_lines():
-                if line and line != "data: [DONE]":
+                if line.startswith("data: {"):
                     chunk = sse(line)
                     assert "error" not in chunk, chunk
                     self.ids[number] = chunk["id"]
@@ -124,7 +125,9 @@ def second_node(corral: Corral) -> Iterator[subprocess.Popen[bytes]]:
     (address,) = [one for one in arguments if one.startswith("--gcs-address=")]
     ray = str(Path(sys.executable).with_name("ray"))
     node = subprocess.Popen(
-        [ray, "start", "--block", address.replace("--gcs-", "--"), "--num-cpus=2"],
+        with_default_signals(
+            ray, "start", "--block", address.replace("--gcs-", "--"), "--num-cpus=2"
+        ),
         cwd=ROOT,
         env=os.environ
         | {

@@ -7,18 +7,18 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from loadtests.common.servers import free_port, processes
+from loadtests.common.processes import run_tool, send, tagged, with_default_signals
+from loadtests.common.servers import free_port
 from tests.e2e.conftest import model, wait_until
 
 REDIS = shutil.which("redis-server")
@@ -39,7 +39,10 @@ class TwoHosts:
             name: free_port() for name in ("ray", "dashboard", "redis", "head", "worker")
         }
         self.redis = subprocess.Popen(
-            [str(REDIS), "--port", str(self._ports["redis"]), "--bind", "127.0.0.1", "--save", ""],
+            with_default_signals(
+                *(str(REDIS), "--port", str(self._ports["redis"]), "--bind", "127.0.0.1"),
+                *("--save", ""),
+            ),
             cwd=directory,
             stdout=subprocess.DEVNULL,
         )
@@ -50,9 +53,8 @@ class TwoHosts:
 
     def run(self, host: str, *command: str | Path) -> None:
         """On that host: one of this environment's programs."""
-        name, *arguments = command
         settings = {
-            "RAY_TMPDIR": str(self.directory / host),  # also the mark of its processes
+            "RAY_TMPDIR": str(self.directory / host),  # also the tag of its processes
             "XDG_RUNTIME_DIR": str(self.directory),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": "0123456789abcdef" * 2,
@@ -60,18 +62,8 @@ class TwoHosts:
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(self._ports["worker"]),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        program = Path(sys.executable).with_name(str(name))
-        log = self.directory / f"{name}-{host}.log"
-        with log.open("wb") as output:
-            done = subprocess.run(
-                [program, *arguments],
-                env=os.environ | settings,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                check=False,
-            )
-        assert done.returncode == 0, log.read_text(errors="replace")
+        log = self.directory / f"{command[0]}-{host}.log"
+        assert not run_tool(command, log, os.environ | settings), log.read_text(errors="replace")
 
     def start(self, host: str) -> None:
         """Its Ray."""
@@ -118,10 +110,8 @@ class TwoHosts:
         """SIGKILL for all that runs there."""
 
         def gone() -> bool:
-            for pid in processes(self.directory / host):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return not processes(self.directory / host)
+            send(self.directory / host, signal.SIGKILL)
+            return not tagged(self.directory / host)
 
         wait_until(gone, 30, f"{host} gone")
 
@@ -157,7 +147,8 @@ def streaming(url: str) -> Iterator[list[str]]:
         body = {"prompt": f"{client}: hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
         while not enough.is_set():
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-                ends.append([line for line in response.iter_lines() if line][-1])
+                lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+                ends.append(lines[-1])
 
     with ThreadPoolExecutor(2) as pool:
         clients = [pool.submit(keep_streaming, client) for client in range(2)]

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from cluster.local.cluster import ClusterError, LocalCluster
-from loadtests.common.servers import free_port, processes
+from loadtests.common.processes import tagged
+from loadtests.common.servers import free_port
 from tests.e2e.conftest import all_the_time, wait_until
 
 SCALE_TIMEOUT_S = 120
@@ -66,6 +67,6 @@ def test_a_burst_brings_nodes_and_rest_takes_them_away(cluster: LocalCluster) ->
     with asking(cluster, 1, 1):
         wait_until(lambda: cluster.worker_nodes() == 1, SCALE_TIMEOUT_S, "one node is left")
     cluster.down()
-    assert not processes(cluster.folder)
+    assert not tagged(cluster.folder)
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{cluster.url}/health")

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadtests.common.servers import processes
+from loadtests.common.processes import send, with_default_signals
 from tests.e2e.cluster.test_failover import EXACT, Streams
 from tests.e2e.conftest import ROOT, model, wait_until
 
@@ -72,7 +72,7 @@ class Hosts:
         log = self.directory / f"log-{len(list(self.directory.glob('log-*')))}"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", host, *command],
+                with_default_signals("ip", "netns", "exec", host, *command),
                 cwd=ROOT,
                 env=os.environ
                 | {
@@ -102,9 +102,7 @@ class Hosts:
     def leave(self) -> None:
         """End what is left, and remove the hosts. The link first: a host that has lost its name lives on,
         and this machine's route to it, while its kernel sends again what was lost in the cut."""
-        for pid in processes(self.directory):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send(self.directory, signal.SIGKILL)
         subprocess.run(["ip", "link", "del", self._links[-1]], check=False)
         for host in (self.head, self.other):
             subprocess.run(["ip", "netns", "del", host], check=False)

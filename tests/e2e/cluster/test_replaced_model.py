@@ -57,7 +57,7 @@ class Clients:
             "POST", f"{self._url}/v1/completions", json=body, timeout=120
         ) as response:
             for line in response.iter_lines():
-                if line and line != "data: [DONE]":
+                if line.startswith("data: {"):
                     self.begun[number].set()
                     chunk = sse(line)
                     errors += [chunk["error"]] if "error" in chunk else []

@@ -17,7 +17,7 @@ SYSTEM = " ".join(f"Rule {i} of this application is to be kept." for i in range(
 NAMES = ["Ana", "Ben", "Eva", "Leo", "Mia", "Zoe"]
 CONVERSATIONS = [f"{one}: " + " ".join(f"{one} says {i}." for i in range(30)) for one in NAMES]
 RECEIVED = r"Received \d+ prefix\S*, [\d,]+ tokens, .* from 1 replica "
-HANDED_OVER = r"Handed over \d+ prefix\S*, [\d,]+ tokens, .* to 1 replica "
+SENT = r"Sent \d+ prefix\S*, [\d,]+ tokens, .* to 1 replica "
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
@@ -57,15 +57,15 @@ def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
     expected = [ask(corral, SYSTEM + f" Question {i}?") for i in range(3)]
     n_shared = expected[-1][0]
     assert n_shared > 100
-    (elder,) = replicas(corral)
+    (source,) = replicas(corral)
 
     with all_the_time(lambda client: ask(corral, f"{client}: hello", 200), 8):
         wait_until(lambda: len(replicas(corral)) == 2, SCALE_TIMEOUT_S, "a second replica")
         grown = replicas(corral)
-        (fresh,) = set(grown) - {elder}
+        (fresh,) = set(grown) - {source}
         assert grown[fresh]["received_prefixes"] >= 1
         assert grown[fresh]["received_bytes"] > 0
-        assert grown[elder]["handed_over_prefixes"] >= 1
+        assert grown[source]["sent_prefixes"] >= 1
     assert re.search(RECEIVED, corral.log)
 
     # Whichever replica gets it, it starts from what requests share, and says the same.
@@ -80,7 +80,7 @@ def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
         list(pool.map(lambda text: ask(corral, text), CONVERSATIONS))
     shares = [stats["ended"]["length"] for stats in replicas(corral).values()]
     assert min(shares) > 0
-    wait_until(lambda: bool(re.search(HANDED_OVER, corral.log)), SCALE_TIMEOUT_S, "one has left")
+    wait_until(lambda: bool(re.search(SENT, corral.log)), SCALE_TIMEOUT_S, "one has left")
     (left,) = replicas(corral).values()
     assert left["received_prefixes"] >= 1
     assert min(ask(corral, text + " And then?")[0] for text in CONVERSATIONS) >= 96

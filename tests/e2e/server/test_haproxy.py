@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ from loadtests.common.servers import haproxy_settings
 from tests.e2e.conftest import Corral, model, settings, sse, wait_until
 
 KEY = "somebody-secret-0123456789"
-N_INGRESSES = 3
+N_INGRESSES, N_SLOTS = 3, 4
 LONG = {
     "prompt": "x",
     "max_tokens": 200_000,
@@ -34,7 +35,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
     keys = directory / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
     with settings(haproxy_settings()):
-        entry = model(gguf, "m", n_slots=4, n_ctx_slot=2048)
+        entry = model(gguf, "m", n_slots=N_SLOTS, n_ctx_slot=2048)
         replicas = {"num_replicas": N_INGRESSES}
         server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)
     server.http.headers["Authorization"] = f"Bearer {KEY}"
@@ -92,3 +93,16 @@ def test_keys_are_asked_for(corral: Corral) -> None:
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(f"{corral.url}/health").status_code == 200
+
+
+def test_a_stream_that_waits_has_its_headers_and_pings(corral: Corral) -> None:
+    with ExitStack() as streams:
+        for _ in range(N_SLOTS):
+            streams.enter_context(corral.http.stream("POST", "/v1/completions", json=LONG))
+        wait_until(lambda: corral.stats()["running"] == N_SLOTS, 30, "all slots taken")
+        body = LONG | {"sse_ping_interval": 1}
+        with corral.http.stream("POST", "/v1/completions", json=body) as waiting:
+            assert waiting.status_code == 200
+            assert next(waiting.iter_lines()) == ": ping"
+            assert corral.stats()["waiting"] == 1
+    wait_until(lambda: corral.stats()["running"] == 0, 30, "slots free")

@@ -19,7 +19,7 @@ _QUIET_S = 3.0
 
 
 @contextmanager
-def watching(server: Corral) -> Iterator[Boards]:
+def viewing(server: Corral) -> Iterator[Boards]:
     """The board after each event."""
 
     def boards(lines: Iterator[str]) -> Boards:
@@ -46,9 +46,9 @@ def n_looks(server: Corral) -> int:
     return sum(log.read_text().count("CALL stats ") for log in logs)
 
 
-def test_watchers_see_requests_come_and_go(corral: Corral) -> None:
+def test_viewers_see_requests_come_and_go(corral: Corral) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Tell me a story."}]}
-    with watching(corral) as boards:
+    with viewing(corral) as boards:
         board = next(boards)
         assert set(board["models"]) == {"big", "small", "demo"}
         assert board["models"]["demo"]["states"] == {"RUNNING": 1}
@@ -59,15 +59,15 @@ def test_watchers_see_requests_come_and_go(corral: Corral) -> None:
             busy = next(board for board in boards if replica(board, "demo")["generated_per_s"] > 0)
             told = replica(busy, "demo")
             assert (told["running"], told["n_slots"]) == (1, DEMO_SLOTS)
-            (lane,) = [lane for lane in told["slots"].values() if lane[0] == "decode"]
-            assert lane[3] > 0
+            (slot,) = [slot for slot in told["slots"].values() if slot[0] == "decode"]
+            assert slot[3] > 0
             assert told["point"][0] == 1
             assert told["ttft"][3] > 0
         assert next(True for board in boards if replica(board, "demo")["running"] == 0)
 
 
-def test_nobody_is_asked_while_nobody_watches(corral: Corral) -> None:
-    with watching(corral) as boards, watching(corral) as others:
+def test_nobody_is_asked_while_nobody_views(corral: Corral) -> None:
+    with viewing(corral) as boards, viewing(corral) as others:
         for _ in range(3):
             next(boards), next(others)
 
@@ -80,11 +80,11 @@ def test_nobody_is_asked_while_nobody_watches(corral: Corral) -> None:
 
 
 @pytest.mark.long
-def test_who_watches_does_not_hold_up_the_end(start: Callable[..., Corral]) -> None:
+def test_a_viewer_does_not_hold_up_the_end(start: Callable[..., Corral]) -> None:
     """Serve waits for requests that run; this one would run for ever."""
     server = start([model(None, "demo", n_slots=1, n_ctx_slot=512)])
     server.wait_ready()
-    with watching(server) as boards:
+    with viewing(server) as boards:
         next(boards)
         server.stop()
         with suppress(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from loadtests.common.processes import with_default_signals
 from loadtests.load import chaos
 from loadtests.load.driver import Load, drive
 from loadtests.load.stream_metrics import REFUSED, accounts, read_journal
@@ -44,7 +45,7 @@ def test_locust_headless_measures_streams(corral: Corral, tmp_path: Path) -> Non
     ]
     files = ["--csv", str(tmp_path / "locust"), "--journal", str(journal)]
     done = subprocess.run(
-        [*locust, *how, *files, "--host", corral.url],
+        with_default_signals(*locust, *how, *files, "--host", corral.url),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -68,6 +69,7 @@ def test_locust_headless_measures_streams(corral: Corral, tmp_path: Path) -> Non
     assert 0.8 <= itl / sum(len(o.gaps_s) for o in chats) <= 1.0
 
 
+@pytest.mark.long
 def test_an_open_loop_sends_as_many_as_it_should(corral: Corral) -> None:
     load = Load(1, 8, "code=1", model="demo", arrivals_per_s=4.0)
     result = drive(Target(corral.url), load)
@@ -77,7 +79,7 @@ def test_an_open_loop_sends_as_many_as_it_should(corral: Corral) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["overload", "vanish"])
+@pytest.mark.parametrize("name", ["overload", pytest.param("vanish", marks=pytest.mark.long)])
 def test_the_books_balance(corral: Corral, name: str) -> None:
     load = chaos.load_of(name, capacity=6, seconds=6, model="demo")
     result = chaos.run(Target(corral.url), name, load)

@@ -21,7 +21,7 @@ from serve_app.llama.model import Model
 TOKENS = [(7 * i + 3) % 200 for i in range(120)]
 N_PREFIX = 96
 LONG = 512
-"""Cells of a lane of which TOKENS are so few that they are copied as a state."""
+"""Cells of a sequence of which TOKENS are so few that they are copied as a state."""
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,16 @@ def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
     made.close()
 
 
-def decode(context: Context, lane: int, start: int, end: int) -> NDArray[np.float32]:
-    """The logits after some of the tokens, in that lane."""
-    rows = [(TOKENS[i], i, lane, i == end - 1) for i in range(start, end)]
+def decode(context: Context, seq_id: int, start: int, end: int) -> NDArray[np.float32]:
+    """The logits after some of the tokens, in that sequence."""
+    rows = [(TOKENS[i], i, seq_id, i == end - 1) for i in range(start, end)]
     context.decode(rows)
     pointer = llama_cpp.llama_get_logits_ith(context.pointer, len(rows) - 1)
     return np.ctypeslib.as_array(pointer, (context.model.n_vocab,)).copy()
 
 
 def reuse(context: Context, way: str) -> int:
-    """Have the first tokens in a lane, by copying or restoring them; returns the lane."""
+    """Have the first tokens in a sequence, by copying or restoring them; returns its id."""
     decode(context, 0, 0, N_PREFIX + 10)
     if way == "in place":
         context.truncate(0, N_PREFIX)
@@ -78,7 +78,7 @@ def reuse(context: Context, way: str) -> int:
         (True, False, 256),
         (True, True, 256),
     ],
-    ids=["split", "split, long lanes", "split, flash", "unified", "unified, flash"],
+    ids=["split", "split, long sequences", "split, flash", "unified", "unified, flash"],
     indirect=True,
 )
 @pytest.mark.parametrize("way", ["in place", "copied", "restored"])
@@ -87,8 +87,8 @@ def test_reused_and_fresh_prefixes_agree(
 ) -> None:
     fresh = decode(context, 2, 0, len(TOKENS))
     context.truncate(2, 0)
-    lane = reuse(context, way)
-    reused = decode(context, lane, N_PREFIX, len(TOKENS))
+    seq_id = reuse(context, way)
+    reused = decode(context, seq_id, N_PREFIX, len(TOKENS))
     if "flash" in request.node.callspec.id:
         np.testing.assert_allclose(reused, fresh, rtol=0, atol=0.1 * float(fresh.std()))
     else:
@@ -96,7 +96,7 @@ def test_reused_and_fresh_prefixes_agree(
 
 
 @pytest.mark.parametrize("context", [(False, False, LONG)], indirect=True)
-def test_copies_are_of_what_a_lane_holds_at_that_time(context: Context) -> None:
+def test_copies_are_of_what_a_sequence_holds_at_that_time(context: Context) -> None:
     """Whether llama.cpp makes them at once or with the next decode."""
     others = [(1, i, 3, False) for i in range(8)]
     context.decode(others)
@@ -118,9 +118,9 @@ def test_copies_are_of_what_a_lane_holds_at_that_time(context: Context) -> None:
     context.copy(1, 3)  # with the next decode
     context.truncate(3, N_PREFIX)
     context.copy(3, 0)  # of what is still to be written
-    for lane in (3, 0):
-        context.truncate(lane, N_PREFIX)
-        np.testing.assert_array_equal(decode(context, lane, N_PREFIX, len(TOKENS)), fresh)
+    for seq_id in (3, 0):
+        context.truncate(seq_id, N_PREFIX)
+        np.testing.assert_array_equal(decode(context, seq_id, N_PREFIX, len(TOKENS)), fresh)
 
 
 @pytest.mark.parametrize("context", [(False, False, 256), (True, False, 256)], indirect=True)

@@ -63,7 +63,7 @@ async def test_chats_in_turn_on_one_slot_say_the_same(path: Path, formats: dict[
     assert sum(cached for _, cached in with_it[4:]) == restored > 100
 
 
-def test_a_state_goes_to_another_lane(context: Context) -> None:
+def test_a_state_goes_to_another_sequence(context: Context) -> None:
     context.decode([(300 + i, i, 0, i == 19) for i in range(20)])
     state = context.save(0)
     context.restore(1, state)
@@ -78,4 +78,4 @@ def test_a_damaged_state_is_refused(context: Context, damage: bytes | str) -> No
     state = context.save(0)
     with pytest.raises(DecodeError, match="does not take back"):
         context.restore(1, state[: len(state) // 2] if isinstance(damage, str) else damage)
-    context.decode([(300, 0, 1, True)])  # the lane is empty, and of use
+    context.decode([(300, 0, 1, True)])  # the sequence is empty, and of use

@@ -29,7 +29,7 @@ def test_numa_is_set_up_before_the_model_is_loaded(
     monkeypatch.setattr(llama_cpp, "llama_numa_init", calls.append)
     monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", noted)
     library.init_numa.cache_clear()
-    options = EngineOptions(1, 64, threads=1, sweep_limit_s=0, numa="isolate")
+    options = EngineOptions(1, 64, threads=1, profile_limit_s=0, numa="isolate")
     Engine.load(tiny_gguf, options).close()
     assert calls == [llama_cpp.GGML_NUMA_STRATEGY_ISOLATE, "load"]
 
@@ -55,7 +55,7 @@ def test_threads_of_single_rows_and_of_batches(
 
 def test_the_engine_tells_both(tiny_gguf: Path) -> None:
     engine = Engine.load(
-        tiny_gguf, EngineOptions(1, 64, threads=1, threads_batch=2, sweep_limit_s=0)
+        tiny_gguf, EngineOptions(1, 64, threads=1, threads_batch=2, profile_limit_s=0)
     )
     stats = engine.stats()
     engine.close()

@@ -70,10 +70,8 @@ def open_engine(name: str, sizes: EngineOptions) -> Engine:
     def backend() -> LlamaBackend:
         made = LlamaBackend(BUILTIN_MODEL, sizes)
         if name == "speculating":  # as on a machine on which drafts cost nothing, until it learns
-            found = made.measurements
-            made.measurements = replace(
-                found, verify_s={n: s / 1e6 for n, s in found.verify_s.items()}
-            )
+            found = made.profile
+            made.profile = replace(found, verify_s={n: s / 1e6 for n, s in found.verify_s.items()})
         return made
 
     return Engine(backend, sizes)

@@ -1,4 +1,4 @@
-"""A model with recurrent layers: a lane keeps one state, and cannot forget the last tokens."""
+"""A model with recurrent layers: a sequence keeps one state, and cannot forget the last tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ async def test_it_is_measured_and_answers(path: Path) -> None:
         together = await asyncio.gather(*(answer(engine, prompt) for prompt in longer))
     finally:
         engine.close()
-    fresh = Engine.load(path, EngineOptions(n_slots=1, n_ctx_slot=256, threads=1, sweep_limit_s=0))
+    fresh = Engine.load(
+        path, EngineOptions(n_slots=1, n_ctx_slot=256, threads=1, profile_limit_s=0)
+    )
     try:
         assert [await answer(fresh, prompt) for prompt in prompts] == alone
         assert [await answer(fresh, prompt) for prompt in longer] == together

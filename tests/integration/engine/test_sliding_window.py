@@ -66,7 +66,7 @@ def test_a_restored_state_is_not_cut_into_its_window(context: Context) -> None:
     context.truncate(0, 80)  # computed here, all of it is there
     context.decode([(token, token, 0, False) for token in range(80, 100)])
     context.restore(1, context.save(0))
-    with pytest.raises(DecodeError, match="first 80 tokens of lane 1"):
+    with pytest.raises(DecodeError, match="first 80 tokens of sequence 1"):
         context.truncate(1, 80)
     context.truncate(1, 100)
     context.truncate(1, 0)
@@ -97,9 +97,9 @@ async def test_answers_are_the_same_with_a_store(path: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_embeddings_do_not_depend_on_what_shares_a_pass(path: Path) -> None:
-    options = EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, n_batch=64, sweep_limit_s=0)
-    longer = tuple(range(100, 100 + 3 * WINDOW))  # than the window, and than a pass
+def test_embeddings_do_not_depend_on_what_shares_a_batch(path: Path) -> None:
+    options = EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, n_batch=64, profile_limit_s=0)
+    longer = tuple(range(100, 100 + 3 * WINDOW))  # than the window, and than a batch
     texts = [longer, (5, 6, 7), longer[:WINDOW], (8,)]
     engine = Engine.load(path, options)
     try:
@@ -109,8 +109,8 @@ def test_embeddings_do_not_depend_on_what_shares_a_pass(path: Path) -> None:
         engine.close(0)
     whole = Engine.load(path, replace(options, n_batch=256))
     try:
-        (in_one_pass,) = whole.embed([longer]).result(60)
+        (in_one_batch,) = whole.embed([longer]).result(60)
     finally:
         whole.close(0)
     assert together == pytest.approx(np.array(alone), rel=0.05, abs=0.02)
-    assert together[0] == pytest.approx(in_one_pass, rel=0.05, abs=0.02)
+    assert together[0] == pytest.approx(in_one_batch, rel=0.05, abs=0.02)

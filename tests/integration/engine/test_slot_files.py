@@ -8,7 +8,8 @@ import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
-from serve_app.types import SamplingParams, TokenDelta
+from serve_app.sampling import SamplingParams
+from serve_app.types import TokenDelta
 
 PROMPT = tuple(range(300, 364))
 
@@ -20,7 +21,7 @@ def load(model: Path, folder: Path, *, kv_unified: bool, slots: int = 2) -> Engi
         threads=1,
         flash_attn=False,
         kv_unified=kv_unified,
-        sweep_limit_s=0,
+        profile_limit_s=0,
         slot_folder=folder,
     )
     return Engine.load(model, options)

@@ -14,7 +14,7 @@ import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.kv_cache.transfer import Parcel, RefusedPrefixError
+from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(
@@ -24,7 +24,7 @@ OPTIONS = EngineOptions(
     n_batch=64,
     flash_attn=False,
     cache_ram_bytes=64 * 2**20,
-    sweep_limit_s=0,
+    profile_limit_s=0,
 )
 SYSTEM = (
     "Everybody who asks here is told about the old house by the sea, at length and in the end. "
@@ -57,14 +57,16 @@ async def opened(path: Path, **changed: Any) -> AsyncIterator[Engine]:
         engine.close()
 
 
-async def sent(path: Path, **changed: Any) -> tuple[Parcel, int]:
+async def sent(path: Path, **changed: Any) -> tuple[Payload, int]:
     """What two prompts share, as another process gets it from an engine, and how many tokens that is."""
-    async with opened(path, **changed) as elder:
+    async with opened(path, **changed) as source:
         for end in ("One", "Two"):
-            await tell(elder, SYSTEM + end)
-        (hottest,) = elder.prefixes.offers(2)
-        parcel: Parcel = pickle.loads(pickle.dumps(elder.prefixes.lend(hottest.tokens), protocol=5))
-    return parcel, len(hottest.tokens) // 4
+            await tell(source, SYSTEM + end)
+        (hottest,) = source.prefixes.offers(2)
+        payload: Payload = pickle.loads(
+            pickle.dumps(source.prefixes.export_prefix(hottest.tokens), protocol=5)
+        )
+    return payload, len(hottest.tokens) // 4
 
 
 @pytest.mark.parametrize("kv_unified", [False, True])
@@ -76,10 +78,10 @@ async def test_the_answer_is_the_same(
     async with opened(path, **mode) as cold:
         expected, cached = await tell(cold, SYSTEM + "Six")
     assert cached == 0
-    parcel, n_shared = await sent(path, **mode)
+    payload, n_shared = await sent(path, **mode)
     async with opened(path, **mode) as fresh:
-        n_bytes = fresh.prefixes.adopt(parcel, n_shared)
-        assert 0 < n_bytes < parcel.state.size  # the answer is cut off
+        n_bytes = fresh.prefixes.import_prefix(payload, n_shared)
+        assert 0 < n_bytes < payload.state.size  # the answer is cut off
         assert await tell(fresh, SYSTEM + "Six") == (expected, n_shared)
         stats = fresh.stats()
     assert (stats.received_prefixes, stats.received_bytes) == (1, n_bytes)
@@ -92,17 +94,17 @@ async def test_the_answer_is_the_same(
 async def test_a_damaged_state_is_refused(
     path: Path, damage: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 ) -> None:
-    parcel, n_shared = await sent(path)
+    payload, n_shared = await sent(path)
     async with opened(path) as fresh:
         with pytest.raises(RefusedPrefixError, match="does not take back"):
-            fresh.prefixes.adopt(replace(parcel, state=damage(parcel.state)), n_shared)
+            fresh.prefixes.import_prefix(replace(payload, state=damage(payload.state)), n_shared)
         _, cached = await tell(fresh, SYSTEM + "Six")
     assert cached == 0
 
 
 @pytest.mark.parametrize("changed", [{"cache_type_k": "q8_0"}, {"kv_unified": True}])
 async def test_another_kind_of_cache_is_refused(path: Path, changed: dict[str, Any]) -> None:
-    parcel, n_shared = await sent(path, kv_unified=False)
+    payload, n_shared = await sent(path, kv_unified=False)
     async with opened(path, **{"kv_unified": False, **changed}) as fresh:
         with pytest.raises(RefusedPrefixError, match="another model"):
-            fresh.prefixes.adopt(parcel, n_shared)
+            fresh.prefixes.import_prefix(payload, n_shared)

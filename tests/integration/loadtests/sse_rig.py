@@ -2,8 +2,8 @@
 
     python sse_rig.py PORT EVENTS PAUSE_MS [CUT]
 
-Every POST gets a stream of that many one-token events, with a pause after each, and its usage; with CUT
-the connection breaks off after so many. GET /asked gives the bodies of all POSTs so far.
+Every POST gets a ping, and a stream of that many one-token events, with a pause after each, and its
+usage; with CUT the connection breaks off after so many. GET /asked gives the bodies of all POSTs so far.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 CHUNKED = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
+PING = b"8\r\n: ping\n\n\r\n"
 _asked: list[str] = []
 
 
@@ -43,7 +44,7 @@ async def answer(
         length = re.search(rb"(?i)content-length: (\d+)", head)
         assert length is not None
         _asked.append((await reader.readexactly(int(length[1]))).decode())
-        writer.write(CHUNKED)
+        writer.write(CHUNKED + PING)
         token = chunk({"choices": [{"index": 0, "delta": {"content": " word"}}]})
         for i in range(n_events):
             if i == cut or writer.is_closing():

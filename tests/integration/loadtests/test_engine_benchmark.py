@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from loadtests.common.benchmark import BenchmarkError, percentile
 from loadtests.engine.__main__ import main
+from loadtests.engine.modes import BARE, ModeProcess
+from serve_app.engine import EngineOptions
 
 PROMPT_TOKENS, MAX_TOKENS = 20, 24
 MODES = ["separate", "round-robin", "bare", "batched"]
@@ -84,16 +88,28 @@ def test_report_says_what_was_measured(report: dict[str, Any], tiny_gguf: Path) 
     assert (machine["prompt_tokens"], machine["max_tokens"]) == (PROMPT_TOKENS, MAX_TOKENS)
     assert machine["threads"] == 1
     batched = report["results"][1]["modes"]["batched"]
-    ttft_ms = [
-        1000 * times[0]
+    arrivals_s = [
+        times
         for run in report["results"][1]["runs"]
         if run["mode"] == "batched"
         for times in run["arrivals_s"]
     ]
+    ttft_ms = [1000 * times[0] for times in arrivals_s]
+    gaps_ms = [1000 * (b - a) for times in arrivals_s for a, b in pairwise(times)]
     assert batched["ttft_p50_ms"] == pytest.approx(statistics.median(ttft_ms))
-    assert 0 < batched["itl_p50_ms"] <= batched["itl_p99_ms"]
+    assert batched["itl_p50_ms"] == pytest.approx(statistics.median(gaps_ms))
+    assert batched["itl_p99_ms"] == pytest.approx(percentile(gaps_ms, 99))
 
 
 def test_the_plot_names_every_mode(folder: Path) -> None:
     root = ElementTree.parse(folder / "plot.svg").getroot()
     assert set(MODES) <= {element.text for element in root.iter()}
+
+
+def test_a_mode_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1)
+    with (
+        ModeProcess(BARE, tmp_path / "none.gguf", options) as mode,
+        pytest.raises(BenchmarkError, match="The bare mode failed"),
+    ):
+        mode.run([(1, 2)], 8)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from loadtests.common.benchmark import percentile
+from loadtests.common.processes import with_default_signals
 from loadtests.common.servers import ROOT, free_port
 from loadtests.load.stream_metrics import FAILED, Outcome, accounts, read_journal
 
@@ -28,7 +29,7 @@ def rig(*how: object) -> Iterator[str]:
     """A rig's URL."""
     port = free_port()
     command = [sys.executable, str(Path(__file__).with_name("sse_rig.py")), str(port)]
-    with subprocess.Popen([*command, *map(str, how)]) as process:
+    with subprocess.Popen(with_default_signals(*command, *map(str, how))) as process:
         try:
             transport = httpx.HTTPTransport(retries=8)  # until it listens
             with httpx.Client(transport=transport) as http:
@@ -55,7 +56,7 @@ def load(url: str, users: int, folder: Path) -> tuple[list[str], list[Outcome], 
         "batch=1",
     ]
     subprocess.run(
-        [*locust, *how, "--host", url, "--journal", str(journal)],
+        with_default_signals(*locust, *how, "--host", url, "--journal", str(journal)),
         cwd=ROOT,
         capture_output=True,
         timeout=60,
@@ -66,6 +67,7 @@ def load(url: str, users: int, folder: Path) -> tuple[list[str], list[Outcome], 
     return *read_journal(lines), client["wall_s"], client["cpu_s"] / client["wall_s"]
 
 
+@pytest.mark.long
 def test_the_client_reads_far_more_than_a_cpu_machine_writes(tmp_path: Path) -> None:
     """Every event parsed, timed and counted in Locust's statistics; the rig takes a core of its own."""
     with rig(EVENTS, 0) as url:
@@ -76,6 +78,7 @@ def test_the_client_reads_far_more_than_a_cpu_machine_writes(tmp_path: Path) -> 
     assert per_s > 5_000  # as much as some hundred streams; 69,000 on an idle machine
 
 
+@pytest.mark.long
 def test_gaps_are_as_they_were_written(tmp_path: Path) -> None:
     """40 users, an event each every 20 ms: 2,000 events/s, none of which waits for the client. Single gaps
     are longer where something else computes."""

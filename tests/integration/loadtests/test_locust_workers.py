@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from loadtests.common.processes import with_default_signals
 from loadtests.common.servers import ROOT
 from loadtests.load.stream_metrics import accounts, read_journal
 from tests.integration.loadtests.test_load_client import rig
 
+pytestmark = pytest.mark.long
 EVENTS, PAUSE_MS = 5, 20
 KINDS = ("batch", "chat", "code", "rag")  # in the order of users when weights are equal
 MIX = ",".join(f"{kind}=1" for kind in KINDS)
@@ -27,10 +30,10 @@ def asked(folder: Path, processes: int, *how: object) -> dict[str, list[dict[str
     files = [f"--csv={folder / 'locust'}", f"--journal={folder / 'journal'}"]
     with rig(EVENTS, PAUSE_MS) as url:
         done = subprocess.run(
-            [
+            with_default_signals(
                 *(sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--headless"),
                 *(f"--host={url}", f"--mix={MIX}", *several, *files, *map(str, how)),
-            ],
+            ),
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from loadtests.common import servers
+from loadtests.common.processes import command_line, tagged
 from tests.e2e.conftest import wait_until
 
 # Answers on the port, and has two children, one without its environment; all ignore SIGINT.
@@ -24,14 +25,6 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), SimpleHTTPRequestHandler).serve_fore
 """
 
 
-def lives(pid: int) -> bool:
-    """Whether it is there, and not only for its parent to be told of its end."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_nothing_is_left_of_a_server_that_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 1)
 
@@ -41,12 +34,12 @@ def test_nothing_is_left_of_a_server_that_ignores_ctrl_c(monkeypatch: pytest.Mon
     with servers.running(command, lambda url: httpx.get(url).is_success) as server:
         assert httpx.get(server.url).is_success
         assert server.directory is not None
-        found = servers.processes(server.directory)
+        found = tagged(server.directory)
         assert len(found) == 3
-    wait_until(lambda: not any(lives(pid) for pid in found), 10, "its children live")
+    wait_until(lambda: not any(map(command_line, found)), 10, "its children live")
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url)
-    assert servers.processes(server.directory) == []
+    assert tagged(server.directory) == []
     assert not server.directory.exists()
 
 

@@ -1,4 +1,4 @@
-"""The stall benchmark and the sweep, on a real tiny model."""
+"""The stall benchmark and profiling, on a real tiny model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_benchmark_has_a_row_for_each_bound(
     assert all(len(row.split(" | ")) == 6 for _, row in rows)
 
 
-def test_a_loaded_engine_has_measured_its_passes(tiny_gguf: Path) -> None:
+def test_a_loaded_engine_has_measured_its_batches(tiny_gguf: Path) -> None:
     engine = Engine.load(
         tiny_gguf, EngineOptions(n_slots=3, n_ctx_slot=256, threads=1, n_batch=64, max_stall_s=0.25)
     )
@@ -38,7 +38,7 @@ def test_a_loaded_engine_has_measured_its_passes(tiny_gguf: Path) -> None:
 
 
 def test_without_time_nothing_is_measured(tiny_gguf: Path) -> None:
-    options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1, sweep_limit_s=0)
+    options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1, profile_limit_s=0)
     engine = Engine.load(tiny_gguf, options)
     try:
         assert engine.stats().step_time == {"decode_ms": {}, "prefill_ms": {}, "verify_ms": {}}

@@ -12,7 +12,7 @@ from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.demo_model.evaluate import SCORES, Score, run
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.prompt.tool_calls.formats import HERMES
+from serve_app.prompt.tool_calls.formats import hermes
 
 N_SLOTS = 4
 N_CASES = 40
@@ -108,4 +108,4 @@ def test_held_out_scores(engine: Engine, tokenizer: Tokenizer, score: Score) -> 
 
 def test_the_file_is_small_and_says_what_it_is(tokenizer: Tokenizer) -> None:
     assert BUILTIN_MODEL.stat().st_size <= 8_000_000
-    assert tokenizer.tool_format is HERMES
+    assert tokenizer.tool_format is hermes.FORMAT

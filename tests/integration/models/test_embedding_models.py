@@ -19,7 +19,7 @@ from tests.integration.models.embedding_models import N_CTX_BERT, write_bert, wr
 from tests.integration.reference import reference
 
 OPTIONS = EngineOptions(
-    n_slots=4, n_ctx_slot=256, threads=1, n_batch=32, flash_attn=False, sweep_limit_s=0
+    n_slots=4, n_ctx_slot=256, threads=1, n_batch=32, flash_attn=False, profile_limit_s=0
 )
 TEXTS = ["the fox", "a cat story " * 8, "x", "the story", "abc fox cat"]
 DOCUMENTS = ["a fox", "an animal that lives in the woods " * 9, "no"]
@@ -67,9 +67,9 @@ def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) ->
     write_bert(path, pooling)
     tokenizer = Tokenizer(path)
     with running(path) as engine:
-        before = engine.stats().embedding_passes
+        before = engine.stats().embedding_batches
         together, alone = both_ways(engine, [tokenizer.encode(text) for text in TEXTS])
-        assert engine.stats().embedding_passes - before == 1 + len(TEXTS)
+        assert engine.stats().embedding_batches - before == 1 + len(TEXTS)
     assert together == pytest.approx(alone, abs=1e-5)
     assert together == pytest.approx(reference_vectors(path, TEXTS), abs=1e-4)
     assert together.shape == (len(TEXTS), tokenizer.n_embd)
@@ -111,7 +111,7 @@ def test_a_reranker_with_an_encoder(tmp_path: Path) -> None:
 
 
 def test_a_reranker_with_a_decoder(tmp_path: Path) -> None:
-    """Its score is the last token's: a pair that is longer than a pass goes on in the next one."""
+    """Its score is the last token's: a pair that is longer than a batch goes on in the next one."""
     path = tmp_path / "reranker.gguf"
     write_reranker(path, template="Q: {query} D: {document} A:")
     tokenizer = Tokenizer(path)

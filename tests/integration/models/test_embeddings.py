@@ -19,12 +19,12 @@ from tests.integration.reference import reference
 
 PATH = locate(ModelSource(builtin=True))
 OPTIONS = EngineOptions(
-    n_slots=4, n_ctx_slot=512, threads=1, n_batch=64, flash_attn=False, sweep_limit_s=0
+    n_slots=4, n_ctx_slot=512, threads=1, n_batch=64, flash_attn=False, profile_limit_s=0
 )
 TEXTS = [
     "Hello there!",
     "What is the capital of Portugal?",
-    "Tell me a story about a brave fox. " * 12,  # longer than a pass
+    "Tell me a story about a brave fox. " * 12,  # longer than a batch
     "x",
     *(f"List {n} fruits, and {n + 1} animals." for n in range(2, 12)),
 ]
@@ -56,8 +56,8 @@ def test_batched_vectors_are_those_of_each_text_alone(engine: Engine) -> None:
     before = engine.stats()
     together = embed(engine, TEXTS)
     after = engine.stats()
-    n_passes = after.embedding_passes - before.embedding_passes
-    assert n_passes < len(TEXTS)
+    n_batches = after.embedding_batches - before.embedding_batches
+    assert n_batches < len(TEXTS)
     assert after.embedded_texts - before.embedded_texts == len(TEXTS)
     alone = np.vstack([embed(engine, [text]) for text in TEXTS])
     assert together.shape == alone.shape
@@ -79,12 +79,12 @@ def test_vectors_are_llama_cpps(pooling: EmbeddingPooling) -> None:
     )
 
 
-def test_longer_texts_than_a_pass_need_several(engine: Engine) -> None:
-    before = engine.stats().embedding_passes
+def test_longer_texts_than_a_batch_need_several(engine: Engine) -> None:
+    before = engine.stats().embedding_batches
     text = engine.tokenize(TEXTS[2])
     assert len(text) > OPTIONS.n_batch
     engine.embed([text]).result(60)
-    assert engine.stats().embedding_passes - before == -(-len(text) // OPTIONS.n_batch)
+    assert engine.stats().embedding_batches - before == -(-len(text) // OPTIONS.n_batch)
 
 
 async def test_generation_beside_it_keeps_its_text(engine: Engine) -> None:

@@ -26,7 +26,7 @@ BODY = {"input_prefix": "def one():\n", "input_suffix": "\n# end\n", "n_predict"
 
 
 def served(path: Path) -> tuple[Engine, ServedModel]:
-    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, sweep_limit_s=0)
+    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     engine = Engine.load(path, options)
     return engine, ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
 

@@ -1,4 +1,4 @@
-"""Vocabularies in which the marks of calls and thoughts are control tokens, with real chat templates."""
+"""Vocabularies in which delimiters of calls and reasoning are control tokens, with real chat templates."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import pytest
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from serve_app.demo_model.gguf_file import ModelShape, add_hyperparameters
-from serve_app.llama.model import ANSWER_MARKS, Model
-from serve_app.prompt import answer, grammars
+from serve_app.llama.model import Model
+from serve_app.prompt import grammars, output_parser
+from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.prompt.tool_calls import ToolCall
-
-TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
-TOOLS = [{"type": "function", "function": {"name": "now"}}]
+from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS, EXAMPLE_FUNCTIONS
+from serve_app.prompt.tool_calls.formats import hermes
+from tests.unit.prompt.tool_calls.formats import TEMPLATES, TOOLS, format_of
 
 
 def write(path: Path, template: str) -> Path:
-    """A vocabulary of bytes and marks, and no weights."""
+    """A vocabulary of bytes and delimiters, and no weights."""
     end = "<|end|>"
-    space = {" ": "Ġ", "\n": "Ċ"}
-    text = [space.get(chr(i), chr(i)) for i in [10, *range(32, 127)]]
-    tokens = [*text, *ANSWER_MARKS, end]
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [chr(256 + i) for i in range(256 - len(plain))]  # as GPT-2 writes these bytes
+    text = [*map(chr, plain), *others]
+    tokens = [*text, *DELIMITERS, end]
     writer = GGUFWriter(path, "qwen3")
-    shape = ModelShape("marks", 1, 32, 32, 1, 1, 32, len(tokens), 512)
+    shape = ModelShape("delimiters", 1, 32, 32, 1, 1, 32, len(tokens), 512)
     add_hyperparameters(writer, shape, LlamaFileType.ALL_F32, rope_base=1e6)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -48,37 +49,32 @@ def takes(model: Model, grammar: str, text: str) -> bool:
     return all(constraint.take(token) for token in tokens)
 
 
-@pytest.mark.parametrize(
-    ("file", "call", "hidden"),
-    [
-        ("mistral-nemo", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', "<|python_tag|>"),
-        ("mistral-small-3.2", "[TOOL_CALLS]now[ARGS]{}", "<think>"),
-        ("qwen3", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "[ARGS]"),
-        (
-            "qwen3-coder",
-            "<tool_call>\n<function=now>\n</function>\n</tool_call>",
-            "</think>",
-        ),
-    ],
-)
-def test_marks_are_shown_read_and_made(tmp_path: Path, file: str, call: str, hidden: str) -> None:
-    path = write(tmp_path / "marks.gguf", (TEMPLATES / f"{file}.jinja").read_text())
-    model, tokenizer = Model(path, vocab_only=True), Tokenizer(path)
+WITH_OPENING = [path for path in TEMPLATES if (form := format_of(path)) and form.opening]
+
+
+@pytest.mark.parametrize("path", WITH_OPENING, ids=lambda path: path.stem)
+def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
+    form = format_of(path)
+    assert form is not None
+    source, call = path.read_text(), form.example.first
+    hidden = next(text for text in DELIMITERS if text not in source)
+    path = write(tmp_path / "delimiters.gguf", source)
+    model, tokenizer = Model(path, vocab_only=True, delimiters=DELIMITERS), Tokenizer(path)
     said = model.tokenize(f"So. {call}{hidden}", add_special=False, parse_special=True)
-    assert said[-1] == model.mark(hidden)
+    assert said[-1] == model.delimiter_token(hidden)
     text = model.detokenize(said)
-    assert text == f"So. {call}"  # and what is no mark of this template is not shown
+    assert text == f"So. {call}"  # and what is no delimiter of this template is not shown
 
-    parser = tokenizer.answer_parser([1], TOOLS)
+    parser = tokenizer.output_parser([1], TOOLS)
     parts: list[Any] = [*parser.feed(text), *parser.finish()]
-    assert parts == ["So. ", ToolCall("now", "{}")]
+    assert parts == ["So. ", EXAMPLE_CALLS[0]]
 
-    assert tokenizer.tool_format is not None
+    assert tokenizer.tool_format is form
     free, forced = (
         grammars.from_tool_calls(
-            [{"name": "now"}],
-            tokenizer.tool_format,
-            tokenizer.mark,
+            EXAMPLE_FUNCTIONS,
+            form,
+            tokenizer.delimiter_token,
             forced=forced,
             parallel=False,
             param="tools",
@@ -89,23 +85,24 @@ def test_marks_are_shown_read_and_made(tmp_path: Path, file: str, call: str, hid
     assert takes(model, forced, call)
     assert not takes(model, forced, f"So. {call}")
     for grammar in (free, forced):
-        assert not takes(model, grammar, call.replace("now", "then"))
+        assert not takes(model, grammar, call.replace("get_weather", "get_whether"))
 
 
-def test_calls_are_not_made_within_a_thought(tmp_path: Path) -> None:
-    path = write(tmp_path / "marks.gguf", (TEMPLATES / "qwen3.jinja").read_text())
-    model, tokenizer = Model(path, vocab_only=True), Tokenizer(path)
+def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
+    (template,) = (path for path in TEMPLATES if path.stem == "qwen3")
+    path = write(tmp_path / "delimiters.gguf", template.read_text())
+    model, tokenizer = Model(path, vocab_only=True, delimiters=DELIMITERS), Tokenizer(path)
     assert tokenizer.tool_format is not None
     grammar = grammars.from_tool_calls(
         [{"name": "now"}],
         tokenizer.tool_format,
-        tokenizer.mark,
+        tokenizer.delimiter_token,
         forced=False,
         parallel=False,
         param="tools",
     )
-    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    thought = f"{answer.OPEN}\nHm.\n{answer.CLOSE}\n\n"
-    assert takes(model, grammar, f"{thought}Yes.")
-    assert takes(model, grammar, f"{thought}{call}")
-    assert not takes(model, grammar, f"{answer.OPEN}{call}")
+    call = hermes.FORMAT.example.second
+    reasoning = f"{output_parser.REASONING_OPEN}\nHm.\n{output_parser.REASONING_CLOSE}\n\n"
+    assert takes(model, grammar, f"{reasoning}Yes.")
+    assert takes(model, grammar, f"{reasoning}{call}")
+    assert not takes(model, grammar, f"{output_parser.REASONING_OPEN}{call}")

@@ -36,7 +36,7 @@ NAMES = st.text("abcxyz_", min_size=1, max_size=6)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     options = EngineOptions(
-        n_slots=8, n_ctx_slot=1024, threads=1, n_batch=256, max_waiting=64, sweep_limit_s=0
+        n_slots=8, n_ctx_slot=1024, threads=1, n_batch=256, max_waiting=64, profile_limit_s=0
     )
     engine = Engine.load(BUILTIN_MODEL, options)
     yield engine

@@ -39,7 +39,7 @@ def engine(path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
         n_batch=64,
         flash_attn=False,
         kv_unified=request.param,
-        sweep_limit_s=0,
+        profile_limit_s=0,
     )
     made = Engine.load(path, options)
     yield made
@@ -69,7 +69,7 @@ async def ask(
 
 async def test_they_are_llama_cpps(engine: Engine, path: Path) -> None:
     prompts = [engine.tokenize(text) for text in TEXTS]
-    assert max(map(len, prompts)) > 64  # several passes
+    assert max(map(len, prompts)) > 64  # several batches
     expected = reference_logprobs(path, prompts)
     for i, (prompt, known) in enumerate(zip(prompts, expected, strict=True)):
         deltas = await ask(engine, f"a{i}", prompt, max_tokens=1)

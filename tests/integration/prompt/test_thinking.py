@@ -1,4 +1,4 @@
-"""Anthropic's `thinking` with a model whose chat template has thoughts, through the `anthropic` package."""
+"""Anthropic's `thinking`, through its package, with a model whose chat template has reasoning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 
-# The end of Qwen3's template, and that of its models that think always: they begin the thought.
+# The end of Qwen3's template, and that of its models that think always: they begin the reasoning.
 TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Iterator[ServedModel]:
-    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, sweep_limit_s=0)
+    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     engine = Engine.load(path, options)
     yield ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
     engine.close(0)
@@ -68,13 +68,13 @@ async def package(model: ServedModel) -> AsyncIterator[anthropic.AsyncAnthropic]
         yield made
 
 
-async def test_a_thought_that_the_template_begins(package: anthropic.AsyncAnthropic) -> None:
-    """A random model never ends it, so all is thought; asked not to think, it says as much."""
+async def test_reasoning_that_the_template_begins(package: anthropic.AsyncAnthropic) -> None:
+    """A random model never ends it, so all is reasoning; asked not to think, it says as much."""
     thinking: ThinkingConfigParam = {"type": "enabled", "budget_tokens": 1024}
     async with package.messages.stream(**ASK, max_tokens=1025, thinking=thinking) as events:
         deltas = [event.thinking async for event in events if event.type == "thinking"]
-        thought = await events.get_final_message()
-    (block,) = thought.content
+        reasoning = await events.get_final_message()
+    (block,) = reasoning.content
     assert block.type == "thinking"
     assert (block.thinking, block.signature) == ("".join(deltas), "")
     assert block.thinking
@@ -84,7 +84,7 @@ async def test_a_thought_that_the_template_begins(package: anthropic.AsyncAnthro
     assert "<think>" not in text.text
 
 
-async def test_earlier_thoughts_are_the_templates_business(
+async def test_earlier_reasoning_is_the_templates_business(
     package: anthropic.AsyncAnthropic, model: ServedModel
 ) -> None:
     said = [

@@ -13,12 +13,13 @@ import pytest
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, FinishReason, GenerationRequest, SamplingParams
 from serve_app.errors import InvalidRequestError
-from serve_app.llama import model as llama_model
-from serve_app.llama.model import ANSWER_MARKS, Model
-from serve_app.prompt import answer, grammars
+from serve_app.llama.model import Model
+from serve_app.prompt import grammars, output_parser
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
-from serve_app.prompt.tool_calls.formats import FORMATS
+from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
+from serve_app.prompt.tool_calls.formats import glm, hermes, qwen_coder
+from tests.unit.prompt.tool_calls.formats import every_format
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 MODEL = Model(BUILTIN_MODEL, vocab_only=True)
@@ -50,31 +51,27 @@ FUNCTIONS: list[dict[str, Any]] = [
     {"name": "now", "description": "é"},
 ]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 
 
 def no_token(text: str) -> int | None:
     return None
 
 
-def tokens_of_marks(text: str) -> int | None:
-    """As if the calls' marks were control tokens, all the same: the other ones end a text."""
+def delimiters_as_tokens(text: str) -> int | None:
+    """As if the calls' delimiters were control tokens, all the same: the other ones end a text."""
     return None if "think" in text else IM_START
 
 
-def grammar_of(
-    form: ToolFormat, *, forced: bool, parallel: bool = False, as_tokens: bool = False
-) -> str:
-    mark = tokens_of_marks if as_tokens else no_token
+def grammar_of(form: ToolFormat, *, forced: bool, parallel: bool) -> str:
     return grammars.from_tool_calls(
-        FUNCTIONS, form, mark, forced=forced, parallel=parallel, param="tools"
+        FUNCTIONS, form, no_token, forced=forced, parallel=parallel, param="tools"
     )
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     options = EngineOptions(
-        n_slots=8, n_ctx_slot=1024, threads=1, n_batch=256, max_waiting=64, sweep_limit_s=0
+        n_slots=8, n_ctx_slot=1024, threads=1, n_batch=256, max_waiting=64, profile_limit_s=0
     )
     engine = Engine.load(BUILTIN_MODEL, options)
     yield engine
@@ -123,74 +120,74 @@ def takes(grammar: str, text: str) -> tuple[bool, bool]:
     return True, constraint.complete or any(map(constraint.take, MODEL.eog_tokens))
 
 
-NOW = {
-    "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "llama3": '{"name": "now", "parameters": {}}',
-    "mistral-list": '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "123456789"}]',
-    "mistral-named": "[TOOL_CALLS]now[ARGS]{}",
-    "qwen-coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
-}
-TWICE = {
-    "hermes": f"{NOW['hermes']}\n{NOW['hermes']}",
-    "mistral-list": '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
-    "mistral-named": NOW["mistral-named"] * 2,
-    "qwen-coder": f"{NOW['qwen-coder']}\n{NOW['qwen-coder']}",
-}
-
-
-def with_tokens(text: str) -> str:
-    for mark in ("<tool_call>", "[TOOL_CALLS]", "</tool_call>", "[ARGS]"):
-        text = text.replace(mark, "<|im_start|>")
+def with_tokens(form: ToolFormat, text: str) -> str:
+    for delimiter in form.delimiters:
+        text = text.replace(delimiter, "<|im_start|>")
     return text
 
 
 @every_format
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
-    """Text is free up to the mark, and what is behind it is not."""
+    """Text is free up to the opening, and what is behind it is not."""
 
     def written(text: str) -> str:
-        return with_tokens(text) if as_tokens else text
+        return with_tokens(form, text) if as_tokens else text
 
-    single = grammar_of(form, forced=False, as_tokens=as_tokens)
-    several = grammar_of(form, forced=False, parallel=True, as_tokens=as_tokens)
-    now = written(NOW[form.name])
+    delimiter_token = delimiters_as_tokens if as_tokens else no_token
+    single, several = (
+        grammars.from_tool_calls(
+            EXAMPLE_FUNCTIONS, form, delimiter_token, forced=False, parallel=parallel, param="tools"
+        )
+        for parallel in (False, True)
+    )
+    first, now = written(form.example.first), written(form.example.second)
     for grammar in (single, several):
         assert takes(grammar, "Hello <tool, [TOOL] and { }.") == (True, True)
+        assert takes(grammar, first) == (True, True)
         assert takes(grammar, now) == (True, True)
         assert takes(grammar, now.replace("now", "then")) == (False, False)
         assert not takes(grammar, now[:-1])[1]
         if form.opening is not None:
             assert takes(grammar, f"Well.\n{now}") == (True, True)
     assert takes(single, f"{now} More.") == (False, False)
-    if form.name in TWICE:
-        twice = written(TWICE[form.name])
-        assert takes(single, twice) == (False, False)
-        assert takes(several, twice) == (True, True)
+    if form.example.both is not None:
+        both = written(form.example.both)
+        assert takes(single, both) == (False, False)
+        assert takes(several, both) == (True, True)
 
 
-def test_thoughts_that_are_tokens_come_before_calls() -> None:
-    (hermes,) = (one for one in FORMATS if one.name == "hermes")
-    marks = {answer.OPEN: IM_START, answer.CLOSE: IM_START}
+def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
+    call = hermes.FORMAT.example.second
+    tokens = {output_parser.REASONING_OPEN: IM_START, output_parser.REASONING_CLOSE: IM_START}
     grammar = grammars.from_tool_calls(
-        FUNCTIONS, hermes, marks.get, forced=False, parallel=False, param="tools"
+        FUNCTIONS, hermes.FORMAT, tokens.get, forced=False, parallel=False, param="tools"
     )
-    thought = "<|im_start|>\nHm.\n<|im_start|>\n\n"
+    reasoning = "<|im_start|>\nHm.\n<|im_start|>\n\n"
     assert takes(grammar, "Yes.") == (True, True)
-    assert takes(grammar, f"{thought}Yes.") == (True, True)
-    assert takes(grammar, thought.removeprefix("<|im_start|>") + NOW["hermes"]) == (True, True)
-    assert takes(grammar, f"{thought}{NOW['hermes']}") == (True, True)
-    assert takes(grammar, f"{thought}{NOW['hermes']}".replace("now", "then")) == (False, False)
+    assert takes(grammar, f"{reasoning}Yes.") == (True, True)
+    assert takes(grammar, reasoning.removeprefix("<|im_start|>") + call) == (True, True)
+    assert takes(grammar, f"{reasoning}{call}") == (True, True)
+    assert takes(grammar, f"{reasoning}{call}".replace("now", "then")) == (False, False)
+
+
+def test_glm_calls_may_have_line_ends() -> None:
+    """As GLM 4.6 writes them, and 4.7 does not."""
+    grammar = grammars.from_tool_calls(
+        EXAMPLE_FUNCTIONS, glm.FORMAT, no_token, forced=True, parallel=True, param="tools"
+    )
+    text = glm.FORMAT.example.first.replace("><arg", ">\n<arg").replace("r<arg", "r\n<arg")
+    assert text.count("\n") == 4
+    assert takes(grammar, text.replace("</tool", "\n</tool")) == (True, True)
 
 
 ARRAY = {"type": "array"}
 
 
 def test_a_string_parameter_is_free_text() -> None:
-    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
     function = {"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "n": ARRAY}}}
     grammar = grammars.from_tool_calls(
-        [function], coder, no_token, forced=True, parallel=False, param="tools"
+        [function], qwen_coder.FORMAT, no_token, forced=True, parallel=False, param="tools"
     )
     text = "<tool_call>\n<function=f>\n<parameter=s>\na\n\n</parameter>é\n</parameter>\n"
     assert takes(grammar, f"{text}</function>\n</tool_call>") == (True, True)
@@ -213,12 +210,11 @@ def test_a_string_parameter_is_free_text() -> None:
     ],
 )
 def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused: list[str]) -> None:
-    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
     named = {"unit": {"type": "string", "enum": ["C", "F"]}, "circle": {"$ref": "#/$defs/circle"}}
     parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": named}
     grammar = grammars.from_tool_calls(
         [{"name": "f", "parameters": parameters}],
-        coder,
+        qwen_coder.FORMAT,
         no_token,
         forced=True,
         parallel=False,
@@ -230,12 +226,11 @@ def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused:
 
 
 def test_a_function_without_properties_takes_none() -> None:
-    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
     function = {"name": "now", "parameters": {"properties": [], "required": 1, "type": []}}
     grammar = grammars.from_tool_calls(
-        [function], coder, no_token, forced=True, parallel=False, param="tools"
+        [function], qwen_coder.FORMAT, no_token, forced=True, parallel=False, param="tools"
     )
-    assert takes(grammar, NOW["qwen-coder"]) == (True, True)
+    assert takes(grammar, qwen_coder.FORMAT.example.second) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +242,10 @@ def test_a_function_without_properties_takes_none() -> None:
     ],
 )
 def test_what_cannot_be_a_grammar_is_refused(parameters: dict[str, Any]) -> None:
-    (coder,) = (one for one in FORMATS if one.name == "qwen-coder")
     with pytest.raises(InvalidRequestError) as raised:
         grammars.from_tool_calls(
             [{"name": "f", "parameters": parameters}],
-            coder,
+            qwen_coder.FORMAT,
             no_token,
             forced=True,
             parallel=False,
@@ -260,36 +254,30 @@ def test_what_cannot_be_a_grammar_is_refused(parameters: dict[str, Any]) -> None
     assert raised.value.param == "tools"
 
 
-# -- marks that are control tokens ----------------------------------------------------------------
+# -- delimiters that are control tokens -----------------------------------------------------------
 
 
-def test_every_formats_marks_can_be_shown() -> None:
-    needed = {mark for form in FORMATS for mark in form.marks} | {answer.OPEN, answer.CLOSE}
-    assert needed == set(ANSWER_MARKS)
-
-
-def test_marks_of_the_template_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built-in model has no such marks: others of its control tokens stand for them."""
+def test_delimiters_of_the_template_are_shown() -> None:
+    """The built-in model has no such delimiters: others of its control tokens stand for them."""
     assert MODEL.piece(IM_START) == b""
-    monkeypatch.setattr(llama_model, "ANSWER_MARKS", ("<|im_start|>", "<|endoftext|>"))
-    model = Model(BUILTIN_MODEL, vocab_only=True)
+    model = Model(BUILTIN_MODEL, vocab_only=True, delimiters=("<|im_start|>", "<|endoftext|>"))
     assert model.piece(IM_START) == b"<|im_start|>"
     assert model.detokenize([IM_START, IM_END]) == "<|im_start|>"
     (unused,) = model.tokenize("<|endoftext|>", add_special=False, parse_special=True)
     assert model.piece(unused) == b""  # its template does not have it
 
 
-def test_a_thought_that_the_template_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_that_the_template_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ messages[0].content }}|{% if quick is not defined %}<think>\n{% endif %}"
     monkeypatch.setattr(Model, "chat_template", property(lambda self: template))
     tokenizer = Tokenizer(BUILTIN_MODEL)
     messages = [{"role": "user", "content": "Hi"}]
     thinking = tokenizer.encode_chat(messages)
     assert tokenizer.decode(thinking, special=True) == "Hi|<think>\n"
-    assert tokenizer.answer_parser(thinking).feed("Hm") == [answer.Thought("Hm")]
+    assert tokenizer.output_parser(thinking).feed("Hm") == [output_parser.Reasoning("Hm")]
     ended = tokenizer.encode_chat(messages, thinks=False)
     assert tokenizer.decode(ended, special=True) == "Hi|<think>\n\n</think>\n\n"
-    assert tokenizer.answer_parser(ended).feed("Hm") == ["Hm"]
+    assert tokenizer.output_parser(ended).feed("Hm") == ["Hm"]
     quick = tokenizer.encode_chat(messages, (), {"quick": True}, False)
     assert tokenizer.decode(quick, special=True) == "Hi|"
     with pytest.raises(InvalidRequestError, match="'messages'"):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.app import engine_options, ingress_options, resolve
+from serve_app.app import access, engine_options, ingress_options, resolve
 from serve_app.config import schema
 from serve_app.errors import ConfigError
+from serve_app.ingress.http.bodies import BodyLimits
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,6 +59,10 @@ def test_the_shipped_file_is_valid() -> None:
         (
             {"models": [model(deployment={"num_replicas": 1, "autoscaling_config": {}})]},
             "autoscaling_config or num_replicas, not both",
+        ),
+        (
+            {"models": [model()], "ingress": {"max_open_bodies": 1000}},
+            "max_open_bodies: 1000 would leave no room",
         ),
     ],
 )
@@ -136,6 +141,32 @@ def test_models_share_the_machine(
 
 def test_fixed_replicas_switch_autoscaling_off() -> None:
     ingress = schema.parse({"models": [model()], "ingress": {"deployment": {"num_replicas": 2}}})
-    options = ingress_options(ingress.ingress.deployment)
+    options = ingress_options(ingress.ingress)
     assert options["num_replicas"] == 2
     assert "autoscaling_config" not in options
+
+
+@pytest.mark.parametrize(("n_ongoing", "n_bodies"), [(None, 125), (80, 10), (3, 1)])
+def test_slow_bodies_leave_room_in_the_ingress(n_ongoing: int | None, n_bodies: int) -> None:
+    deployment = {} if n_ongoing is None else {"max_ongoing_requests": n_ongoing}
+    ingress = schema.parse({"models": [model()], "ingress": {"deployment": deployment}}).ingress
+    assert ingress.open_bodies == n_bodies
+    options = ingress_options(ingress)
+    assert options["max_ongoing_requests"] == (n_ongoing or 1000)
+    assert options["max_queued_requests"] == (n_ongoing or 1000)
+    assert options["autoscaling_config"]["target_ongoing_requests"] >= n_bodies
+    assert access(ingress).bodies == BodyLimits(n_bodies, 64 * 2**20, 500)
+
+
+@pytest.mark.parametrize(
+    "host", ["corral", "corral.example", "*.corral.example", "*", "10.0.0.1", "fd00::1"]
+)
+def test_hosts_are_names(host: str) -> None:
+    ingress = schema.parse({"models": [model()], "ingress": {"allowed_hosts": [host]}}).ingress
+    assert access(ingress).network.allowed_hosts == (host,)
+
+
+@pytest.mark.parametrize("host", ["", "http://corral", "corral:8000", "*example", "a.*.b", "[::1]"])
+def test_hosts_have_no_ports_and_schemes(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"ingress\.allowed_hosts\.0"):
+        schema.parse({"models": [model()], "ingress": {"allowed_hosts": [host]}})

@@ -41,7 +41,7 @@ SMALL = ModelNeeds(32768, (28672, 28672), (128, 128), weight_bytes=GIB // 3)
         "context set",
         "both set",
         "a quantised cache holds more",
-        "pinned prompts have lanes too",
+        "pinned prompts have slots too",
     ],
 )
 def test_fits_machine(

@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.demo_model.template import CHAT_TEMPLATE
 from serve_app.prompt.chat_template import ChatTemplate
-from serve_app.prompt.tool_calls.formats import HERMES
+from serve_app.prompt.tool_calls.formats import hermes
 
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, bos="", eos="<|im_end|>")
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "now", "parameters": {}}}
@@ -32,7 +32,7 @@ def test_turns() -> None:
 
 
 def test_it_calls_tools() -> None:
-    assert TEMPLATE.tool_format is HERMES
+    assert TEMPLATE.tool_format is hermes.FORMAT
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ def continuation(prompt: Sequence[int], n: int) -> list[int]:
 
 @dataclass
 class Tenancy:
-    """One sequence's time in a lane: what was there, and what it was fed."""
+    """One sequence's time in a slot: what was there, and what it was fed."""
 
-    lane: int
+    slot: int
     prompt: tuple[int, ...]
     n_cached: int
     fed: list[tuple[int, int]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Tenancy:
 
 
 class WatchedBackend(FakeBackend):
-    """Keeps who was in which lane, fed with what."""
+    """Keeps who was in which slot, fed with what."""
 
     def __init__(
         self,
@@ -95,15 +95,15 @@ class WatchedBackend(FakeBackend):
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
     ) -> FakeSampler:
-        lane, n_cached = self._last_cut
-        self._tenant[lane] = Tenancy(lane, tuple(prompt), n_cached)
-        self.tenancies.append(self._tenant[lane])
+        slot, n_cached = self._last_cut
+        self._tenant[slot] = Tenancy(slot, tuple(prompt), n_cached)
+        self.tenancies.append(self._tenant[slot])
         return super().sampler(params, prompt, constraint)
 
     def decode(self, rows: Sequence[Row]) -> None:
         super().decode(rows)
-        for token, position, lane, _ in rows:
-            self._tenant[lane].fed.append((token, position))
+        for token, position, slot, _ in rows:
+            self._tenant[slot].fed.append((token, position))
 
 
 class SteppedBackend(WatchedBackend):
@@ -137,7 +137,7 @@ class SteppedBackend(WatchedBackend):
 
 
 def assert_only_own_tokens_were_fed(backend: WatchedBackend) -> None:
-    """Every lane got its sequence's prompt and then what `endless` sampled; each token once."""
+    """Every slot got its sequence's prompt and then what `endless` sampled; each token once."""
     for tenancy in backend.tenancies:
         n = len(tenancy.fed)
         tokens = [*tenancy.prompt, *continuation(tenancy.prompt, tenancy.n_cached + n)]
@@ -201,7 +201,7 @@ def options(n_slots: int = 2, **changed: Any) -> EngineOptions:
 @contextmanager
 def running(backend: FakeBackend, opts: EngineOptions | None = None) -> Iterator[Engine]:
     """An engine that is closed, and whose backend is not left waiting, whatever happens."""
-    engine = Engine(lambda: backend, opts or options(len(backend.lanes)))
+    engine = Engine(lambda: backend, opts or options(len(backend.slots)))
     try:
         yield engine
     finally:

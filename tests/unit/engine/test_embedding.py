@@ -1,4 +1,4 @@
-"""Texts that become vectors: what shares a pass, who is next, and what ends without one."""
+"""Texts that become vectors: what shares a batch, who is next, and what ends without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
-from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import EmbeddingShape
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
@@ -79,15 +79,15 @@ def queue(
     backend = FakeBackend(endless, n_slots=1, fail_on=fail_on)
     backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling=pooling, causal=causal)
     prefill = {n: n * seconds_a_row for n in (1, 2, 4, 8, 16)} if seconds_a_row else {}
-    costs = CostModel(Measurements(dict(prefill), prefill))
+    costs = CostModel(Profile(dict(prefill), prefill))
     made = EmbeddingQueue(backend, costs, 0.25, Progress())
     texts = [Texts(tokens) for tokens in requests]
     made.add(texts)
     return made, backend, texts
 
 
-def passes(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False) -> list[list[int]]:
-    """Every pass's tokens, until nothing waits."""
+def batches(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False) -> list[list[int]]:
+    """Every batch's tokens, until nothing waits."""
     while made:
         made.step(beside=beside)
     made.deliver()
@@ -96,21 +96,21 @@ def passes(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False) 
 
 def test_requests_take_turns() -> None:
     made, backend, _ = queue([(n,) * 8 for n in range(4)], [(9,), (10,)])
-    first, *rest = passes(made, backend)
+    first, *rest = batches(made, backend)
     assert first == [0] * 8 + [9]  # the short list's first text comes before the long one's second
     assert rest == [[1] * 8 + [10], [2] * 8 + [3] * 8]
 
 
-def test_a_long_text_goes_on_in_the_next_pass() -> None:
+def test_a_long_text_goes_on_in_the_next_batch() -> None:
     made, backend, (request,) = queue([text(30), text(3, 50)])
-    assert passes(made, backend) == [list(text(16)), [*text(14, 17)], list(text(3, 50))]
+    assert batches(made, backend) == [list(text(16)), [*text(14, 17)], list(text(3, 50))]
     assert request.future.result().tolist() == [mean(text(30)), mean(text(3, 50))]
 
 
 @pytest.mark.parametrize(("pooling", "row"), [("mean", None), ("cls", 0), ("last", 19)])
 def test_pooling_over_parts(pooling: EmbeddingPooling, row: int | None) -> None:
     made, backend, (request,) = queue([text(20)], pooling=pooling)
-    assert len(passes(made, backend)) == 2
+    assert len(batches(made, backend)) == 2
     rows = [[token, token - 1, sum(text(token))] for token in text(20)]
     expected = mean(text(20)) if row is None else rows[row]
     assert request.future.result().tolist() == [expected]
@@ -118,40 +118,40 @@ def test_pooling_over_parts(pooling: EmbeddingPooling, row: int | None) -> None:
 
 def test_a_text_that_must_be_whole_is() -> None:
     made, backend, _ = queue([text(30)], [text(3)], causal=False)
-    assert [len(one) for one in passes(made, backend)] == [30, 3]
+    assert [len(one) for one in batches(made, backend)] == [30, 3]
 
 
-def test_passes_beside_running_sequences_keep_to_the_stall_budget() -> None:
+def test_batches_beside_running_sequences_keep_to_the_stall_budget() -> None:
     alone, backend, _ = queue([text(16)], seconds_a_row=0.015)
-    assert [len(one) for one in passes(alone, backend)] == [16]
+    assert [len(one) for one in batches(alone, backend)] == [16]
     beside, backend, _ = queue([text(16)], seconds_a_row=0.015)
-    sizes = [len(one) for one in passes(beside, backend, beside=True)]
+    sizes = [len(one) for one in batches(beside, backend, beside=True)]
     # Half of 250 ms, and rows that are first taken to be twice as slow as a prompt's.
     assert sizes[0] == 4
     assert sum(sizes) == 16
     slow, backend, _ = queue([text(3)], seconds_a_row=9)
-    assert len(passes(slow, backend, beside=True)) == 3  # it gets on all the same
+    assert len(batches(slow, backend, beside=True)) == 3  # it gets on all the same
 
 
 def test_what_was_cancelled_is_not_computed() -> None:
     made, backend, (one, other) = queue([text(16)], [text(2, 40)])
     one.future.cancel()
-    assert passes(made, backend) == [list(text(2, 40))]
+    assert batches(made, backend) == [list(text(2, 40))]
     assert other.future.done()
 
 
-def test_a_lane_that_was_left_half_way_is_begun_anew() -> None:
+def test_a_sequence_that_was_left_half_way_is_begun_anew() -> None:
     made, backend, (one, other) = queue([text(30)], [text(20, 40)])
     made.step(beside=False)
     one.future.cancel()
-    assert passes(made, backend) == [list(text(16)), [*text(16, 40)], [*text(4, 56)]]
+    assert batches(made, backend) == [list(text(16)), [*text(16, 40)], [*text(4, 56)]]
     assert other.future.result().tolist() == [mean(text(20, 40))]
 
 
 def test_only_the_text_at_fault_ends() -> None:
     requests = [(1,)], [(2,), (99,), (3,)], [text(4, 10)], [text(5, 20)]
     made, backend, (first, bad, *others) = queue(*requests, fail_on=[99])
-    assert passes(made, backend) == [
+    assert batches(made, backend) == [
         [1, 2, *text(4, 10), *text(5, 20), 99, 3],
         [1],
         [2],
@@ -170,10 +170,9 @@ def test_only_the_text_at_fault_ends() -> None:
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_a_long_text_beside_one_at_fault_is_begun_anew(pooling: EmbeddingPooling) -> None:
     undisturbed, backend, (expected,) = queue([text(30)], pooling=pooling)
-    passes(undisturbed, backend)
+    batches(undisturbed, backend)
     made, backend, (good, bad) = queue([text(30)], [(99,)], pooling=pooling, fail_on=[99])
-    batches = passes(made, backend)
-    assert batches == [
+    assert batches(made, backend) == [
         list(text(16)),
         [*text(14, 17), 99],
         list(text(16)),
@@ -184,11 +183,11 @@ def test_a_long_text_beside_one_at_fault_is_begun_anew(pooling: EmbeddingPooling
     assert isinstance(bad.future.exception(), DecodeError)
 
 
-def test_those_who_come_later_share_passes_again() -> None:
+def test_those_who_come_later_share_batches_again() -> None:
     made, backend, _ = queue([(1,)], [(99,)], fail_on=[99])
-    passes(made, backend)
+    batches(made, backend)
     made.add([Texts([(5,)]), Texts([(6,)])])
-    assert passes(made, backend)[-1] == [5, 6]
+    assert batches(made, backend)[-1] == [5, 6]
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ def gather(engine: Engine, *requests: Sequence[Tokens]) -> list[list[list[float]
     return found
 
 
-def test_requests_that_come_together_share_a_pass() -> None:
+def test_requests_that_come_together_share_a_batch() -> None:
     backend = WatchedBackend(n_slots=2)
     with running(backend) as engine:
         assert gather(engine, [(1, 2)], [(3,), (4, 5)]) == [
@@ -212,20 +211,20 @@ def test_requests_that_come_together_share_a_pass() -> None:
         ]
         stats = engine.stats()
     assert len(backend.embed_batches) == 1
-    assert (stats.embedded_texts, stats.embedded_tokens, stats.embedding_passes) == (3, 5, 1)
+    assert (stats.embedded_texts, stats.embedded_tokens, stats.embedding_batches) == (3, 5, 1)
 
 
-def test_requests_that_come_during_a_pass_share_the_next() -> None:
+def test_requests_that_come_during_a_batch_share_the_next() -> None:
     backend = WatchedBackend(n_slots=2)
     with running(backend) as engine:
         backend.hold()
         first = engine.embed([(1,)])
-        until(lambda: not engine._loop._mailbox._texts)  # it was taken
+        until(lambda: not engine._loop._command_queue._texts)  # it was taken
         others = [engine.embed([(n,)]) for n in range(2, 9)]
         backend.resume()
         for one in (first, *others):
             one.result(PATIENCE_S)
-        assert engine.stats().embedding_passes <= 3
+        assert engine.stats().embedding_batches <= 3
         assert engine.stats().embedded_texts == 8
 
 
@@ -271,7 +270,7 @@ def test_2048_texts_wait_at_most() -> None:
         again.result(PATIENCE_S)
 
 
-def test_a_failed_pass_ends_the_one_at_fault_only() -> None:
+def test_a_failed_batch_ends_the_one_at_fault_only() -> None:
     backend = WatchedBackend(n_slots=1, fail_on=[7])
     with running(backend) as engine:
         backend.hold()
@@ -299,8 +298,8 @@ def test_what_is_not_done_in_time_ends_with_an_error() -> None:
     backend.hold()
     engine = Engine(lambda: backend, options(1))
     future = engine.embed([text(20)] * 50)
-    until(lambda: not engine._loop._mailbox._texts)
-    engine._loop._mailbox.drain(0)
+    until(lambda: not engine._loop._command_queue._texts)
+    engine._loop._command_queue.drain(0)
     backend.resume()
     engine.close(0)
     with pytest.raises(EngineClosedError):

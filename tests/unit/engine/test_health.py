@@ -7,8 +7,8 @@ import time
 import pytest
 
 from serve_app.engine import EngineFailedError
-from serve_app.engine.autotune.cost_model import Measurements
-from serve_app.engine.health import Batch, HangWatch, Progress, is_overdue
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.health import HangWatch, Progress, RunningBatch, is_overdue
 from tests.unit.engine.harness import PATIENCE_S, WatchedBackend, request, running, start, until
 
 PERIOD_S = 10.0
@@ -36,18 +36,20 @@ def test_what_is_overdue(ran_s: float, forecast_s: float, overdue: bool) -> None
 
 
 def test_a_batch_that_runs_on_hangs() -> None:
-    watch, batch = HangWatch(), Batch(1000.0, 0.05)
+    watch, batch = HangWatch(), RunningBatch(1000.0, 0.05)
     told = [watch.hangs(batch, 1000.0 + PERIOD_S * i) for i in range(9)]
     assert told == [False] * 7 + [True] * 2
 
 
 def test_every_batch_counts_for_itself() -> None:
     watch = HangWatch()
-    assert not any(watch.hangs(Batch(PERIOD_S * i, 0.05), PERIOD_S * (i + 1)) for i in range(50))
+    assert not any(
+        watch.hangs(RunningBatch(PERIOD_S * i, 0.05), PERIOD_S * (i + 1)) for i in range(50)
+    )
 
 
 def test_nothing_hangs_while_there_is_nothing_to_do() -> None:
-    watch, batch = HangWatch(), Batch(0.0, 0.05)
+    watch, batch = HangWatch(), RunningBatch(0.0, 0.05)
     assert not any(watch.hangs(None, PERIOD_S * i) for i in range(50))
     assert not watch.hangs(batch, 1.0)
     assert not watch.hangs(None, 2.0)
@@ -55,7 +57,7 @@ def test_nothing_hangs_while_there_is_nothing_to_do() -> None:
 
 def test_a_process_that_was_stopped_does_not_hang() -> None:
     """All of it stood still for an hour, the look and the batch alike."""
-    watch, batch = HangWatch(), Batch(0.0, 0.05)
+    watch, batch = HangWatch(), RunningBatch(0.0, 0.05)
     assert not watch.hangs(batch, 1.0)
     assert not watch.hangs(batch, 3600.0)
     assert not watch.hangs(batch, 3601.0)
@@ -79,14 +81,14 @@ def test_a_batch_that_fails_is_over() -> None:
     assert progress.batch is None
 
 
-def measured(seconds: float) -> Measurements:
-    return Measurements(decode_s={1: seconds}, prefill_s={16: seconds})
+def measured(seconds: float) -> Profile:
+    return Profile(decode_s={1: seconds}, prefill_s={16: seconds})
 
 
 @pytest.mark.parametrize("work", ["text", "embedding"])
 def test_an_engine_that_hangs_is_not_healthy(work: str) -> None:
     backend = WatchedBackend(n_slots=1)
-    backend.measurements = measured(0.05)
+    backend.profile = measured(0.05)
     with running(backend) as engine:
         backend.hold()
         if work == "text":
@@ -104,7 +106,7 @@ def test_an_engine_that_hangs_is_not_healthy(work: str) -> None:
 
 def test_an_engine_that_goes_on_is_healthy_again() -> None:
     backend = WatchedBackend(n_slots=1)
-    backend.measurements = measured(0.05)
+    backend.profile = measured(0.05)
     with running(backend) as engine:
         backend.hold()
         (inbox,) = start(engine, request("a"))
@@ -119,7 +121,7 @@ def test_an_engine_that_goes_on_is_healthy_again() -> None:
 
 def test_what_is_forecast_to_be_slow_may_be() -> None:
     backend = WatchedBackend(n_slots=1)
-    backend.measurements = measured(30.0)
+    backend.profile = measured(30.0)
     with running(backend) as engine:
         backend.hold()
         start(engine, request("a"))

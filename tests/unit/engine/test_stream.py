@@ -244,3 +244,44 @@ def test_slow_callback_does_not_hold_up_the_sink(runner: CallbackRunner, aborts:
 def test_close_twice(runner: CallbackRunner) -> None:
     runner.close()
     runner.close()
+
+
+def callback_threads() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name == "corral-callbacks"}
+
+
+def test_a_runner_has_no_thread_before_its_first_sink(aborts: Aborts) -> None:
+    before = callback_threads()
+    runner = CallbackRunner()
+    assert callback_threads() == before
+    runner.close()  # nothing to wait for
+    assert callback_threads() == before
+
+
+def test_sinks_of_many_threads_share_one(aborts: Aborts) -> None:
+    before, runner, n = callback_threads(), CallbackRunner(), 8
+    together, seen = threading.Barrier(n), list[threading.Thread]()
+
+    def submit() -> None:
+        together.wait(PATIENCE_S)
+        runner.sink(lambda _: seen.append(threading.current_thread()), aborts)(text("a"))
+
+    callers = [threading.Thread(target=submit) for _ in range(n)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(callback_threads() - before) == 1
+    runner.close()
+    assert len(seen) == n
+    assert len(set(seen)) == 1
+    assert callback_threads() == before
+
+
+def test_a_sink_of_a_closed_runner_leaves_no_thread(runner: CallbackRunner, aborts: Aborts) -> None:
+    before = callback_threads()
+    runner.close()
+    runner.sink(lambda _: None, aborts)
+    for thread in callback_threads() - before:
+        thread.join(PATIENCE_S)
+    assert callback_threads() == before

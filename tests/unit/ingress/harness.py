@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from serve_app.errors import InvalidRequestError
 from serve_app.ingress.model_registry import Answers
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
-from serve_app.prompt.tool_calls.formats import HERMES
+from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.types import (
+    Accepted,
     FinishReason,
     GenerationRequest,
     ReplicaStats,
@@ -36,8 +38,8 @@ HELLO = [TokenDelta("Hel", (1,)), TokenDelta("", (2,)), TokenDelta("lo", (3,), E
 def said(message: dict[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     called = [f"{call['name']}{call['arguments']}" for call in calls]
-    thought = f"({message['reasoning_content']})" if "reasoning_content" in message else ""
-    return "".join([thought, message["content"], *called])
+    reasoning = f"({message['reasoning_content']})" if "reasoning_content" in message else ""
+    return "".join([reasoning, message["content"], *called])
 
 
 class ByteTokenizer:
@@ -46,9 +48,9 @@ class ByteTokenizer:
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
     reranks = False
-    tool_format: ToolFormat | None = HERMES
+    tool_format: ToolFormat | None = hermes.FORMAT
     thinks = False
-    answer_parser = Tokenizer.answer_parser
+    output_parser = Tokenizer.output_parser
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -78,7 +80,7 @@ class ByteTokenizer:
     ) -> str:
         return bytes(self.encode_chat(messages, tools, extra)).decode()
 
-    def mark(self, text: str) -> int | None:
+    def delimiter_token(self, text: str) -> int | None:
         return None
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
@@ -103,17 +105,20 @@ class ByteTokenizer:
         ending = (
             "".join(v for v in (extra or {}).values() if isinstance(v, str))
             if thinks
-            else "|no thought"
+            else "|no reasoning"
         )
         return self.encode(names + "|".join(f"{m['role']}:{said(m)}" for m in messages) + ending)
 
+
+Script = Sequence[TokenDelta | Exception | asyncio.Event]
+"""What an engine does, in turn; it waits for events."""
 
 COUNTERS = (
     "prompt_tokens",
     "generated_tokens",
     "generation_s",
-    "passes",
-    "busy_lanes",
+    "batches",
+    "busy_slots",
     "drafted_tokens",
     "accepted_tokens",
     "running",
@@ -122,11 +127,12 @@ COUNTERS = (
 
 
 class ScriptedEngine:
-    """Yields a script, exceptions in it raised, and remembers what it was asked."""
+    """Yields a script, exceptions in it raised, and remembers what it was asked. A request is accepted
+    unless its script begins with an exception."""
 
     def __init__(self) -> None:
-        self.script: list[TokenDelta | Exception] = list(HELLO)
-        self.scripts: list[Sequence[TokenDelta | Exception]] = []
+        self.script: Script = list(HELLO)
+        self.scripts: list[Script] = []
         """What the next requests get instead."""
         self.requests: list[GenerationRequest] = []
         self.slot_actions: list[tuple[str, str, int, str]] = []
@@ -140,13 +146,19 @@ class ScriptedEngine:
         self.missing: tuple[str, ...] = ()
         """Replicas that do not answer."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         self.requests.append(request)
+        script = self.scripts.pop(0) if self.scripts else self.script
         try:
-            for item in self.scripts.pop(0) if self.scripts else self.script:
+            if not isinstance(script[0], Exception):
+                yield Accepted()
+            for item in script:
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                if isinstance(item, asyncio.Event):
+                    await item.wait()
+                else:
+                    yield item
         except GeneratorExit:
             self.left_early = True
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from serve_app.prompt.answer import Thought
+from serve_app.prompt.output_parser import Reasoning
 
 
 class Splitter(Protocol):
@@ -15,14 +15,14 @@ class Splitter(Protocol):
 
 
 def parse(parser: Splitter, pieces: Sequence[str]) -> list[Any]:
-    """What the pieces hold, neighbouring prose and neighbouring thoughts joined."""
+    """What the pieces hold, neighbouring content and neighbouring reasoning joined."""
     joined: list[Any] = []
     for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]:
-        assert part not in ("", Thought(""))
+        assert part not in ("", Reasoning(""))
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
             joined[-1] += part
-        elif isinstance(part, Thought) and joined and isinstance(joined[-1], Thought):
-            joined[-1] = Thought(joined[-1].text + part.text)
+        elif isinstance(part, Reasoning) and joined and isinstance(joined[-1], Reasoning):
+            joined[-1] = Reasoning(joined[-1].text + part.text)
         else:
             joined.append(part)
     return joined

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix
 from serve_app.engine.kv_cache.state_format import packed
-from serve_app.replica.kv_transfer import Heir, Offer, Tally, bequests, wishes
+from serve_app.replica.kv_transfer import Offer, Tally, TransferTarget, plan_pull, plan_push
 
 A, B, C = (packed([n] * 40) for n in range(3))
 
@@ -21,7 +21,7 @@ def test_what_several_have_is_asked_of_the_one_with_the_smallest_state() -> None
         Offer("two", b"", [hot(A, 3, 10)]),
         Offer("three", b"", []),
     ]
-    assert wishes(offers, [], 100) == [(hot(A, 6), "two"), (hot(B, 4), "one")]
+    assert plan_pull(offers, [], 100) == [(hot(A, 6), "two"), (hot(B, 4), "one")]
 
 
 @pytest.mark.parametrize(
@@ -31,36 +31,42 @@ def test_a_new_replica_asks_for_what_it_lacks_and_has_room_for(
     held: list[bytes], room: int, asked: list[bytes]
 ) -> None:
     offers = [Offer("one", b"", [hot(A, 9), hot(B, 2)])]
-    assert [one.tokens for one, _ in wishes(offers, held, room)] == asked
+    assert [one.tokens for one, _ in plan_pull(offers, held, room)] == asked
 
 
-def test_without_elders_nobody_is_asked() -> None:
-    assert wishes([], [], 100) == []
+def test_without_sources_nobody_is_asked() -> None:
+    assert plan_pull([], [], 100) == []
 
 
 def test_what_one_leaves_goes_to_who_has_most_room() -> None:
     offered = [hot(A, 9, 20), hot(B, 8, 20), hot(C, 7, 20)]
-    heirs = [Heir("one", b"", [True] * 3, 45), Heir("two", b"", [True] * 3, 30)]
-    assert [(one.tokens, heir) for one, heir in bequests(offered, heirs)] == [
+    targets = [
+        TransferTarget("one", b"", [True] * 3, 45),
+        TransferTarget("two", b"", [True] * 3, 30),
+    ]
+    assert [(one.tokens, target) for one, target in plan_push(offered, targets)] == [
         (A, "one"),
         (B, "two"),
         (C, "one"),
     ]
 
 
-def test_only_what_all_lack_is_handed_over() -> None:
+def test_only_what_all_lack_is_sent() -> None:
     offered = [hot(A), hot(B)]
-    heirs = [Heir("one", b"", [True, False], 100), Heir("two", b"", [True, True], 50)]
-    assert bequests(offered, heirs) == [(hot(A), "one")]
+    targets = [
+        TransferTarget("one", b"", [True, False], 100),
+        TransferTarget("two", b"", [True, True], 50),
+    ]
+    assert plan_push(offered, targets) == [(hot(A), "one")]
 
 
-def test_the_last_one_has_no_heir() -> None:
-    assert bequests([hot(A)], []) == []
+def test_the_last_one_has_no_target() -> None:
+    assert plan_push([hot(A)], []) == []
 
 
 def test_what_fits_nobody_is_lost() -> None:
-    heirs = [Heir("one", b"", [True], 15), Heir("two", b"", [True], 15)]
-    assert bequests([hot(A, n_bytes=20)], heirs) == []
+    targets = [TransferTarget("one", b"", [True], 15), TransferTarget("two", b"", [True], 15)]
+    assert plan_push([hot(A, n_bytes=20)], targets) == []
 
 
 def test_the_log_counts_what_was_kept() -> None:

@@ -11,7 +11,8 @@ import pytest
 from serve_app.routing.blocks import chain, request_key
 from serve_app.routing.request_router import prompt_of
 from serve_app.routing.score import Prompt
-from serve_app.types import GenerationRequest, SamplingParams
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest
 
 TOKENS = tuple(range(70))
 KEY = request_key("http")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 
-MEASURED = Measurements(
+MEASURED = Profile(
     decode_s={1: 0.02, 4: 0.05, 16: 0.11},
     prefill_s={16: 0.1, 32: 0.11, 64: 0.2, 128: 0.38},
     verify_s={2: 0.03, 4: 0.04},
@@ -104,7 +104,7 @@ def test_a_chunk_fits_or_is_nothing(
 
 
 def test_nothing_measured_costs_nothing() -> None:
-    model = CostModel(Measurements())
+    model = CostModel(Profile())
     assert not model
     assert model.decode_s(4) == model.prefill_s(100, 100) == model.prompt_token_s == 0.0
     assert model.chunk(100, 0, within_s=0.1) == 100
@@ -114,7 +114,7 @@ def test_nothing_measured_costs_nothing() -> None:
     assert model.curve() == {"decode_ms": {}, "prefill_ms": {}, "verify_ms": {}}
 
 
-def test_it_learns_what_passes_really_take() -> None:
+def test_it_learns_what_batches_really_take() -> None:
     model = CostModel(MEASURED)
     for _ in range(200):
         model.saw_decode(4, 4, 0, 0.1)
@@ -131,19 +131,19 @@ def test_a_hiccup_counts_little_and_a_wrong_measurement_is_forgotten() -> None:
     model = CostModel(MEASURED)
     model.saw_decode(4, 4, 0, 50.0)
     assert 0.05 < model.decode_s(4) < 0.055
-    wrong = CostModel(Measurements({4: 9.0}, {16: 9.0}))
+    wrong = CostModel(Profile({4: 9.0}, {16: 9.0}))
     for _ in range(200):
         wrong.saw_decode(4, 4, 0, 0.05)
     assert wrong.decode_s(4) == pytest.approx(0.05, rel=0.01)
 
 
 def test_what_was_badly_measured_and_is_seldom_tried_is_soon_known() -> None:
-    """Something else ran when 16 rows were measured: four passes of 4 seem faster, until one is tried."""
-    model, true_s = CostModel(Measurements({4: 0.045, 16: 0.203}, {16: 0.1})), {4: 0.045, 16: 0.14}
-    lanes = tuple(range(16))
+    """Something else ran when 16 rows were measured: four batches of 4 seem faster, until one is tried."""
+    model, true_s = CostModel(Profile({4: 0.045, 16: 0.203}, {16: 0.1})), {4: 0.045, 16: 0.14}
+    slots = tuple(range(16))
     split = []
     for _ in range(100):
-        parts = model.split(lanes, 0)
+        parts = model.split(slots, 0)
         split.append(len(parts) == 4)
         for n in parts:
             model.saw_decode(n, n, 0, true_s[n])
@@ -151,9 +151,9 @@ def test_what_was_badly_measured_and_is_seldom_tried_is_soon_known() -> None:
     assert not any(split[20:])
 
 
-def test_a_batch_is_split_where_two_rows_cost_more_than_two_passes() -> None:
-    """As Q8_0 does on AVX-512; every once in a while it is one pass all the same, to see."""
-    model = CostModel(Measurements({1: 0.02, 2: 0.06, 4: 0.07, 8: 0.1}, {16: 0.1}))
+def test_a_batch_is_split_where_two_rows_cost_more_than_two_batches() -> None:
+    """As Q8_0 does on AVX-512; every once in a while it is one batch all the same, to see."""
+    model = CostModel(Profile({1: 0.02, 2: 0.06, 4: 0.07, 8: 0.1}, {16: 0.1}))
     assert model.split((4, 5), 0) == (2,)
     assert model.split((4, 5), 0) == (1, 1)
     assert model.steps_s(2, 0) == pytest.approx(0.04)
@@ -169,34 +169,34 @@ def test_a_batch_is_split_where_two_rows_cost_more_than_two_passes() -> None:
     st.sets(st.integers(0, 15)),
     st.lists(st.floats(0.01, 1), min_size=5, max_size=5),
 )
-def test_a_split_is_of_all_lanes_and_never_slower(
+def test_a_split_is_of_all_slots_and_never_slower(
     busy: set[int], blocked: set[int], seconds: list[float]
 ) -> None:
-    """Than one pass over all, or one for each run of consecutive lanes."""
-    model = CostModel(Measurements(dict(zip((1, 2, 4, 8, 16), seconds, strict=True)), {16: 0.1}))
-    lanes, blocked = tuple(sorted(busy)), blocked - busy
-    model.split(lanes, 0)
-    rest = iter(lanes)
-    parts = [[next(rest) for _ in range(n)] for n in model.split(lanes, 0, frozenset(blocked))]
-    assert [lane for part in parts for lane in part] == list(lanes)
+    """Than one batch over all, or one for each run of consecutive slots."""
+    model = CostModel(Profile(dict(zip((1, 2, 4, 8, 16), seconds, strict=True)), {16: 0.1}))
+    slots, blocked = tuple(sorted(busy)), blocked - busy
+    model.split(slots, 0)
+    rest = iter(slots)
+    parts = [[next(rest) for _ in range(n)] for n in model.split(slots, 0, frozenset(blocked))]
+    assert [slot for part in parts for slot in part] == list(slots)
     spans = [range(part[0], part[-1] + 1) for part in parts]
     assert all(blocked.isdisjoint(span) for span in spans)
     taken_s = sum(model.decode_s(len(span)) for span in spans)
-    runs = [[lanes[0]]]
-    for lane in lanes[1:]:
-        if lane == runs[-1][-1] + 1:
-            runs[-1].append(lane)
+    runs = [[slots[0]]]
+    for slot in slots[1:]:
+        if slot == runs[-1][-1] + 1:
+            runs[-1].append(slot)
         else:
-            runs.append([lane])
+            runs.append([slot])
     slack = 1 / (1 - 0.05)
     assert taken_s <= slack * sum(model.decode_s(len(run)) for run in runs) + 1e-9
-    whole = range(lanes[0], lanes[-1] + 1)
+    whole = range(slots[0], slots[-1] + 1)
     if blocked.isdisjoint(whole):
         assert taken_s <= slack * model.decode_s(len(whole)) + 1e-9
 
 
-def test_gaps_between_lanes_are_filled_where_that_is_faster() -> None:
-    model = CostModel(Measurements({1: 0.04, 4: 0.05, 16: 0.1}, {16: 0.1}))
+def test_gaps_between_slots_are_filled_where_that_is_faster() -> None:
+    model = CostModel(Profile({1: 0.04, 4: 0.05, 16: 0.1}, {16: 0.1}))
     assert model.split((0, 2, 3), 0) == (3,)
     assert model.split((0, 2, 3), 0, frozenset({1})) == (1, 2)
     assert model.split((0, 15), 0) == (1, 1)

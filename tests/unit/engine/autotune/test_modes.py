@@ -1,4 +1,4 @@
-"""Which mode is chosen by which measurements."""
+"""Which mode is chosen by which profiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode, candidates, choose, request_s
 from serve_app.engine.options import EngineOptions
 
@@ -34,12 +34,12 @@ def test_what_is_measured(options: EngineOptions, expected: list[Mode]) -> None:
     assert candidates(options) == expected
 
 
-def measured(row_s: float, token_s: float) -> Measurements:
+def measured(row_s: float, token_s: float) -> Profile:
     """So much for each row, and so much more for each row and token in the cache."""
     rows = (1, 2, 4, 16, 64, 512)
     shallow = {n: 0.01 + n * row_s for n in rows}
     deep = {n: shallow[n] + n * 1000 * token_s for n in rows}
-    return Measurements(shallow, shallow, {}, 1000, deep, deep)
+    return Profile(shallow, shallow, {}, 1000, deep, deep)
 
 
 def test_seconds_of_a_request() -> None:
@@ -49,7 +49,7 @@ def test_seconds_of_a_request() -> None:
     cheap = measured(0.001, 0.0)
     expected = (0.138 + 0.522 + 0.266) / 2 + 128 * 0.014 / 4
     assert request_s(cheap, options, kv_unified=False) == pytest.approx(expected, rel=0.01)
-    assert request_s(Measurements(), OPEN, kv_unified=False) == 0.0
+    assert request_s(Profile(), OPEN, kv_unified=False) == 0.0
 
 
 def test_prompts_of_their_own_want_a_split_cache_and_a_common_one_a_unified() -> None:
@@ -61,7 +61,7 @@ def test_prompts_of_their_own_want_a_split_cache_and_a_common_one_a_unified() ->
     choice = choose(common, PINNED)
     assert choice.mode == UNIFIED_ON
     assert "with a common system prompt" in choice.reason
-    assert choice.measured == common[UNIFIED_ON]
+    assert choice.profile == common[UNIFIED_ON]
 
 
 def test_a_bound_makes_small_chunks_count() -> None:
@@ -77,16 +77,16 @@ def test_a_bound_makes_small_chunks_count() -> None:
 def test_of_those_that_are_as_good_the_first() -> None:
     found = {SPLIT_ON: measured(0.00107, 0), SPLIT_OFF: measured(0.001, 0)}
     assert choose(found, OPEN).mode == SPLIT_ON
-    assert choose({SPLIT_OFF: Measurements()}, OPEN) == Choice(
-        SPLIT_OFF, f"{SPLIT_OFF}: as configured", Measurements()
+    assert choose({SPLIT_OFF: Profile()}, OPEN) == Choice(
+        SPLIT_OFF, f"{SPLIT_OFF}: as configured", Profile()
     )
 
 
 def test_only_what_was_measured_in_all_modes_is_compared() -> None:
-    """A mode with no time left for its deep passes is not the faster one by that."""
+    """A mode with no time left for its deep batches is not the faster one by that."""
     whole, shallow = measured(0.001, 1e-6), measured(0.0012, 1e-6)
     shallow = replace(shallow, depth=0, deep_decode_s={}, deep_prefill_s={})
     assert request_s(shallow, OPEN, kv_unified=False) < request_s(whole, OPEN, kv_unified=False)
     choice = choose({SPLIT_ON: shallow, SPLIT_OFF: whole}, OPEN)
     assert choice.mode == SPLIT_OFF
-    assert choice.measured == whole
+    assert choice.profile == whole

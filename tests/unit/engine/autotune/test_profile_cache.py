@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 
 CHOICE = Choice(
     Mode(flash_attn=True, kv_unified=False),
     "split: as configured",
-    Measurements({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007),
+    Profile({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007),
 )
 
 
 def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
-    folder = tmp_path / "sweeps"
+    folder = tmp_path / "profiles"
     assert profile_cache.load(folder, "a") is None
     profile_cache.save(folder, "a", CHOICE)
     assert profile_cache.load(folder, "a") == CHOICE
@@ -45,10 +45,10 @@ def test_other_conditions_have_another_name() -> None:
         "{",
         "[]",
         '{"decode_s": {"1": 0.5}}',
-        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "measured": {"depth": "x"}}',
-        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "measured": {"decode_s": 3}}',
-        '{"mode": {"flash_attn": true, "kv_unified": "no"}, "reason": "", "measured": {}}',
-        '{"mode": {"flash_attn": true}, "reason": "", "measured": {}}',
+        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "profile": {"depth": "x"}}',
+        '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "profile": {"decode_s": 3}}',
+        '{"mode": {"flash_attn": true, "kv_unified": "no"}, "reason": "", "profile": {}}',
+        '{"mode": {"flash_attn": true}, "reason": "", "profile": {}}',
     ],
 )
 def test_a_damaged_file_is_said_and_not_used(
@@ -65,5 +65,5 @@ def test_a_folder_that_cannot_be_made_is_only_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        profile_cache.save(tmp_path / "file" / "sweeps", "a", CHOICE)
+        profile_cache.save(tmp_path / "file" / "profiles", "a", CHOICE)
     assert "cannot be kept" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 from serve_app.engine import (
     FinishReason,
 )
-from serve_app.engine.command_queue import Mailbox
+from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.scheduler.backlog import Forecast
 from serve_app.engine.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
@@ -92,16 +92,16 @@ FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
 
 
 def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
-    mailbox = Mailbox(1, None)
+    command_queue = CommandQueue(1, None)
     first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
-    assert mailbox.submit([first], FORECAST) == [None]
-    mailbox.take(0.0)
-    mailbox.abort("a")
-    mailbox.forget("a")
-    assert mailbox.submit([second], FORECAST) == [None]
-    commands = mailbox.take(0.0)
-    assert commands.submitted == [second]
-    assert not commands.aborted
+    assert command_queue.submit([first], FORECAST) == [None]
+    command_queue.take(0.0)
+    command_queue.abort("a")
+    command_queue.forget("a")
+    assert command_queue.submit([second], FORECAST) == [None]
+    pending = command_queue.take(0.0)
+    assert pending.submitted == [second]
+    assert not pending.aborted
 
 
 async def test_leaving_a_stream_aborts_it() -> None:

@@ -16,7 +16,7 @@ from serve_app.engine import (
     SamplingParams,
     TokenStream,
 )
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,
@@ -145,7 +145,7 @@ def test_who_would_wait_too_long_is_refused_with_the_forecast() -> None:
     """Eight tokens of each take 0.8 s, by what was measured: with two slots, the fourth one's wait is that
     for two ends of three, 1.6 s."""
     backend = WatchedBackend(n_slots=2)
-    backend.measurements = Measurements({1: 0.2, 2: 0.2}, {16: 0.16, 32: 0.32})
+    backend.profile = Profile({1: 0.2, 2: 0.2}, {16: 0.16, 32: 0.32})
     backend.hold()
     with running(backend, options(2, max_waiting=50, max_wait_s=1.0)) as engine:
         inboxes = start(engine, *(request(name, "h", max_tokens=8) for name in "abc"))

@@ -1,4 +1,4 @@
-"""What lanes are fed, and when."""
+"""What slots are fed, and when."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from serve_app.engine import (
     CorralError,
     TokenStream,
 )
-from serve_app.engine.autotune.cost_model import Measurements
-from serve_app.engine.command_queue import Mailbox
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.scheduler.backlog import Forecast
 from serve_app.engine.sequence import Sequence as EngineSequence
@@ -30,8 +30,8 @@ from tests.unit.engine.harness import (
 )
 
 
-def test_lanes_are_fed_their_own_tokens_and_nothing_else() -> None:
-    """Interleaved, in chunks, with lanes used again by strangers and by relatives."""
+def test_slots_are_fed_their_own_tokens_and_nothing_else() -> None:
+    """Interleaved, in chunks, with slots used again by strangers and by relatives."""
     backend = WatchedBackend(n_slots=3)
     lengths = (1, 9, 17, 3, 30, 2, 11, 11, 12, 1, 25, 7)
     prompts = ["a" * n + "b" * (n % 5) + chr(ord("A") + i) for i, n in enumerate(lengths)]
@@ -104,16 +104,16 @@ def test_prompts_that_do_not_fit_go_one_by_one() -> None:
 
 
 async def test_submit_many_enters_one_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = Mailbox.submit
+    submit = CommandQueue.submit
     sizes: list[int] = []
 
     def watched(
-        mailbox: Mailbox, sequences: list[EngineSequence], forecast: Forecast
+        command_queue: CommandQueue, sequences: list[EngineSequence], forecast: Forecast
     ) -> list[CorralError | None]:
         sizes.append(len(sequences))
-        return submit(mailbox, sequences, forecast)
+        return submit(command_queue, sequences, forecast)
 
-    monkeypatch.setattr(Mailbox, "submit", watched)
+    monkeypatch.setattr(CommandQueue, "submit", watched)
     backend = WatchedBackend(n_slots=3)
     backend.hold()
     with running(backend, options(3)) as engine:
@@ -129,7 +129,7 @@ async def test_submit_many_enters_one_step_together(monkeypatch: pytest.MonkeyPa
 def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     """10 ms for the decoder and 1 ms for each of a prompt's rows: 8 rows fit into 20 ms."""
     backend = WatchedBackend(n_slots=2)
-    backend.measurements = Measurements({1: 0.01, 2: 0.01}, {4: 0.004, 8: 0.008, 16: 0.016})
+    backend.profile = Profile({1: 0.01, 2: 0.01}, {4: 0.004, 8: 0.008, 16: 0.016})
     loop = DecoderLoop(lambda: backend, options(2, max_stall_s=0.02))
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
@@ -138,6 +138,6 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     rows = [[row[2] for row in batch] for batch in backend.batches]
     assert rows[:6] == [[0], [1] * 8] * 3
     assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
-    # Passes take next to nothing here, and that is learned, a little each time.
+    # Batches take next to nothing here, and that is learned, a little each time.
     assert 5 < loop.stats.step_time["decode_ms"][1] < 10
     assert 5 < loop.stats.step_time["prefill_ms"][8] < 8

@@ -1,4 +1,4 @@
-"""Idle lanes between busy ones: computed along for nothing, and left as they were."""
+"""Idle slots between busy ones: computed along for nothing, and left as they were."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.fake import FakeBackend
-from serve_app.engine.scheduler.batch import Turn, plan_pass
+from serve_app.engine.scheduler.batch import Turn, plan_batch
 from serve_app.types import FinishReason
 from tests.unit.engine.harness import continuation, endless, options, request, running, start
 from tests.unit.engine.scheduler.test_scheduler import streaming
 
-FEW_PASSES = Measurements(dict.fromkeys((1, 2, 4, 8), 1.0), {8: 1e-6, 64: 1e-6})
-"""A pass takes as long for many rows as for one. What passes really take here is learned slowly."""
+FEW_BATCHES = Profile(dict.fromkeys((1, 2, 4, 8), 1.0), {8: 1e-6, 64: 1e-6})
+"""A batch takes as long for many rows as for one. What batches really take here is learned slowly."""
 LETTERS = "abcdef"
 
 
-def test_a_gap_gets_a_row_at_the_end_of_its_lane() -> None:
+def test_a_gap_gets_a_row_at_the_end_of_its_slot() -> None:
     turns = [Turn(streaming(slot, n_past=3), 1) for slot in (0, 3)]
-    plan = plan_pass(turns, lane_ends={0: 3, 1: 7, 2: 0, 3: 3})
+    plan = plan_batch(turns, slot_ends={0: 3, 1: 7, 2: 0, 3: 3})
     assert [(row[1:]) for row in plan.rows] == [
         (3, 0, True),
         (7, 1, False),
@@ -29,7 +29,7 @@ def test_a_gap_gets_a_row_at_the_end_of_its_lane() -> None:
     ]
     assert plan.fillers == ((1, 7), (2, 0))
     assert [chunk.sample_row for chunk in plan.chunks] == [0, 3]
-    assert plan_pass(turns).fillers == ()
+    assert plan_batch(turns).fillers == ()
 
 
 def gap_rows(backend: FakeBackend) -> int:
@@ -39,9 +39,9 @@ def gap_rows(backend: FakeBackend) -> int:
 
 
 @pytest.mark.parametrize("fills_gaps", [True, False])
-def test_sequences_that_are_left_apart_share_passes(fills_gaps: bool) -> None:
+def test_sequences_that_are_left_apart_share_batches(fills_gaps: bool) -> None:
     backend = FakeBackend(endless, n_slots=6)
-    backend.measurements, backend.fills_gaps = FEW_PASSES, fills_gaps
+    backend.profile, backend.fills_gaps = FEW_BATCHES, fills_gaps
     with running(backend, options(6, speculate=False)) as engine:
         lengths = [24, 2, 2, 24, 2, 24]
         inboxes = start(
@@ -54,7 +54,7 @@ def test_sequences_that_are_left_apart_share_passes(fills_gaps: bool) -> None:
         for inbox, letter, n in zip(inboxes, LETTERS, lengths, strict=True):
             assert inbox.wait().reason == FinishReason.LENGTH
             assert inbox.token_ids == continuation(letter.encode() * 3, n)
-        assert [slot.n_past for slot in engine.stats().slots] == list(map(len, backend.lanes))
+        assert [slot.n_past for slot in engine.stats().slots] == list(map(len, backend.slots))
     assert (gap_rows(backend) > 0) is fills_gaps
     assert engine.stats().generated_tokens == sum(lengths)
 
@@ -73,7 +73,7 @@ def test_answers_are_the_same(
     prompts: list[tuple[str, int]], n_ctx_slot: int, cache_ram_bytes: int
 ) -> None:
     backend = FakeBackend(endless, n_slots=6)
-    backend.measurements = FEW_PASSES
+    backend.profile = FEW_BATCHES
     sizes = options(6, n_ctx_slot=n_ctx_slot, max_waiting=12, cache_ram_bytes=cache_ram_bytes)
     with running(backend, sizes) as engine:
         inboxes = start(
@@ -84,4 +84,4 @@ def test_answers_are_the_same(
             inbox.wait()
             n_tokens = min(max_tokens, n_ctx_slot - len(text))
             assert inbox.token_ids == continuation(text.encode(), n_tokens)
-        assert [slot.n_past for slot in engine.stats().slots] == list(map(len, backend.lanes))
+        assert [slot.n_past for slot in engine.stats().slots] == list(map(len, backend.slots))

@@ -117,7 +117,7 @@ def test_abort_while_it_waits() -> None:
 
 def test_drain_ends_it_too() -> None:
     backend, loop, inboxes = preempted()
-    loop._mailbox.drain(0.0)
+    loop._command_queue.drain(0.0)
     backend.resume()
     loop.drain(0)
     assert {inbox.end.reason for inbox in inboxes} == {FinishReason.ERROR}

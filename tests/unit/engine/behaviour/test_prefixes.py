@@ -109,7 +109,7 @@ def test_slots_for_those_who_wait_are_emptied_at_once(cache_ram_bytes: int) -> N
         in_use: ClassVar[list[int]] = []
 
         def decode(self, rows: Sequence[Row]) -> None:
-            self.in_use.append(sum(map(len, self.lanes)))
+            self.in_use.append(sum(map(len, self.slots)))
             super().decode(rows)
 
     backend = Counting(endless, n_slots=4, n_cells=999)
@@ -117,7 +117,7 @@ def test_slots_for_those_who_wait_are_emptied_at_once(cache_ram_bytes: int) -> N
     loop = DecoderLoop(lambda: backend, sizes)
     for inbox in start_together(loop, *(request(name, name * 40) for name in "wxyz")):
         inbox.wait()
-    assert min(map(len, backend.lanes)) >= 40
+    assert min(map(len, backend.slots)) >= 40
     backend.in_use.clear()
     inboxes = start_together(loop, *(request(name, COMMON + name) for name in "abc"))
     loop.drain(PATIENCE_S)
@@ -173,7 +173,7 @@ def test_memory_that_cannot_be_cut_is_computed_again() -> None:
         """As a model with recurrent layers: all or nothing."""
 
         def truncate(self, seq_id: int, n_past: int) -> None:
-            if 0 < n_past < len(self.lanes[seq_id]):
+            if 0 < n_past < len(self.slots[seq_id]):
                 raise DecodeError("cannot cut")
             super().truncate(seq_id, n_past)
 
@@ -189,12 +189,12 @@ def test_memory_that_cannot_be_cut_is_computed_again() -> None:
 
 
 def test_a_pinned_prefix_is_never_forgotten() -> None:
-    """Strangers take both slots again and again; the lane behind the slots keeps it."""
+    """Strangers take both slots again and again; the pinned slot behind them keeps it."""
     pinned = tuple(COMMON.encode())
     backend = FakeBackend(endless, n_slots=3)
     sizes = options(2, n_ctx_slot=256, pinned=(pinned,))
     with running(backend, sizes) as engine:
-        assert backend.lanes[2] == list(pinned)
+        assert backend.slots[2] == list(pinned)
         assert [slot.state for slot in engine.stats().slots] == ["idle", "idle", "pinned"]
         for name in "abc":
             for stranger in "12":
@@ -205,11 +205,11 @@ def test_a_pinned_prefix_is_never_forgotten() -> None:
             inbox = ask(engine, request(name, COMMON + name, max_tokens=3))
             assert inbox.end.usage.cached_tokens == len(COMMON)
             assert inbox.token_ids == continuation((COMMON + name).encode(), 3)
-        assert backend.lanes[2] == list(pinned)
+        assert backend.slots[2] == list(pinned)
         assert engine.stats().prompt_tokens == 6 * len("1a knows nothing of this") + 3
 
 
-def test_a_pinned_lane_never_serves() -> None:
+def test_a_pinned_slot_never_serves() -> None:
     pinned = tuple(COMMON.encode())
     backend = FakeBackend(endless, n_slots=2)
     with running(backend, options(1, n_ctx_slot=256, pinned=(pinned,))) as engine:

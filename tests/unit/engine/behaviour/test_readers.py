@@ -50,6 +50,19 @@ def test_callback_that_raises_aborts_its_request_only(
     assert len(calls) == 1
 
 
+async def test_an_engine_without_callbacks_has_no_thread_for_them() -> None:
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name == "corral-callbacks"]
+
+    with running(WatchedBackend(n_slots=2)) as engine:
+        assert (await read(engine.submit(request("a")))).end.reason is FinishReason.LENGTH
+        assert threads() == []
+        (inbox,) = start(engine, request("b"))
+        inbox.wait()
+        assert threads() == ["corral-callbacks"]
+    assert threads() == []
+
+
 async def test_slow_callback_holds_up_no_stream() -> None:
     go_on = threading.Event()
     called = threading.Event()

@@ -123,7 +123,7 @@ def test_every_accepted_request_ends_exactly_once(
     least_copy: int,
 ) -> None:
     backend = PacedBackend(n_slots=2, fail_on=b"!" if fails else b"", break_after=break_after)
-    with mock.patch("serve_app.engine.loop._LEAST_COPY", least_copy):
+    with mock.patch("serve_app.engine.kv_cache.opening._LEAST_COPY", least_copy):
         loop = DecoderLoop(lambda: backend, options(2, n_batch=5, max_waiting=3, n_ctx_slot=14))
     accepted: list[tuple[GenerationRequest, Inbox]] = []
     aborted: set[str] = set()

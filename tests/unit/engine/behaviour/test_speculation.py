@@ -1,4 +1,4 @@
-"""Drafts from the text itself: the same answers, in fewer passes."""
+"""Drafts from the text itself: the same answers, in fewer batches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.fake import FakeBackend, Script
-from serve_app.types import FinishReason, SamplingParams
+from serve_app.sampling import SamplingParams
+from serve_app.types import FinishReason
 from tests.unit.engine.harness import EOS, ask, options, request, running, start
 
-# Drafted rows cost next to nothing. What passes really take here is less, but learned slowly.
-DRAFTS_PAY = Measurements(
+# Drafted rows cost next to nothing. What batches really take here is less, but learned slowly.
+DRAFTS_PAY = Profile(
     dict.fromkeys((1, 2, 3, 64), 1.0), {8: 1.0, 64: 1.0}, dict.fromkeys((2, 4, 8), 1e-6)
 )
 CHORUS = b"la la la, "
@@ -29,7 +30,7 @@ def chorus(tokens: Sequence[int]) -> int:
 
 def backend(n_slots: int = 2, script: Script = chorus) -> FakeBackend:
     made = FakeBackend(script, n_slots=n_slots)
-    made.measurements = DRAFTS_PAY
+    made.profile = DRAFTS_PAY
     return made
 
 
@@ -55,10 +56,10 @@ def test_answers_are_the_same(prompts: list[str], max_tokens: int) -> None:
         for inbox, text in zip(inboxes, prompts, strict=True):
             inbox.wait()
             assert inbox.token_ids == sung(text.encode(), max_tokens)
-        assert [slot.n_past for slot in engine.stats().slots] == [len(lane) for lane in made.lanes]
+        assert [slot.n_past for slot in engine.stats().slots] == [len(slot) for slot in made.slots]
 
 
-def test_fewer_passes_than_tokens() -> None:
+def test_fewer_batches_than_tokens() -> None:
     with running(backend(1)) as engine:
         inbox = ask(engine, request("a", "la la la, la la la, ", max_tokens=40))
         stats = engine.stats()
@@ -69,7 +70,7 @@ def test_fewer_passes_than_tokens() -> None:
 
 
 @pytest.mark.parametrize("can_rewind", [True, False])
-def test_no_drafts_unless_lanes_can_be_rewound(can_rewind: bool) -> None:
+def test_no_drafts_unless_slots_can_be_rewound(can_rewind: bool) -> None:
     made = backend(1)
     made.can_rewind = can_rewind
     with running(made) as engine:

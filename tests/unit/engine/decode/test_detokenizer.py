@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.decode.detokenizer import TextAssembler
+from serve_app.engine.decode.detokenizer import Detokenizer
 
 EURO = "€".encode()
 GRIN = "😀".encode()
@@ -51,7 +51,7 @@ BAD = "�"
 def test_shows_only_what_is_certain(
     stops: tuple[str, ...], pieces: list[bytes], shown: list[str], rest: str, stop: str | None
 ) -> None:
-    text = TextAssembler(stops)
+    text = Detokenizer(stops)
     assert [text.push(piece) for piece in pieces[: len(shown)]] == shown
     assert text.stop == stop
     if stop is None:
@@ -62,7 +62,7 @@ def test_shows_only_what_is_certain(
 @given(data=st.binary(max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8))
 def test_text_does_not_depend_on_how_bytes_are_split(data: bytes, cuts: list[int]) -> None:
     borders = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
-    text = TextAssembler()
+    text = Detokenizer()
     shown = [text.push(data[start:end]) for start, end in pairwise(borders)]
     assert "".join(shown) + text.flush() == data.decode(errors="replace")
 
@@ -72,7 +72,7 @@ def test_text_does_not_depend_on_how_bytes_are_split(data: bytes, cuts: list[int
     stops=st.lists(st.text("abcé€", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_first_stop_that_is_complete_ends_the_text(whole: str, stops: list[str]) -> None:
-    text = TextAssembler(stops)
+    text = Detokenizer(stops)
     shown = ""
     for byte in whole.encode():
         shown += text.push(bytes([byte]))

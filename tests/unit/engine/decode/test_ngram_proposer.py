@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.decode.ngram_proposer import PromptLookup
+from serve_app.engine.decode.ngram_proposer import NgramProposer
 
 
 @pytest.mark.parametrize(
@@ -24,32 +24,32 @@ from serve_app.engine.decode.ngram_proposer import PromptLookup
 def test_drafts_are_what_followed_the_last_time(
     tokens: list[int], n_most: int, expected: tuple[int, ...]
 ) -> None:
-    assert PromptLookup().draft(tokens, n_most) == expected
+    assert NgramProposer().draft(tokens, n_most) == expected
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5))
 def test_growing_text_gives_the_same_drafts_as_new_text(tokens: list[int], n_most: int) -> None:
-    lookup = PromptLookup()
+    proposer = NgramProposer()
     for end in range(len(tokens) + 1):
-        assert lookup.draft(tokens[:end], n_most) == PromptLookup().draft(tokens[:end], n_most)
+        assert proposer.draft(tokens[:end], n_most) == NgramProposer().draft(tokens[:end], n_most)
 
 
 def test_changed_text_is_indexed_anew() -> None:
-    lookup = PromptLookup()
-    assert lookup.draft([1, 2, 3, 4, 1, 2, 3], 1) == (4,)
-    lookup.forget()
-    assert lookup.draft([3, 4, 1, 2, 3], 1) == ()
+    proposer = NgramProposer()
+    assert proposer.draft([1, 2, 3, 4, 1, 2, 3], 1) == (4,)
+    proposer.forget()
+    assert proposer.draft([3, 4, 1, 2, 3], 1) == ()
 
 
 def test_the_rate_follows_how_drafts_fare() -> None:
-    lookup = PromptLookup()
-    assert lookup.expected(2) == pytest.approx(1 + 0.5 + 0.25)
+    proposer = NgramProposer()
+    assert proposer.expected(2) == pytest.approx(1 + 0.5 + 0.25)
     for _ in range(50):
-        lookup.fared(3, 3)
-    assert lookup.expected(3) > 3.9
+        proposer.fared(3, 3)
+    assert proposer.expected(3) > 3.9
     for _ in range(50):
-        lookup.fared(3, 0)
-    assert lookup.expected(3) < 1.01
+        proposer.fared(3, 0)
+    assert proposer.expected(3) < 1.01
     for _ in range(1000):
-        lookup.passed()
-    assert lookup.acceptance == pytest.approx(0.5, abs=0.01)
+        proposer.unused()
+    assert proposer.acceptance == pytest.approx(0.5, abs=0.01)

@@ -20,7 +20,7 @@ def shifted(name: str, n_tokens: int, **changed: Any) -> GenerationRequest:
 
 
 def expected(n_tokens: int, n_keep: int, n_ctx_slot: int = 64) -> tuple[list[int], list[int]]:
-    """What is said, and what the lane holds at the end."""
+    """What is said, and what the slot holds at the end."""
     tokens, said = list(PROMPT.encode()), list[int]()
     while len(said) < n_tokens:
         if len(tokens) >= n_ctx_slot:
@@ -43,15 +43,15 @@ def test_the_first_tokens_stay(
     backend.can_shift = can_shift
     with running(backend, options(1, n_keep=configured)) as engine:
         inbox = ask(engine, shifted("a", 150, n_keep=asked))
-        said, lane = expected(150, n_keep)
+        said, slot = expected(150, n_keep)
         assert inbox.token_ids == said
         assert inbox.end.reason == FinishReason.LENGTH
         assert inbox.end.usage.completion_tokens == 150
         assert engine.stats().context_shifts > 0
         # Moved cells are not what their tokens would give: of them, others get only what was kept.
-        kept = lane[:n_keep] if can_shift else lane[:-1]
-        assert backend.lanes[0] == kept
-        follower = ask(engine, replace(request("b"), prompt=(*lane[:40], 1, 2)))
+        kept = slot[:n_keep] if can_shift else slot[:-1]
+        assert backend.slots[0] == kept
+        follower = ask(engine, replace(request("b"), prompt=(*slot[:40], 1, 2)))
         assert follower.end.usage.cached_tokens == min(len(kept), 40)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.engine.kv_cache import state_format
-from serve_app.engine.kv_cache.disk_tier import PrefixFiles
+from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.errors import ConfigError
 
@@ -25,8 +25,8 @@ def prefix(text: str, n_bytes: int = 100) -> StoredPrefix:
 
 
 @contextmanager
-def opened(folder: Path, fingerprint: bytes = b"model") -> Iterator[PrefixFiles]:
-    files = PrefixFiles(folder, fingerprint)
+def opened(folder: Path, fingerprint: bytes = b"model") -> Iterator[DiskTier]:
+    files = DiskTier(folder, fingerprint)
     try:
         yield files
     finally:
@@ -68,7 +68,7 @@ class Disk:
         self.busy.set()
         assert self.released.wait(10)
 
-    def occupy(self, files: PrefixFiles) -> None:
+    def occupy(self, files: DiskTier) -> None:
         files.add(prefix("occupied"))
         assert self.busy.wait(10)
 
@@ -152,7 +152,7 @@ def test_a_folder_that_others_could_read_is_made_private(tmp_path: Path) -> None
 def test_a_folder_that_cannot_be_made_is_a_wrong_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"Prefixes cannot be kept in .*file"):
-        PrefixFiles(tmp_path / "file", b"model")
+        DiskTier(tmp_path / "file", b"model")
 
 
 # -- damaged and foreign files --------------------------------------------------------------------
@@ -262,14 +262,14 @@ def test_a_file_that_goes_while_others_are_read_is_no_news(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _ = keep(tmp_path, "a", "b")
-    original = PrefixFiles._newest_first
+    original = DiskTier._newest_first
 
-    def lists_and_loses(files: PrefixFiles) -> list[Path]:
+    def lists_and_loses(files: DiskTier) -> list[Path]:
         found = original(files)
         first.unlink()
         return found
 
-    monkeypatch.setattr(PrefixFiles, "_newest_first", lists_and_loses)
+    monkeypatch.setattr(DiskTier, "_newest_first", lists_and_loses)
     assert loaded(tmp_path) == ["b"]
     assert caplog.messages == []
 

@@ -9,7 +9,7 @@ import pytest
 from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
 from serve_app.engine.backends.fake import FakeBackend
-from serve_app.engine.kv_cache.memory_tier import PrefixStore
+from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from tests.unit.engine.harness import (
     ask,
     continuation,
@@ -25,9 +25,9 @@ def tokens(text: str) -> list[int]:
     return list(text.encode())
 
 
-def store(budget: int, *texts: str) -> PrefixStore:
+def store(budget: int, *texts: str) -> MemoryTier:
     """Each text's state has ten bytes a letter."""
-    made = PrefixStore(budget)
+    made = MemoryTier(budget)
     for text in texts:
         made.put(tokens(text), bytes(10 * len(text)))
     return made
@@ -159,7 +159,7 @@ def test_what_another_slot_holds_is_not_stored() -> None:
 def test_a_state_that_is_refused_costs_a_prefill_and_nothing_else() -> None:
     class Forgetful(FakeBackend):
         def restore(self, seq_id: int, state: State) -> None:
-            self.lanes[seq_id] = [1, 2, 3]
+            self.slots[seq_id] = [1, 2, 3]
             raise DecodeError("not mine")
 
     backend = Forgetful(endless, n_slots=1)

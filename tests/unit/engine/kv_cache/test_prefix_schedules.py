@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import Measurements
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.fake import FakeBackend
 from tests.unit.engine.harness import continuation, endless, options, request, running, start
 
@@ -38,7 +38,7 @@ def test_answers_do_not_depend_on_what_was_cached(
     max_stall_s: float | None,
 ) -> None:
     backend = FakeBackend(endless, n_slots=n_slots + len(pinned))
-    backend.measurements = Measurements({1: 0.01}, {4: 0.004, 8: 0.008, 16: 0.016})
+    backend.profile = Profile({1: 0.01}, {4: 0.004, 8: 0.008, 16: 0.016})
     sizes = options(
         n_slots,
         n_ctx_slot=128,
@@ -62,5 +62,5 @@ def test_answers_do_not_depend_on_what_was_cached(
             stats = engine.stats()
             assert stats.stored_bytes <= cache_ram_bytes
             assert stats.restored_tokens <= stats.cached_tokens
-            assert [slot.n_past for slot in stats.slots] == [len(lane) for lane in backend.lanes]
-        assert backend.lanes[n_slots:] == [list(tokens) for tokens in pinned]
+            assert [slot.n_past for slot in stats.slots] == [len(slot) for slot in backend.slots]
+        assert backend.slots[n_slots:] == [list(tokens) for tokens in pinned]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
-from serve_app.engine.commands import Errand
-from serve_app.errors import EngineClosedError, EngineUnavailableError
+from serve_app.engine.commands import Command
+from serve_app.errors import EngineClosedError, EngineUnavailableError, StorageFullError
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,
@@ -84,16 +85,54 @@ def test_it_is_refused_without_a_folder() -> None:
             engine.slot_files.erase(0)
 
 
+def test_files_have_a_bound(tmp_path: Path) -> None:
+    folder = tmp_path / "slots"
+    opts = options(2, slot_folder=folder, slot_folder_max_bytes=2000)
+    with running(WatchedBackend(n_slots=2), opts) as engine:
+        ask(engine, request("a", PROMPT))
+        slot, _ = slot_of(engine)
+        size = engine.slot_files.save(slot, "a.bin").n_bytes
+        others = 2000 - 2 * size
+        assert others > 0
+        (folder / "other").write_bytes(b"x" * others)
+        assert engine.slot_files.save(slot, "b.bin").n_bytes == size  # to the last byte
+        before = sorted(folder.iterdir())
+        with pytest.raises(
+            StorageFullError, match=rf"{size} bytes.*slot_folder_max_mib"
+        ) as refused:
+            engine.slot_files.save(slot, "c.bin")
+        assert refused.value.status == 507
+        assert sorted(folder.iterdir()) == before
+        assert engine.slot_files.save(slot, "a.bin").n_bytes == size, "it takes its own place"
+        (folder / "b.bin").unlink()
+        engine.slot_files.save(slot, "c.bin")
+
+
+def test_the_disk_is_not_filled(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(engine, request("a", PROMPT))
+    slot, _ = slot_of(engine)
+    size = engine.slot_files.save(slot, "a.bin").n_bytes
+    free = [size - 1]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    with pytest.raises(StorageFullError, match=f"disk has {size - 1} left"):
+        engine.slot_files.save(slot, "b.bin")
+    assert [file.name for file in (tmp_path / "slots").iterdir()] == ["a.bin"]
+    free[0] = size
+    engine.slot_files.save(slot, "b.bin")
+
+
 def test_a_busy_slot_is_left_alone(tmp_path: Path) -> None:
     backend = SteppedBackend(n_slots=1)
     with running(backend, options(1, slot_folder=tmp_path)) as engine:
         (inbox,) = start(engine, request("a", PROMPT))
         backend.wait_for_batch()
-        errand = Errand(lambda lanes: lanes.erase(0))
-        engine._loop.ask(errand)
+        command = Command(lambda cache: cache.erase(0))
+        engine._loop.run_between_steps(command)
         backend.step()
         with pytest.raises(EngineUnavailableError, match="busy"):
-            errand.future.result(0)
+            command.future.result(0)
         backend.resume()
         inbox.wait()
 

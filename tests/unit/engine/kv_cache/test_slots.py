@@ -1,4 +1,4 @@
-"""Which lane suits a prompt."""
+"""Which slot suits a prompt."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from serve_app.engine.sequence import Sequence
 from serve_app.types import GenerationRequest
 
 BUSY = None
-Lane = tuple[list[int], int] | None
-"""An idle lane's tokens and when it was last used; or BUSY."""
+SlotState = tuple[list[int], int] | None
+"""An idle slot's tokens and when it was last used; or BUSY."""
 
 
 def sequence(prompt: list[int]) -> Sequence:
     return Sequence(GenerationRequest("a", tuple(prompt)), lambda delta: None)
 
 
-def table(lanes: list[Lane], min_copy: int = 99, *, consecutive: bool = False) -> SlotTable:
-    slots = SlotTable(len(lanes), min_copy, consecutive=consecutive)
-    for slot, lane in zip(slots.slots, lanes, strict=True):
-        if lane is BUSY:
+def table(states: list[SlotState], min_copy: int = 99, *, consecutive: bool = False) -> SlotTable:
+    slots = SlotTable(len(states), min_copy, consecutive=consecutive)
+    for slot, state in zip(slots.slots, states, strict=True):
+        if state is BUSY:
             slots.occupy(slot, sequence([1]))
         else:
-            slot.idle_tokens, slot.last_used = lane
+            slot.idle_tokens, slot.last_used = state
     return slots
 
 
 @pytest.mark.parametrize(
-    ("lanes", "prompt", "chosen", "n_cached"),
+    ("states", "prompt", "chosen", "n_cached"),
     [
         pytest.param([([], 0), ([], 0)], [1, 2], 0, 0, id="all new: the lowest id"),
         pytest.param([([], 5), ([], 3), ([], 4)], [1], 1, 0, id="least recently used"),
@@ -39,20 +39,20 @@ def table(lanes: list[Lane], min_copy: int = 99, *, consecutive: bool = False) -
         pytest.param([([1], 1), ([1, 2], 2)], [1, 2, 3], 1, 2, id="longest prefix"),
         pytest.param([([1, 2], 2), ([1, 2], 1)], [1, 2, 3], 1, 2, id="same prefix: older one"),
         pytest.param([([1, 2, 3], 1)], [1, 2, 3], 0, 2, id="last token is left to decode"),
-        pytest.param([([1, 2, 3, 4], 1)], [1, 2], 0, 1, id="prompt inside the lane: last left"),
+        pytest.param([([1, 2, 3, 4], 1)], [1, 2], 0, 1, id="prompt inside the slot: last left"),
         pytest.param([([1], 1)], [1], 0, 0, id="prompt of one token"),
-        pytest.param([([1, 2, 8, 9], 5), ([], 1)], [1, 2, 3], 0, 2, id="half of a lane is enough"),
+        pytest.param([([1, 2, 8, 9], 5), ([], 1)], [1, 2, 3], 0, 2, id="half of a slot is enough"),
         pytest.param(
             [([1, 2, 7, 8, 9], 5), ([], 1)], [1, 2, 3], 1, 0, id="less than half is left alone"
         ),
         pytest.param(
             [([1, 2, 7, 8, 9], 1), ([5], 2)], [1, 2, 3], 0, 2, id="taken by age: prefix still used"
         ),
-        pytest.param([BUSY, ([], 7)], [1], 1, 0, id="busy lanes are not on offer"),
+        pytest.param([BUSY, ([], 7)], [1], 1, 0, id="busy slots are not on offer"),
     ],
 )
-def test_choose(lanes: list[Lane], prompt: list[int], chosen: int, n_cached: int) -> None:
-    slots = table(lanes)
+def test_choose(states: list[SlotState], prompt: list[int], chosen: int, n_cached: int) -> None:
+    slots = table(states)
     assert slots.choose(prompt) == Choice(slots.slots[chosen], n_cached)
 
 
@@ -63,9 +63,9 @@ def busy(tokens: list[int], n_past: int) -> Sequence:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "prompt", "expected"),
+    ("states", "prompt", "expected"),
     [
-        pytest.param([busy([1, 2, 3, 4], 4), []], [1, 2, 3, 9], (1, 3, 0), id="from a busy lane"),
+        pytest.param([busy([1, 2, 3, 4], 4), []], [1, 2, 3, 9], (1, 3, 0), id="from a busy slot"),
         pytest.param([busy([1, 2, 3], 3), []], [1, 2, 9], (1, 0, None), id="too short to copy"),
         pytest.param([busy([1, 2, 3, 4], 2), []], [1, 2, 3, 9], (1, 0, None), id="soon: too short"),
         pytest.param([busy([1, 2, 3, 4], 0), []], [1, 2, 3, 9], 3, id="wait for the whole"),
@@ -77,30 +77,30 @@ def busy(tokens: list[int], n_past: int) -> Sequence:
             [busy([1, 2, 3, 4], 4), [1, 2, 3]], [1, 2, 3, 4, 5], (1, 3, None), id="in place is near"
         ),
         pytest.param(
-            [[1, 2, 3, 4, 5, 6, 7], []], [1, 2, 3, 9], (1, 3, 0), id="from an idle lane worth more"
+            [[1, 2, 3, 4, 5, 6, 7], []], [1, 2, 3, 9], (1, 3, 0), id="from an idle slot worth more"
         ),
         pytest.param(
             [[1, 2, 3, 4, 5, 6, 7], busy([9], 1)],
             [1, 2, 3, 9],
             (0, 3, None),
-            id="the only idle lane",
+            id="the only idle slot",
         ),
         pytest.param(
-            [busy([1, 2, 3, 4], 4), [8], []], [1, 2, 3, 9], (2, 3, 0), id="into the oldest lane"
+            [busy([1, 2, 3, 4], 4), [8], []], [1, 2, 3, 9], (2, 3, 0), id="into the oldest slot"
         ),
     ],
 )
-def test_prefixes_of_other_lanes(
-    lanes: list[Sequence | list[int]],
+def test_prefixes_of_other_slots(
+    states: list[Sequence | list[int]],
     prompt: list[int],
     expected: tuple[int, int, int | None] | int,
 ) -> None:
-    slots = SlotTable(len(lanes), min_copy=3)
-    for slot, lane in zip(slots.slots, lanes, strict=True):
-        if isinstance(lane, Sequence):
-            slots.occupy(slot, lane)
+    slots = SlotTable(len(states), min_copy=3)
+    for slot, state in zip(slots.slots, states, strict=True):
+        if isinstance(state, Sequence):
+            slots.occupy(slot, state)
         else:
-            slot.idle_tokens, slot.last_used = lane, len(lane)
+            slot.idle_tokens, slot.last_used = state, len(state)
     choice = slots.choose(prompt)
     if isinstance(expected, int):
         assert choice == Wait(slots.slots[0], expected)
@@ -159,7 +159,7 @@ def test_common_prefix_is_what_counting_finds(a: list[int], b: list[int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("lanes", "prompt", "chosen"),
+    ("states", "prompt", "chosen"),
     [
         pytest.param([([], 0), ([], 0), BUSY, ([7], 9), BUSY, ([], 0)], [1], 3, id="between two"),
         pytest.param([([], 0), ([], 0), BUSY, ([7], 9)], [1], 1, id="beside one: the older"),
@@ -167,19 +167,21 @@ def test_common_prefix_is_what_counting_finds(a: list[int], b: list[int]) -> Non
         pytest.param([([1, 2], 9), ([], 0), BUSY], [1, 2, 3], 0, id="a prefix is not moved"),
     ],
 )
-def test_busy_lanes_are_kept_together(lanes: list[Lane], prompt: list[int], chosen: int) -> None:
-    slots = table(lanes, consecutive=True)
+def test_busy_slots_are_kept_together(
+    states: list[SlotState], prompt: list[int], chosen: int
+) -> None:
+    slots = table(states, consecutive=True)
     choice = slots.choose(prompt)
     assert isinstance(choice, Choice)
     assert choice.slot.id == chosen
-    apart = table(lanes).choose([1])
+    apart = table(states).choose([1])
     assert isinstance(apart, Choice)
-    assert apart.slot.last_used == min(lane[1] for lane in lanes if lane)
+    assert apart.slot.last_used == min(state[1] for state in states if state)
 
 
-def test_lane_ends_are_where_one_more_token_fits() -> None:
+def test_slot_ends_are_where_one_more_token_fits() -> None:
     slots = table([BUSY, ([1, 2], 0), ([], 0), ([1, 2, 3], 0)])
     busy = slots.slots[0].sequence
     assert busy is not None
     busy.n_past = 1
-    assert slots.lane_ends(3) == {0: 1, 1: 2, 2: 0}
+    assert slots.slot_ends(3) == {0: 1, 1: 2, 2: 0}

@@ -16,7 +16,7 @@ from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.state_format import packed
-from serve_app.engine.kv_cache.transfer import Parcel, RefusedPrefixError
+from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
 from serve_app.errors import EngineClosedError
 from tests.unit.engine.harness import (
     PATIENCE_S,
@@ -49,36 +49,38 @@ def told(engine: Engine, text: str) -> int:
     return inbox.end.usage.cached_tokens
 
 
-def parcel(engine: Engine, text: str = SHARED) -> Parcel:
+def payload(engine: Engine, text: str = SHARED) -> Payload:
     """From one process to another."""
-    lent = engine.prefixes.lend(tokens(text))
-    assert lent is not None
-    moved: Parcel = pickle.loads(pickle.dumps(lent, protocol=5))
+    exported = engine.prefixes.export_prefix(tokens(text))
+    assert exported is not None
+    moved: Payload = pickle.loads(pickle.dumps(exported, protocol=5))
     return moved
 
 
 def test_a_fresh_engine_starts_from_what_another_one_computed() -> None:
-    with running(fake(), OPTIONS) as elder, running(fake(), OPTIONS) as fresh:
+    with running(fake(), OPTIONS) as source, running(fake(), OPTIONS) as fresh:
         for name in "AB":
-            told(elder, SHARED + name)
-        (offered,) = elder.prefixes.offers(2)
+            told(source, SHARED + name)
+        (offered,) = source.prefixes.offers(2)
         assert (offered.tokens, offered.n_begun) == (tokens(SHARED), 2)
-        sent = parcel(elder)
-        assert fresh.prefixes.adopt(sent, len(SHARED)) == 4 * len(SHARED)
+        sent = payload(source)
+        assert fresh.prefixes.import_prefix(sent, len(SHARED)) == 4 * len(SHARED)
         assert told(fresh, SHARED + "C") == len(SHARED)
-        given, got = elder.stats(), fresh.stats()
-    assert (given.handed_over_prefixes, given.handed_over_bytes) == (1, sent.state.size)
+        given, got = source.stats(), fresh.stats()
+    assert (given.sent_prefixes, given.sent_bytes) == (1, sent.state.size)
     assert (got.received_prefixes, got.received_bytes) == (1, 4 * len(SHARED))
     assert offered.n_bytes == sent.state.size
     assert got.restored_tokens == len(SHARED)
 
 
 def test_what_is_taken_whole_keeps_its_end() -> None:
-    with running(fake(), OPTIONS) as elder, running(fake(), OPTIONS) as heir:
-        told(elder, SHARED + "A")
-        sent = parcel(elder)
-        assert heir.prefixes.adopt(sent, len(sent.tokens) // 4) == sent.state.size
-        assert told(heir, SHARED + "A" + endless_text(SHARED + "A") + "!") == len(sent.tokens) // 4
+    with running(fake(), OPTIONS) as source, running(fake(), OPTIONS) as target:
+        told(source, SHARED + "A")
+        sent = payload(source)
+        assert target.prefixes.import_prefix(sent, len(sent.tokens) // 4) == sent.state.size
+        assert (
+            told(target, SHARED + "A" + endless_text(SHARED + "A") + "!") == len(sent.tokens) // 4
+        )
 
 
 def endless_text(prompt: str) -> str:
@@ -87,13 +89,13 @@ def endless_text(prompt: str) -> str:
 
 
 def test_offers_are_of_the_last_prompts_only() -> None:
-    with running(fake(), OPTIONS) as elder:
+    with running(fake(), OPTIONS) as source:
         for i in range(130):
-            told(elder, f"{i:03} is another prompt of at least thirty-two tokens")
-        assert len(elder.prefixes.offers(1)) > 2
-        assert elder.prefixes.offers(2) == []
-        told(elder, "129 is another prompt of at least thirty-two tokens")
-        assert [one.n_begun for one in elder.prefixes.offers(2)] == [2]
+            told(source, f"{i:03} is another prompt of at least thirty-two tokens")
+        assert len(source.prefixes.offers(1)) > 2
+        assert source.prefixes.offers(2) == []
+        told(source, "129 is another prompt of at least thirty-two tokens")
+        assert [one.n_begun for one in source.prefixes.offers(2)] == [2]
 
 
 def test_what_it_lacks() -> None:
@@ -101,43 +103,43 @@ def test_what_it_lacks() -> None:
         told(engine, SHARED + "A")
         wanted = [tokens(SHARED), tokens(SHARED + "B"), tokens("else")]
         assert engine.prefixes.lacks(wanted) == [False, True, True]
-        assert engine.prefixes.lend(tokens("else")) is None
+        assert engine.prefixes.export_prefix(tokens("else")) is None
 
 
 def test_a_small_store_does_not_take_what_does_not_fit() -> None:
     small = replace(OPTIONS, cache_ram_bytes=4 * len(SHARED) - 1)
-    with running(fake(), OPTIONS) as elder, running(fake(), small) as fresh:
-        told(elder, SHARED + "A")
-        assert fresh.prefixes.adopt(parcel(elder), len(SHARED)) == 0
+    with running(fake(), OPTIONS) as source, running(fake(), small) as fresh:
+        told(source, SHARED + "A")
+        assert fresh.prefixes.import_prefix(payload(source), len(SHARED)) == 0
         assert fresh.stats().received_prefixes == 0
         assert fresh.stats().stored_prefixes == 0
         assert told(fresh, SHARED + "B") == 0
 
 
 def test_what_is_there_already_is_not_taken_again() -> None:
-    with running(fake(), OPTIONS) as elder, running(fake(), OPTIONS) as fresh:
-        told(elder, SHARED + "A")
-        sent = parcel(elder)
-        assert fresh.prefixes.adopt(sent, len(SHARED)) > 0
-        assert fresh.prefixes.adopt(sent, len(SHARED)) == 0
+    with running(fake(), OPTIONS) as source, running(fake(), OPTIONS) as fresh:
+        told(source, SHARED + "A")
+        sent = payload(source)
+        assert fresh.prefixes.import_prefix(sent, len(SHARED)) > 0
+        assert fresh.prefixes.import_prefix(sent, len(SHARED)) == 0
 
 
 def test_another_models_prefix_is_refused() -> None:
     other = fake()
     other.state_key = b"another"
-    with running(fake(), OPTIONS) as elder, running(other, OPTIONS) as fresh:
-        told(elder, SHARED + "A")
+    with running(fake(), OPTIONS) as source, running(other, OPTIONS) as fresh:
+        told(source, SHARED + "A")
         with pytest.raises(RefusedPrefixError, match="another model"):
-            fresh.prefixes.adopt(parcel(elder), len(SHARED))
+            fresh.prefixes.import_prefix(payload(source), len(SHARED))
         assert told(fresh, SHARED + "B") == 0
 
 
 @pytest.mark.parametrize(("n_tokens", "n_wanted"), [(0, 0), (256, 256), (10, 0), (10, 11)])
 def test_a_prefix_of_the_wrong_length_is_refused(n_tokens: int, n_wanted: int) -> None:
     with running(fake(), OPTIONS) as engine:
-        odd = Parcel(engine.prefixes.key, packed([7] * n_tokens), np.zeros(4, np.uint8))
+        odd = Payload(engine.prefixes.key, packed([7] * n_tokens), np.zeros(4, np.uint8))
         with pytest.raises(RefusedPrefixError, match="tokens"):
-            engine.prefixes.adopt(odd, n_wanted)
+            engine.prefixes.import_prefix(odd, n_wanted)
 
 
 def test_a_state_that_the_backend_refuses_is_not_kept() -> None:
@@ -145,34 +147,34 @@ def test_a_state_that_the_backend_refuses_is_not_kept() -> None:
         def restore(self, seq_id: int, state: State) -> None:
             raise DecodeError("not mine")
 
-    with running(fake(), OPTIONS) as elder:
-        told(elder, SHARED + "A")
-        sent = parcel(elder)
+    with running(fake(), OPTIONS) as source:
+        told(source, SHARED + "A")
+        sent = payload(source)
     with running(Suspicious(endless, n_slots=2), OPTIONS) as fresh:
         with pytest.raises(RefusedPrefixError, match="not mine"):
-            fresh.prefixes.adopt(sent, len(SHARED))
+            fresh.prefixes.import_prefix(sent, len(SHARED))
         assert fresh.stats().stored_prefixes == 0
 
 
-def test_where_lanes_cannot_be_cut_a_prefix_is_kept_whole() -> None:
+def test_where_slots_cannot_be_cut_a_prefix_is_kept_whole() -> None:
     class Uncuttable(FakeBackend):
         def truncate(self, seq_id: int, n_past: int) -> None:
             if n_past:
                 raise DecodeError("recurrent")
             super().truncate(seq_id, n_past)
 
-    with running(fake(), OPTIONS) as elder:
-        told(elder, SHARED + "A")
-        sent = parcel(elder)
+    with running(fake(), OPTIONS) as source:
+        told(source, SHARED + "A")
+        sent = payload(source)
     with running(Uncuttable(endless, n_slots=2), OPTIONS) as fresh:
-        assert fresh.prefixes.adopt(sent, len(SHARED)) == sent.state.size
+        assert fresh.prefixes.import_prefix(sent, len(SHARED)) == sent.state.size
         assert not any(slot.n_past for slot in fresh.stats().slots)
 
 
 def test_nobody_waits_for_a_state_that_takes_long_to_save(
     after: Callable[[str], threading.Event],
 ) -> None:
-    backend, asked = SteppedBackend(n_slots=2), after("ask")
+    backend, asked = SteppedBackend(n_slots=2), after("run_between_steps")
     with (
         mock.patch("serve_app.engine.kv_cache.manager._SAVE_BYTE_S", 1.0),
         running(backend, replace(OPTIONS, n_batch=64)) as engine,
@@ -181,17 +183,17 @@ def test_nobody_waits_for_a_state_that_takes_long_to_save(
         (inbox,) = start(engine, request("runs", SHARED))
         backend.wait_for_batch()
         backend.step()  # the prompt is computed
-        lent = pool.submit(engine.prefixes.lend, tokens(SHARED))
+        exported = pool.submit(engine.prefixes.export_prefix, tokens(SHARED))
         assert asked.wait(PATIENCE_S)
         backend.step()
-        assert lent.result(PATIENCE_S) is None
+        assert exported.result(PATIENCE_S) is None
         backend.resume()
         inbox.wait()
-        assert engine.prefixes.lend(tokens(SHARED)) is not None
+        assert engine.prefixes.export_prefix(tokens(SHARED)) is not None
 
 
 def test_a_closed_engine_gives_nothing() -> None:
     with running(fake(), OPTIONS) as engine:
         pass
     with pytest.raises(EngineClosedError):
-        engine.prefixes.lend(tokens(SHARED))
+        engine.prefixes.export_prefix(tokens(SHARED))

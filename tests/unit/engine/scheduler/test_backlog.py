@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.scheduler.backlog import Backlog
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest, SamplingParams
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest
 
-COSTS = CostModel(Measurements({1: 0.05, 4: 0.08}, {16: 0.16, 100: 0.5}))
+COSTS = CostModel(Profile({1: 0.05, 4: 0.08}, {16: 0.16, 100: 0.5}))
 
 
 def waiting(n_prompt: int, max_tokens: int | None) -> Sequence:
@@ -44,7 +45,7 @@ def test_places_get_free_one_by_one() -> None:
     three = [waiting(1001, 100)] * 3
     assert backlog.forecast(three).place_free_s(3, []) == 7
     assert backlog.forecast([]).place_free_s(3, three) == 7
-    unmeasured = Backlog(CostModel(Measurements()), 4).forecast([waiting(9, 9)])
+    unmeasured = Backlog(CostModel(Profile()), 4).forecast([waiting(9, 9)])
     assert unmeasured.place_free_s(1, []) == 1
 
 
@@ -73,6 +74,6 @@ def test_it_learns_how_fast_work_gets_done() -> None:
 
 
 def test_nothing_measured_nothing_learnt() -> None:
-    backlog = Backlog(CostModel(Measurements()), 4)
+    backlog = Backlog(CostModel(Profile()), 4)
     backlog.progressed(100, 10, 1.0)
     assert seconds(backlog, waiting(9, 9)) == 0

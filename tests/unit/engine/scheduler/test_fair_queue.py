@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest, SamplingParams
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest
 
 
 def sequence(

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import CostModel, Measurements
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.fake import FakeVocabulary
-from serve_app.engine.scheduler.batch import Pass
+from serve_app.engine.scheduler.batch import Batch
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, Scheduler
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest, Sampled, SamplingParams, TokenLogprobs
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
 
 N_CTX_SLOT = 1000
 NOW = 100.0
@@ -64,7 +65,7 @@ def scheduler(n_batch: int, *sequences: Sequence) -> Scheduler:
     return made
 
 
-def carry_out(plan: list[Pass]) -> None:
+def carry_out(plan: list[Batch]) -> None:
     """What a step does to the sequences: their rows are cached, complete ones get a token."""
     for chunk in (chunk for one in plan for chunk in one.chunks):
         chunk.sequence.advance(chunk.n_rows)
@@ -72,8 +73,8 @@ def carry_out(plan: list[Pass]) -> None:
             chunk.sequence.accept([Sampled(ord("x"))], FakeVocabulary(), N_CTX_SLOT)
 
 
-def served(plan: list[Pass]) -> list[tuple[int, int]]:
-    """(slot, rows) of each chunk, pass by pass."""
+def served(plan: list[Batch]) -> list[tuple[int, int]]:
+    """(slot, rows) of each chunk, batch by batch."""
     return [(chunk.sequence.slot_id, chunk.n_rows) for one in plan for chunk in one.chunks]
 
 
@@ -84,7 +85,7 @@ def served(plan: list[Pass]) -> list[tuple[int, int]]:
         pytest.param(8, [(0, 5)], [[(0, 5)], [(0, 1)], [(0, 1)]], id="a prompt, then its tokens"),
         pytest.param(4, [(0, 9)], [[(0, 4)], [(0, 4)], [(0, 1)], [(0, 1)]], id="prompt in chunks"),
         pytest.param(8, [(0, 3), (1, 4)], [[(0, 3), (1, 4)]], id="prompts together"),
-        pytest.param(8, [(2, 3), (0, 4)], [[(0, 4), (2, 3)]], id="ordered by lane, not by age"),
+        pytest.param(8, [(2, 3), (0, 4)], [[(0, 4), (2, 3)]], id="ordered by slot, not by age"),
         pytest.param(
             4,
             [(0, 1), (1, 8)],
@@ -149,7 +150,7 @@ def test_every_plan_is_fair_and_fits(n_batch: int, prompts: list[tuple[int, int]
     """`prompts` are (steps that pass before it arrives, length)."""
     made = Scheduler(n_batch)
     arrivals = sorted((step, slot, n) for slot, (step, n) in enumerate(prompts))
-    lanes: dict[int, list[int]] = {slot: [] for slot in range(len(prompts))}
+    slots: dict[int, list[int]] = {slot: [] for slot in range(len(prompts))}
     for step in range(7 + sum(n for _, n in prompts)):
         for arrived, slot, n in arrivals:
             if arrived == step:
@@ -169,18 +170,18 @@ def test_every_plan_is_fair_and_fits(n_batch: int, prompts: list[tuple[int, int]
         most = sum(n for n in pending.values() if n > 1)
         assert prompt_rows == min(n_batch, most), "room was left unused"
         for token, position, slot, wants_logits in rows:
-            assert position == len(lanes[slot])
+            assert position == len(slots[slot])
             assert token == before[slot].tokens[position]
-            lanes[slot].append(token)
-            assert wants_logits == (len(lanes[slot]) == len(before[slot].tokens))
+            slots[slot].append(token)
+            assert wants_logits == (len(slots[slot]) == len(before[slot].tokens))
         carry_out(plan)
     assert all(s.n_generated > 0 for s in made.running), "a prompt starved"
-    assert all(lanes[s.slot_id] == s.tokens[:-1] for s in made.running)
+    assert all(slots[s.slot_id] == s.tokens[:-1] for s in made.running)
 
 
-# A pass over n sequences' next tokens takes 20 ms + 10 ms each; of a prompt, 1 ms a row, and from 33 rows
+# A batch over n sequences' next tokens takes 20 ms + 10 ms each; of a prompt, 1 ms a row, and from 33 rows
 # on as much as 64.
-SLOW = Measurements(
+SLOW = Profile(
     decode_s={1: 0.03, 2: 0.04, 4: 0.06, 8: 0.1},
     prefill_s={16: 0.016, 32: 0.032, 33: 0.064, 64: 0.064, 128: 0.128, 256: 0.256},
 )
@@ -228,7 +229,7 @@ def test_what_embeddings_took_is_taken_from_prompts() -> None:
 
 
 def test_a_prompt_gets_on_even_if_nothing_fits() -> None:
-    costs = CostModel(Measurements(decode_s={1: 0.001}, prefill_s={16: 9.0, 32: 9.0}))
+    costs = CostModel(Profile(decode_s={1: 0.001}, prefill_s={16: 9.0, 32: 9.0}))
     made = Scheduler(256, costs, 0.1)
     made.add(streaming(0))
     made.add(running(1, 100))
@@ -329,7 +330,7 @@ def test_who_was_there_and_waited_for_a_prefix_is_no_news() -> None:
     assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == 256
 
 
-# -- the margin, splits, drafts and mixed passes --------------------------------------------------
+# -- the margin, splits, drafts and mixed batches --------------------------------------------------
 
 
 def test_the_margin_follows_what_steps_take() -> None:
@@ -345,7 +346,7 @@ def test_the_margin_follows_what_steps_take() -> None:
 
 
 def test_a_decode_batch_is_split_where_that_is_faster() -> None:
-    costs = CostModel(Measurements({1: 0.02, 2: 0.07, 4: 0.03, 8: 0.05}, {8: 0.1}))
+    costs = CostModel(Profile({1: 0.02, 2: 0.07, 4: 0.03, 8: 0.05}, {8: 0.1}))
     made = Scheduler(256, costs, None)
     for slot in range(2):
         made.add(streaming(slot))
@@ -361,7 +362,7 @@ def repeating(slot_id: int) -> Sequence:
     return sequence
 
 
-DRAFTS_PAY = Measurements({1: 0.1, 2: 0.2, 4: 0.4}, {8: 0.1}, {2: 0.1, 4: 0.11, 8: 0.3})
+DRAFTS_PAY = Profile({1: 0.1, 2: 0.2, 4: 0.4}, {8: 0.1}, {2: 0.1, 4: 0.11, 8: 0.3})
 
 
 def test_drafts_are_verified_where_that_pays() -> None:
@@ -376,14 +377,14 @@ def test_drafts_are_verified_where_that_pays() -> None:
 
 @pytest.mark.parametrize("speculate", [True, False])
 def test_no_drafts_where_they_do_not_pay(speculate: bool) -> None:
-    costs = Measurements({1: 0.1}, {8: 0.1}, {2: 0.2, 8: 0.8}) if speculate else DRAFTS_PAY
+    costs = Profile({1: 0.1}, {8: 0.1}, {2: 0.2, 8: 0.8}) if speculate else DRAFTS_PAY
     made = Scheduler(256, CostModel(costs), None, speculate=speculate, n_ctx_slot=N_CTX_SLOT)
     made.add(repeating(0))
     assert [len(one.rows) for one in made.schedule(NOW)] == [1]
 
 
 def test_drafts_of_many_are_of_one_length_and_bounded() -> None:
-    free = Measurements(dict.fromkeys(range(1, 65), 0.1), {8: 0.1})
+    free = Profile(dict.fromkeys(range(1, 65), 0.1), {8: 0.1})
     made = Scheduler(256, CostModel(free), None, speculate=True, n_ctx_slot=N_CTX_SLOT)
     for slot in range(5):
         made.add(repeating(slot))
@@ -392,7 +393,7 @@ def test_drafts_of_many_are_of_one_length_and_bounded() -> None:
     assert sum(len(chunk.draft) for chunk in plan.chunks) <= MAX_DRAFTED_ROWS
 
 
-def test_with_a_unified_cache_all_share_a_pass() -> None:
+def test_with_a_unified_cache_all_share_a_batch() -> None:
     made = stalling(0.1, streaming(0), streaming(2), running(1, 500), mixed=True)
     (plan,) = made.schedule(NOW, n_cells=40)
     assert served([plan]) == [(0, 1), (1, 62), (2, 1)]

@@ -133,11 +133,11 @@ async def test_calls_and_results_of_earlier_turns(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
-    thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+    reasoning = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     result = {"type": "tool_result", "tool_use_id": "t1"}
     body = asked()
     body["messages"] += [
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "I"}, call]},
+        {"role": "assistant", "content": [reasoning, {"type": "text", "text": "I"}, call]},
         {
             "role": "user",
             "content": [
@@ -258,7 +258,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked(thinking={"type": "enabled"}), "'budget_tokens' goes with"),
         (asked(thinking={"type": "adaptive", "budget_tokens": 2000}), "'budget_tokens' goes with"),
         (asked(thinking=THINKING), "'budget_tokens' must be less than 'max_tokens'"),
-        (asked(thinking=THINKING, max_tokens=4096), "chat template has no thoughts"),
+        (asked(thinking=THINKING, max_tokens=4096), "chat template has no reasoning"),
         (
             asked(thinking={"type": "adaptive"}, tools=[TOOL], tool_choice={"type": "any"}),
             "'thinking' is not supported together with it",

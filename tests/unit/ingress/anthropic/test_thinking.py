@@ -16,7 +16,7 @@ from tests.unit.ingress.anthropic.test_routes import THINKING, TOOL, asked, even
 from tests.unit.ingress.generation.test_tools import CALL, script
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
-THOUGHT = "<think>\nHm,\nso.\n</think>\n\n"
+REASONING = "<think>\nHm,\nso.\n</think>\n\n"
 BODY = {"max_tokens": 2048, "thinking": THINKING}
 SHOWN = {"type": "thinking", "thinking": "Hm,\nso.", "signature": ""}
 
@@ -50,28 +50,28 @@ async def package(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_thought_is_a_block(
+async def test_reasoning_is_a_block(
     package: anthropic.AsyncAnthropic, engine: ScriptedEngine, stream: bool
 ) -> None:
-    engine.script = script(f"{THOUGHT}Hello.")
+    engine.script = script(f"{REASONING}Hello.")
     asking: dict[str, Any] = {"model": "first", "messages": asked()["messages"], **BODY}
     if stream:
         async with package.messages.stream(**asking) as events:
-            thoughts = [event.thinking async for event in events if event.type == "thinking"]
+            pieces = [event.thinking async for event in events if event.type == "thinking"]
             message = await events.get_final_message()
-        assert len(thoughts) > 1
-        assert "".join(thoughts) == SHOWN["thinking"]
+        assert len(pieces) > 1
+        assert "".join(pieces) == SHOWN["thinking"]
     else:
         message = await package.messages.create(**asking)
-    thought, text = message.content
-    assert thought.model_dump(exclude_none=True) == SHOWN
+    reasoning, text = message.content
+    assert reasoning.model_dump(exclude_none=True) == SHOWN
     assert text.type == "text"
     assert text.text == "Hello."
     assert message.stop_reason == "end_turn"
     assert bytes(engine.requests[0].prompt) == b"user:Hi|True"
 
 
-async def test_the_events_of_a_thought_and_a_call(
+async def test_the_events_of_reasoning_and_a_call(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     engine.script = script(f"<think>\n{CALL}</think>\nSo: {CALL}")
@@ -80,9 +80,9 @@ async def test_the_events_of_a_thought_and_a_call(
     starts = [e["content_block"] for e in events if e["type"] == "content_block_start"]
     assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""}
     assert [block["type"] for block in starts] == ["thinking", "text", "tool_use"]
-    of_thought = [e for e in events if e.get("index") == 0]
-    assert "".join(e["delta"].get("thinking", "") for e in of_thought[1:-1]) == CALL
-    assert of_thought[-2]["delta"] == {"type": "signature_delta", "signature": ""}
+    of_reasoning = [e for e in events if e.get("index") == 0]
+    assert "".join(e["delta"].get("thinking", "") for e in of_reasoning[1:-1]) == CALL
+    assert of_reasoning[-2]["delta"] == {"type": "signature_delta", "signature": ""}
     places = [e["index"] for e in events if "index" in e]
     assert places == sorted(places)
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
@@ -92,14 +92,14 @@ async def test_the_events_of_a_thought_and_a_call(
 async def test_without_it_the_model_is_asked_not_to(
     client: httpx.AsyncClient, engine: ScriptedEngine, thinking: Any
 ) -> None:
-    engine.script = script(f"{THOUGHT}Hello.")  # and does
+    engine.script = script(f"{REASONING}Hello.")  # and does
     body = (await client.post("/v1/messages", json=asked(thinking=thinking))).json()
     assert bytes(engine.requests[0].prompt) == b"user:Hi|False"
     assert body["content"] == [{"type": "text", "text": "Hello."}]
 
 
-async def test_thoughts_can_be_left_out(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
-    engine.script = script(f"{THOUGHT}Hello.")
+async def test_reasoning_can_be_left_out(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(f"{REASONING}Hello.")
     thinking = {"type": "adaptive", "display": "omitted"}
     body = (await client.post("/v1/messages", json=asked(thinking=thinking))).json()
     assert bytes(engine.requests[0].prompt) == b"user:Hi|True"
@@ -122,7 +122,7 @@ async def test_a_model_that_cannot_think_adapts(
         ({}, "user:Hi|assistant:Hello.|user:Bye|False"),
     ],
 )
-async def test_thoughts_of_earlier_turns(
+async def test_reasoning_of_earlier_turns(
     client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any], prompt: str
 ) -> None:
     turn = [

@@ -1,16 +1,17 @@
-"""Watchers share one look a second, which ends with the last of them."""
+"""Viewers share one look a second, which ends with the last of them."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import pytest
 
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.api import build_api
-from serve_app.ingress.dashboard.broadcaster import N_FRAMES, Watch
+from serve_app.ingress.dashboard.broadcaster import MAX_VIEWERS, N_FRAMES, Broadcaster
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.types import ReplicaStats
 from tests.unit.ingress.dashboard.test_snapshot import merged, replica
@@ -47,9 +48,9 @@ def models(looked_at: Engine) -> dict[str, ServedModel]:
     return {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), looked_at)}  # type: ignore[arg-type]
 
 
-async def test_watchers_share_the_looks(looked_at: Engine, models: dict[str, ServedModel]) -> None:
-    watch = Watch(models, period_s=0)
-    async with aclosing(watch.frames()) as one, aclosing(watch.frames()) as other:
+async def test_viewers_share_the_looks(looked_at: Engine, models: dict[str, ServedModel]) -> None:
+    broadcaster = Broadcaster(models, period_s=0)
+    async with aclosing(broadcaster.frames()) as one, aclosing(broadcaster.frames()) as other:
         first = await anext(one)
         assert first["replicas"]["r1"]["model"] == "m"
         n_before = looked_at.n_looks
@@ -65,12 +66,32 @@ async def test_watchers_share_the_looks(looked_at: Engine, models: dict[str, Ser
     assert looked_at.n_looks == n_looks, "somebody still looks"
 
 
+async def test_of_too_many_viewers_the_first_of_who_has_most_is_told_no_more(
+    models: dict[str, ServedModel],
+) -> None:
+    broadcaster = Broadcaster(models, period_s=0)
+    async with AsyncExitStack() as stack:
+
+        async def view(holder: str) -> AsyncGenerator[Any]:
+            frames = await stack.enter_async_context(aclosing(broadcaster.frames(holder=holder)))
+            assert (await anext(frames))["replicas"]
+            return frames
+
+        early = await view("ben")
+        anas = [await view("ana") for _ in range(MAX_VIEWERS - 1)]
+        late = await view("ben")
+        with pytest.raises(StopAsyncIteration):
+            await anext(anas[0])
+        for one in (early, *anas[1:], late):
+            assert await anext(one)
+
+
 async def test_who_comes_back_soon_finds_the_events(
     looked_at: Engine, models: dict[str, ServedModel]
 ) -> None:
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     for n_frames in (3, 1):
-        async with aclosing(watch.frames()) as frames:
+        async with aclosing(broadcaster.frames()) as frames:
             for _ in range(n_frames):
                 frame = await anext(frames)
     assert (
@@ -82,9 +103,9 @@ async def test_who_comes_at_once_after_the_last_is_looked_for_alone(
     looked_at: Engine, models: dict[str, ServedModel]
 ) -> None:
     """The looks of before have not noticed yet that they are over."""
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     for _ in range(3):
-        async with aclosing(watch.frames()) as frames:
+        async with aclosing(broadcaster.frames()) as frames:
             await anext(frames)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -97,29 +118,29 @@ async def test_who_comes_at_once_after_the_last_is_looked_for_alone(
 async def test_what_breaks_ends_the_frames(
     looked_at: Engine, models: dict[str, ServedModel], caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     looked_at.broken = True
-    assert [frame async for frame in watch.frames()] == []
-    assert "cannot be watched" in caplog.text
+    assert [frame async for frame in broadcaster.frames()] == []
+    assert "cannot be broadcast" in caplog.text
     looked_at.broken = False
-    async with aclosing(watch.frames()) as frames:
+    async with aclosing(broadcaster.frames()) as frames:
         assert "replicas" in await anext(frames)
 
 
 async def test_frames_end_after_a_while(models: dict[str, ServedModel]) -> None:
-    """Or an ingress replica with a watcher could not be stopped."""
-    watch = Watch(models, period_s=0)
-    assert len([frame async for frame in watch.frames()]) == N_FRAMES
+    """Or an ingress replica with a viewer could not be stopped."""
+    broadcaster = Broadcaster(models, period_s=0)
+    assert len([frame async for frame in broadcaster.frames()]) == N_FRAMES
 
 
 async def test_the_end_of_the_application_ends_the_frames(
     looked_at: Engine, models: dict[str, ServedModel]
 ) -> None:
-    watch = Watch(models, period_s=0)
+    broadcaster = Broadcaster(models, period_s=0)
     looked_at.stopped = True
-    assert [frame async for frame in watch.frames()] == []
+    assert [frame async for frame in broadcaster.frames()] == []
     looked_at.stopped = False
-    async with aclosing(watch.frames()) as frames:
+    async with aclosing(broadcaster.frames()) as frames:
         assert "replicas" in await anext(frames)
 
 

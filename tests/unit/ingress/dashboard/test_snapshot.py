@@ -1,4 +1,4 @@
-"""What watchers are told of the replicas."""
+"""What viewers get of the replicas."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_rates_are_of_the_last_seconds() -> None:
 
 
 def test_the_first_look_knows_no_rates() -> None:
-    told = Seen().look(replica(generated_tokens=5000, passes=10))["replicas"]["r1"]
+    told = Seen().look(replica(generated_tokens=5000, batches=10))["replicas"]["r1"]
     assert (told["generated_per_s"], told["point"], told["hits"]) == (0.0, None, None)
 
 
 def test_the_operating_point_and_the_hits() -> None:
     seen = Seen()
     seen.look(replica())
-    grown: dict[str, Any] = {"passes": 10, "busy_lanes": 35, "decode_s": 0.5}
+    grown: dict[str, Any] = {"batches": 10, "busy_slots": 35, "decode_s": 0.5}
     view = seen.look(replica(**grown, prompt_tokens=25, cached_tokens=75))
     told = view["replicas"]["r1"]
     assert (told["point"], told["hits"]) == ([3.5, 50.0], 0.75)
@@ -84,7 +84,7 @@ def test_the_wait_is_the_forecast_of_a_slot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "lane"),
+    ("slot", "widths"),
     [
         (SlotStats(0, "idle", None, 30, 0, 0), ["idle", 30, 0, 0, 0]),
         (SlotStats(0, "pinned", None, 9, 0, 0), ["pinned", 9, 0, 0, 0]),
@@ -93,9 +93,9 @@ def test_the_wait_is_the_forecast_of_a_slot() -> None:
         (SlotStats(0, "decode", "a", 10, 50, 60, 16), ["decode", 10, 0, 0, 0]),  # shifted
     ],
 )
-def test_lanes(slot: SlotStats, lane: list[Any]) -> None:
+def test_slots(slot: SlotStats, widths: list[Any]) -> None:
     told = Seen().look(replica(slots=(slot,)))["replicas"]["r1"]
-    assert told["slots"] == {"0": lane}
+    assert told["slots"] == {"0": widths}
     assert told["requests"] == {"0": slot.request_id}
 
 
@@ -198,7 +198,7 @@ def test_differences_are_small_and_add_up() -> None:
         (replica("a"), replica("b", slots=(SlotStats(0, "idle", None, 1, 0, 0),))),
         (replica("a"), replica("b", slots=(SlotStats(0, "decode", "x", 2, 1, 1),), running=1)),
         (replica("a", preemptions=1),),
-        (replica("a", preemptions=1, passes=3, busy_lanes=3, decode_s=0.1),),
+        (replica("a", preemptions=1, batches=3, busy_slots=3, decode_s=0.1),),
     ]
     before: Json = {}
     built: Json = {}
@@ -208,7 +208,7 @@ def test_differences_are_small_and_add_up() -> None:
         assert built == merged({}, after)
         before = after
     assert difference(before, before) == {}
-    seen.look(replica("a", preemptions=1, passes=3, busy_lanes=3, decode_s=0.1))
+    seen.look(replica("a", preemptions=1, batches=3, busy_slots=3, decode_s=0.1))
     assert set(difference(before, seen.board.view)) <= {"at", "events", "replicas"}
 
 

@@ -16,10 +16,11 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.generation.failover import retried, unbroken
+from serve_app.sampling import SamplingParams
 from serve_app.types import (
+    Accepted,
     FinishReason,
     GenerationRequest,
-    SamplingParams,
     SequenceEnd,
     Timings,
     TokenDelta,
@@ -33,7 +34,8 @@ NO_PAUSES = (0.0, 0.0, 0.0)
 
 
 class Replicas:
-    """Each says the rest of TEXT, a token for a character, up to where it fails."""
+    """Each says the rest of TEXT, a token for a character, up to where it fails. One that fails before any
+    token, and not by dying, refuses the request; all others accept it."""
 
     def __init__(self, *fates: tuple[int, CorralError | None]) -> None:
         self.fates = list(fates)
@@ -41,12 +43,14 @@ class Replicas:
         self.asked: list[GenerationRequest] = []
         self.n_open = 0
 
-    async def attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+    async def attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         self.asked.append(request)
         self.n_open += 1
         try:
             rest = TEXT[len(request.generated) :]
             n_tokens, failure = self.fates.pop(0) if self.fates else (len(rest), None)
+            if n_tokens or isinstance(failure, EngineFailedError | None):
+                yield Accepted()
             for character in rest[:n_tokens]:
                 yield TokenDelta(character, (ord(character),))
             if failure is not None:
@@ -62,8 +66,12 @@ def asking(**sampling: int) -> GenerationRequest:
 
 
 async def read(replicas: Replicas, request: GenerationRequest) -> str:
+    """The text, of a request that is accepted once, and ends once."""
+    accepted, *deltas = [item async for item in unbroken(request, replicas.attempt, NO_PAUSES)]
+    assert isinstance(accepted, Accepted)
     text, ends = "", 0
-    async for delta in unbroken(request, replicas.attempt, NO_PAUSES):
+    for delta in deltas:
+        assert isinstance(delta, TokenDelta)
         text += delta.text
         ends += delta.end is not None
     assert ends == 1
@@ -87,10 +95,11 @@ async def test_nothing_is_missing_and_nothing_comes_twice(
 
 async def test_retries_without_a_token_are_bounded() -> None:
     replicas = Replicas((2, DIED), (0, DIED), (1, DIED), *[(0, DIED)] * 9)
-    deltas = unbroken(asking(), replicas.attempt, NO_PAUSES)
-    assert [(await anext(deltas)).text for _ in range(3)] == list(TEXT[:3])
+    items = unbroken(asking(), replicas.attempt, NO_PAUSES)
+    tokens = [TokenDelta(character, (ord(character),)) for character in TEXT[:3]]
+    assert [await anext(items) for _ in range(4)] == [Accepted(), *tokens]
     with pytest.raises(EngineFailedError, match="ActorDiedError"):
-        await anext(deltas)
+        await anext(items)
     assert len(replicas.asked) == 6
     assert replicas.n_open == 0
 
@@ -129,6 +138,16 @@ async def test_a_request_that_was_accepted_is_not_refused(monkeypatch: pytest.Mo
     assert slept == [0.0, *[1.0] * 20]
 
 
+async def test_a_request_that_was_lost_before_it_was_accepted_is_refused() -> None:
+    replicas = Replicas(
+        (0, EngineClosedError("The engine shut down.")), (0, QueueFullError("Full.", 30))
+    )
+    items = unbroken(asking(), replicas.attempt, NO_PAUSES)
+    with pytest.raises(QueueFullError):
+        await anext(items)
+    assert len(replicas.asked) == 2
+
+
 async def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.ingress.generation.failover._REFUSED_S", 0.0)
     with pytest.raises(QueueFullError):
@@ -137,10 +156,11 @@ async def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_whoever_leaves_ends_the_attempt() -> None:
     replicas = Replicas((3, DIED))
-    deltas = unbroken(asking(), replicas.attempt, NO_PAUSES)
-    for _ in range(5):
-        await anext(deltas)
-    await deltas.aclose()
+    items = unbroken(asking(), replicas.attempt, NO_PAUSES)
+    for _ in range(6):
+        await anext(items)
+    assert replicas.n_open == 1
+    await items.aclose()
     assert replicas.n_open == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.ingress.generation.test_tools import CALL, CUT, WEATHER, script
 from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine, chat, events
 
-THOUGHT = "<think>\nHm,\nso.\n</think>\n\n"
+REASONING = "<think>\nHm,\nso.\n</think>\n\n"
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +25,10 @@ async def answer(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     return found
 
 
-async def test_thoughts_in_a_whole_answer(
+async def test_reasoning_in_a_whole_answer(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    engine.script = script(f"{THOUGHT}Hello.")
+    engine.script = script(f"{REASONING}Hello.")
     assert (await answer(client))["message"] == {
         "role": "assistant",
         "content": "Hello.",
@@ -36,17 +36,17 @@ async def test_thoughts_in_a_whole_answer(
     }
 
 
-async def test_thoughts_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
-    engine.script = script(f"{THOUGHT}Hello.")
+async def test_reasoning_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(f"{REASONING}Hello.")
     response = await client.post("/v1/chat/completions", json=chat(stream=True))
     deltas = [chunk["choices"][0]["delta"] for chunk in events(response)[1:-1]]
-    thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
-    assert "".join(thoughts) == "Hm,\nso."
-    assert len(thoughts) > 1
+    pieces = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
+    assert "".join(pieces) == "Hm,\nso."
+    assert len(pieces) > 1
     assert "".join(delta.get("content", "") for delta in deltas) == "Hello."
 
 
-async def test_a_call_after_a_thought(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+async def test_a_call_after_reasoning(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     engine.script = script(f"<think>{CALL}</think>{CALL}")
     said = await answer(client, tools=[WEATHER])
     assert said["finish_reason"] == "tool_calls"
@@ -55,7 +55,7 @@ async def test_a_call_after_a_thought(client: httpx.AsyncClient, engine: Scripte
     assert len(said["message"]["tool_calls"]) == 1
 
 
-async def test_a_thought_that_is_cut(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+async def test_reasoning_that_is_cut(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     engine.script = script("<think>\nHm </thi", CUT)
     said = await answer(client)
     assert said["finish_reason"] == "length"
@@ -63,7 +63,7 @@ async def test_a_thought_that_is_cut(client: httpx.AsyncClient, engine: Scripted
     assert said["message"]["reasoning_content"] == "Hm </thi"
 
 
-async def test_a_prompt_that_begins_the_thought(
+async def test_a_prompt_that_begins_the_reasoning(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     engine.script = script("Hm.\n</think>\nHello.")
@@ -73,21 +73,21 @@ async def test_a_prompt_that_begins_the_thought(
     assert said["message"]["content"] == "Hello."
 
 
-async def test_thoughts_can_be_left_in_the_content(
+async def test_reasoning_can_be_left_in_the_content(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    engine.script = script(f"{THOUGHT}Hello.")
+    engine.script = script(f"{REASONING}Hello.")
     said = await answer(client, reasoning_format="none")
-    assert said["message"] == {"role": "assistant", "content": f"{THOUGHT}Hello."}
+    assert said["message"] == {"role": "assistant", "content": f"{REASONING}Hello."}
 
 
 async def test_a_model_that_does_not_think(
     client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer
 ) -> None:
     tokenizer.thinks = False
-    engine.script = script(f"\n{THOUGHT}Hello.")
+    engine.script = script(f"\n{REASONING}Hello.")
     said = await answer(client, reasoning_format="auto")
-    assert said["message"] == {"role": "assistant", "content": f"\n{THOUGHT}Hello."}
+    assert said["message"] == {"role": "assistant", "content": f"\n{REASONING}Hello."}
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,18 @@ async def test_a_model_that_does_not_think(
         {"tools": [WEATHER], "tool_choice": "required"},
     ],
 )
-async def test_what_begins_as_it_must_is_no_thought(
+async def test_what_begins_as_it_must_is_no_reasoning(
     client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
 ) -> None:
     engine.script = script("{}")
     said = await answer(client, **fields)
-    assert bytes(engine.requests[0].prompt).endswith(b"|no thought")
+    assert bytes(engine.requests[0].prompt).endswith(b"|no reasoning")
     assert said["message"] == {"role": "assistant", "content": "{}"}
 
 
-async def test_thoughts_of_earlier_turns(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+async def test_reasoning_of_earlier_turns(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello.", "reasoning_content": "Hm."},
@@ -117,7 +119,7 @@ async def test_thoughts_of_earlier_turns(client: httpx.AsyncClient, engine: Scri
     assert bytes(engine.requests[0].prompt) == b"user:Hi|assistant:(Hm.)Hello.|user:Bye"
 
 
-async def test_only_an_assistant_has_thoughts(client: httpx.AsyncClient) -> None:
+async def test_only_an_assistant_has_reasoning(client: httpx.AsyncClient) -> None:
     messages = [{"role": "user", "content": "Hi", "reasoning_content": "Hm."}]
     response = await client.post("/v1/chat/completions", json={"messages": messages})
     assert response.status_code == 400

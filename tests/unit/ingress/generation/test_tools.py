@@ -7,9 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.prompt.tool_calls.formats import FORMATS
+from serve_app.prompt.tool_calls import ToolCall, ToolFormat
+from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from tests.unit.ingress.harness import END, ByteTokenizer, ScriptedEngine, chat, events
+from tests.unit.prompt.tool_calls.formats import TOOLS, every_format
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 WEATHER: dict[str, Any] = {
@@ -29,14 +31,14 @@ def script(text: str, end: SequenceEnd = END) -> list[TokenDelta | Exception]:
 
 
 async def answer(client: httpx.AsyncClient, **fields: Any) -> Any:
-    body = chat("Weather in Oslo?", tools=[WEATHER], **fields)
+    body = chat("Weather in Oslo?", **{"tools": [WEATHER], **fields})
     response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
 
 
 async def streamed(client: httpx.AsyncClient, **fields: Any) -> list[Any]:
-    body = chat("Weather in Oslo?", tools=[WEATHER], stream=True, **fields)
+    body = chat("Weather in Oslo?", stream=True, **{"tools": [WEATHER], **fields})
     *chunks, done = events(await client.post("/v1/chat/completions", json=body))
     assert done == "[DONE]"
     return [chunk["choices"][0] for chunk in chunks]
@@ -158,37 +160,28 @@ async def test_other_calls_are_left_to_the_model(
     assert engine.requests[0].sampling.grammar is None
 
 
-SAID = {
-    "llama3": '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
-    "mistral-list": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
-    "mistral-named": '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}',
-    "qwen-coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
-    "</function>\n</tool_call>",
-}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("name", SAID)
-async def test_other_formats(
+@every_format
+async def test_every_format(
     client: httpx.AsyncClient,
     engine: ScriptedEngine,
     tokenizer: ByteTokenizer,
-    name: str,
+    form: ToolFormat,
     choice: str,
     stream: bool,
 ) -> None:
-    (tokenizer.tool_format,) = (one for one in FORMATS if one.name == name)
-    engine.script = script(SAID[name])
+    tokenizer.tool_format = form
+    engine.script = script(form.example.first)
     if stream:
-        _, *choices = await streamed(client, tool_choice=choice)
+        _, *choices = await streamed(client, tools=TOOLS, tool_choice=choice)
         (call,) = (call for c in choices for call in c["delta"].get("tool_calls", []))
         reason = choices[-1]["finish_reason"]
         assert not any("content" in c["delta"] for c in choices)
     else:
-        said = await answer(client, tool_choice=choice)
+        said = await answer(client, tools=TOOLS, tool_choice=choice)
         (call,), reason = said["message"]["tool_calls"], said["finish_reason"]
-    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert ToolCall(**call["function"]) == EXAMPLE_CALLS[0]
     assert reason == "tool_calls"
     grammar = engine.requests[0].sampling.grammar
     assert (grammar is not None) is (choice == "required")

@@ -14,10 +14,19 @@ import yaml
 
 from serve_app.errors import CorralError
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http import auth
-from serve_app.ingress.http.auth import MAX_BODY_BYTES, Access
+from serve_app.ingress.http import bodies
+from serve_app.ingress.http.auth import Access
+from serve_app.ingress.http.bodies import MAX_BODY_BYTES
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.types import FinishReason, RequestRecord, SequenceEnd, Timings, TokenDelta, Usage
+from serve_app.types import (
+    Accepted,
+    FinishReason,
+    RequestRecord,
+    SequenceEnd,
+    Timings,
+    TokenDelta,
+    Usage,
+)
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
@@ -149,11 +158,11 @@ async def test_a_keys_requests_at_once(
     running, go_on = asyncio.Event(), asyncio.Event()
     generate = engine.generate
 
-    async def held(request: Any) -> AsyncIterator[TokenDelta]:
+    async def held(request: Any) -> AsyncIterator[Accepted | TokenDelta]:
         running.set()
         await go_on.wait()
-        async for delta in generate(request):
-            yield delta
+        async for item in generate(request):
+            yield item
 
     monkeypatch.setattr(engine, "generate", held)
     first = asyncio.create_task(client.post(CHAT, json=chat(), headers=bearer(ANA)))
@@ -183,7 +192,7 @@ async def test_a_body_that_is_too_large(connect: Open, chunked: bool) -> None:
 
 
 async def test_a_body_that_does_not_come(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "BODY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(bodies, "PROGRESS_S", 0.0)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"{"

@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from serve_app.errors import DecodeError
+from serve_app.ingress.api import build_api
+from serve_app.ingress.http.auth import Access
 from serve_app.ingress.openapi.spec import ROUTES
 from tests.unit.ingress.harness import HELLO, ByteTokenizer, ScriptedEngine
 from tests.unit.ingress.openapi.test_spec import DESCRIPTION, OPERATIONS, POSTS, body_of
@@ -165,6 +167,10 @@ def test_every_route_that_streams_is_tried() -> None:
 
 
 async def test_hosts_and_queries_that_are_none(client: httpx.AsyncClient) -> None:
-    for host in (b"[", b"a\xffb", b"x:y:z"):
-        answer = await client.get("/nowhere?\xff", headers={b"Host": host})
-        check(answer, "/nowhere", 404)
+    transport = httpx.ASGITransport(build_api({}, Access(allow_anonymous=True)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.1") as anonymous:
+        for host in (b"[", b"a\xffb", b"x:y:z"):
+            answer = await anonymous.get("/nowhere?\xff", headers={b"Host": host})
+            check(answer, "/nowhere", 404)
+            answer = await client.get("/nowhere?\xff", headers={b"Host": host})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")

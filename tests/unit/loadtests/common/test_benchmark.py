@@ -15,7 +15,8 @@ from loadtests.common.benchmark import (
     listed,
     peak_bytes,
     percentile,
-    table_row,
+    spread,
+    table,
 )
 
 
@@ -56,7 +57,7 @@ def test_peak_bytes_is_of_the_process_that_is_asked_for() -> None:
 
 
 def test_arguments() -> None:
-    assert listed(bounded(1, 4))("1,4") == (1, 4)
+    assert listed(bounded(1, 4))("1,4,1") == (1, 4)
     assert listed(choice("on", "off"))("off") == ("off",)
     with pytest.raises(argparse.ArgumentTypeError, match="5 is not between 1 and 4"):
         bounded(1, 4)("5")
@@ -64,5 +65,15 @@ def test_arguments() -> None:
         choice("on", "off")("no")
 
 
-def test_table_row() -> None:
-    assert table_row(("a", 1)) == "| a | 1 |"
+def test_table() -> None:
+    assert table(("a", "b"), [(1, "x"), (2, "y")]).splitlines() == [
+        "| a | b |",
+        "| --- | --- |",
+        "| 1 | x |",
+        "| 2 | y |",
+    ]
+
+
+def test_spread() -> None:
+    assert spread([3.0, 1.0, 2.5]) == "2.50 (1.00-3.00)"
+    assert spread([]) == "-"

@@ -30,7 +30,7 @@ def binary(path: Path, script: str) -> Path:
 def test_arguments_have_the_other_modes_sizes() -> None:
     arguments = bench_arguments(Path("m.gguf"), OPTIONS, [(1,) * 20, (2,) * 20], 24)
     pairs = dict(zip(arguments[::2], arguments[1::2], strict=False))
-    assert pairs["-c"] == "1024"  # two lanes of 512 cells, as llama.cpp rounds them
+    assert pairs["-c"] == "1024"  # two slots of 512 cells, as llama.cpp rounds them
     assert (pairs["-npp"], pairs["-ntg"], pairs["-npl"]) == ("20", "23", "2")
     assert (pairs["-t"], pairs["-tb"], pairs["-b"], pairs["-ub"]) == ("3", "3", "128", "128")
     assert pairs["-fa"] == "on"

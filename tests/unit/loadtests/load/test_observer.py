@@ -63,7 +63,7 @@ def test_ends_add_up_over_replicas() -> None:
     assert ended([]) == {}
 
 
-def test_a_sample_adds_up_replicas_and_leaves_pinned_lanes_out(
+def test_a_sample_adds_up_replicas_and_leaves_pinned_slots_out(
     answers: list[httpx.Response],
 ) -> None:
     answers.append(httpx.Response(200, json=STATS))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.prompt.quotes import Quotes
+from serve_app.prompt.escaping import ControlTokenEscaper
 
-QUOTES = Quotes(["<|im_end|>", "<|im_end|>x", "</s>"])
+ESCAPER = ControlTokenEscaper(["<|im_end|>", "<|im_end|>x", "</s>"])
 
 
 def user(content: str) -> dict[str, Any]:
@@ -18,8 +18,8 @@ def user(content: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", ["", "hello", "<|im_start|>", "< /s>"])
-def test_most_texts_need_no_quotes(text: str) -> None:
-    assert not QUOTES.needed([user(text)], [])
+def test_most_texts_need_no_escapes(text: str) -> None:
+    assert not ESCAPER.needed([user(text)], [])
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def test_most_texts_need_no_quotes(text: str) -> None:
     ],
 )
 def test_they_are_found_again(text: str, parts: list[tuple[str, bool]]) -> None:
-    assert QUOTES.needed([user(text)], [])
-    quoting = QUOTES.begin()
-    (message,) = quoting.put([user(text)])
-    assert list(quoting.parts(message["content"])) == parts
+    assert ESCAPER.needed([user(text)], [])
+    escapes = ESCAPER.begin()
+    (message,) = escapes.escape([user(text)])
+    assert list(escapes.split(message["content"])) == parts
 
 
 @pytest.mark.parametrize(
@@ -48,31 +48,31 @@ def test_they_are_found_however_templates_write_them(
     write: Callable[[Any], str], nest: Callable[[str], Any]
 ) -> None:
     """A list that is written out, and JSON in ASCII, escape what is no character."""
-    quoting = QUOTES.begin()
-    value = quoting.put(nest("a</s>b"))
-    parts = list(quoting.parts(write(value if write in (repr, json.dumps) else str(value))))
-    assert {part.lower() for part, is_quoted in parts if is_quoted} == {"</s>"}
-    assert not any("</s>" in part.lower() for part, is_quoted in parts if not is_quoted)
+    escapes = ESCAPER.begin()
+    value = escapes.escape(nest("a</s>b"))
+    parts = list(escapes.split(write(value if write in (repr, json.dumps) else str(value))))
+    assert {part.lower() for part, is_escaped in parts if is_escaped} == {"</s>"}
+    assert not any("</s>" in part.lower() for part, is_escaped in parts if not is_escaped)
 
 
-def test_a_text_that_a_template_cuts_shows_no_marks() -> None:
-    quoting = QUOTES.begin()
-    before, after = quoting.put("a</s>b").split("</s>")
-    parts = list(quoting.parts(f"{before}|{after}"))
+def test_a_text_that_a_template_cuts_shows_no_escapes() -> None:
+    escapes = ESCAPER.begin()
+    before, after = escapes.escape("a</s>b").split("</s>")
+    parts = list(escapes.split(f"{before}|{after}"))
     assert "".join(part for part, _ in parts) == "a|b"
 
 
-def test_marks_are_not_to_be_foreseen() -> None:
-    assert QUOTES.begin().put("</s>") != QUOTES.begin().put("</s>")
+def test_escapes_are_not_to_be_foreseen() -> None:
+    assert ESCAPER.begin().escape("</s>") != ESCAPER.begin().escape("</s>")
 
 
 def test_they_are_found_wherever_they_are() -> None:
     call = {"function": {"name": "f", "arguments": {"a": ["x</s>"]}}}
     tool = {"function": {"description": "ends with </s>"}}
     for messages, tools in (([user("") | {"tool_calls": [call]}], []), ([user("")], [tool])):
-        assert QUOTES.needed(messages, tools)
-        assert QUOTES.begin().put([messages, tools]) != [messages, tools]
+        assert ESCAPER.needed(messages, tools)
+        assert ESCAPER.begin().escape([messages, tools]) != [messages, tools]
 
 
 def test_a_model_without_control_tokens() -> None:
-    assert not Quotes([]).needed([user("</s>")], [])
+    assert not ControlTokenEscaper([]).needed([user("</s>")], [])

@@ -1,4 +1,4 @@
-"""Control tokens that users write: quoted, so that they stay text through a chat template."""
+"""Escaping of the control tokens that users write, so that they stay text through a chat template."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
-class Quotes:
+class ControlTokenEscaper:
     """Finds these texts wherever they occur. Immutable: any thread.
 
     A rendered chat does not show which of its words are the template's and which the users'. So
-    users' control tokens are marked before it is rendered, and found by their marks afterwards.
+    users' control tokens are put between escapes before it is rendered, and found by them afterwards.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -20,37 +20,38 @@ class Quotes:
         self._found = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def needed(self, *values: Any) -> bool:
-        """Whether there is anything to quote in what users sent: JSON of any kind."""
+        """Whether there is anything to escape in what users sent: JSON of any kind."""
         return any(self._found.search(text) for text in _texts(values))
 
-    def begin(self) -> Quoting:
-        """The marks for one chat."""
-        return Quoting(self._found)
+    def begin(self) -> Escapes:
+        """The escapes for one chat."""
+        return Escapes(self._found)
 
 
-class Quoting:
-    """One chat's marks: digits, which no user foresees, and which templates leave what they are. What is
+class Escapes:
+    """One chat's escapes: digits, which no user foresees, and which templates leave what they are. What is
     no character becomes `\\ufdd0` in JSON, or where a list is written out."""
 
     def __init__(self, found: re.Pattern[str]) -> None:
         number = f"{secrets.randbelow(10**12):012}"
         self._found = found
         self._open, self._close = f"{number}(", f"{number})"
-        self._marks = re.compile(rf"{number}[()]")
-        self._quoted = re.compile(rf"{number}\((.*?){number}\)", re.DOTALL)
+        self._escapes = re.compile(rf"{number}[()]")
+        self._escaped = re.compile(rf"{number}\((.*?){number}\)", re.DOTALL)
 
-    def put(self, value: Any) -> Any:
-        """The same JSON with quotes."""
+    def escape(self, value: Any) -> Any:
+        """The same JSON with every control token escaped."""
         if isinstance(value, str):
             return self._found.sub(rf"{self._open}\g<0>{self._close}", value)
         if isinstance(value, Mapping):
-            return {self.put(key): self.put(inner) for key, inner in value.items()}
-        return [self.put(inner) for inner in value] if isinstance(value, list) else value
+            return {self.escape(key): self.escape(inner) for key, inner in value.items()}
+        return [self.escape(inner) for inner in value] if isinstance(value, list) else value
 
-    def parts(self, rendered: str) -> Iterator[tuple[str, bool]]:
-        """A rendered chat's texts in order, none of them empty, and whether each was quoted."""
-        for i, text in enumerate(self._quoted.split(rendered)):
-            if bare := self._marks.sub("", text):  # a template may have cut a text in two
+    def split(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """A rendered chat's texts in order, none of them empty, without escapes, and whether each was
+        escaped."""
+        for i, text in enumerate(self._escaped.split(rendered)):
+            if bare := self._escapes.sub("", text):  # a template may have cut a text in two
                 yield bare, i % 2 == 1
 
 

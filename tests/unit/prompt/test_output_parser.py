@@ -1,4 +1,4 @@
-"""Thoughts, prose and calls in an answer."""
+"""Reasoning, content and calls in an answer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.prompt.answer import AnswerParser, Thought
-from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.prompt.output_parser import OutputParser, Reasoning
+from serve_app.prompt.tool_calls import ToolCall
+from serve_app.prompt.tool_calls.formats import hermes
 from tests.unit.prompt.splitting import cuts, parse
 
 CALL = '<tool_call>{"name": "f"}</tool_call>'
-HM = Thought("Hm.")
+HM = Reasoning("Hm.")
 
 
 def read(pieces: list[str], *, thinks: bool = True, is_thinking: bool = False) -> list[Any]:
-    parser = AnswerParser(HermesParser(), thinks=thinks, is_thinking=is_thinking)
+    parser = OutputParser(hermes.FORMAT.parser(), thinks=thinks, is_thinking=is_thinking)
     return parse(parser, pieces)
 
 
@@ -31,9 +32,9 @@ def read(pieces: list[str], *, thinks: bool = True, is_thinking: bool = False) -
         ("<think>Hm.</think>Yes.", [HM, "Yes."]),
         ("\n<think>\n\nHm.\n\n</think>\n\nYes.\n", [HM, "Yes.\n"]),
         ("<think>\n\n</think>\n\nYes.", ["Yes."]),
-        ("<think>a\n\n< b</th</think> c", [Thought("a\n\n< b</th"), " c"]),
+        ("<think>a\n\n< b</th</think> c", [Reasoning("a\n\n< b</th"), " c"]),
         ("<think>Hm.</think>\n<think>Yes.", [HM, "<think>Yes."]),
-        ("<think>\nHm.\n</thi", [Thought("Hm.\n</thi")]),
+        ("<think>\nHm.\n</thi", [Reasoning("Hm.\n</thi")]),
         (f"<think>Hm.</think>\n{CALL}", [HM, ToolCall("f", "{}")]),
         ("Yes. <think>Hm.</think>", ["Yes. <think>Hm.</think>"]),
     ],
@@ -47,22 +48,22 @@ def test_however_the_text_is_cut(text: str, expected: list[Any]) -> None:
     ("text", "expected"),
     [("Hm.\n</think>\n\nYes.", [HM, "Yes."]), ("\nHm.", [HM]), ("</think>Yes.", ["Yes."])],
 )
-def test_a_thought_that_the_prompt_begins(text: str, expected: list[Any]) -> None:
+def test_reasoning_that_the_prompt_begins(text: str, expected: list[Any]) -> None:
     for pieces in cuts(text):
         assert read(pieces, is_thinking=True) == expected
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
-def test_without_thoughts_all_is_prose(is_thinking: bool) -> None:
+def test_without_reasoning_all_is_content(is_thinking: bool) -> None:
     text = "\n<think>Hm.</think>\nYes."
     for pieces in cuts(text):
         assert read(pieces, thinks=False, is_thinking=is_thinking) == [text]
 
 
-def test_thoughts_are_not_held_back() -> None:
-    parser = AnswerParser(None, thinks=True, is_thinking=False)
-    assert parser.feed("<think>Let me") == [Thought("Let me")]
-    assert parser.feed(" see.\n</") == [Thought(" see.")]
+def test_reasoning_is_not_held_back() -> None:
+    parser = OutputParser(None, thinks=True, is_thinking=False)
+    assert parser.feed("<think>Let me") == [Reasoning("Let me")]
+    assert parser.feed(" see.\n</") == [Reasoning(" see.")]
     assert parser.feed("think>\n") == []
     assert parser.feed("\nYes") == ["Yes"]
 

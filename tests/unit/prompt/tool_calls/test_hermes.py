@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.prompt.tool_calls import HermesParser, ToolCall
+from serve_app.prompt.tool_calls import ToolCall
+from serve_app.prompt.tool_calls.formats import hermes
 from tests.unit.prompt.splitting import cuts, parse
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
@@ -16,7 +17,7 @@ ADDED = ToolCall("add", '{"a": 1, "b": "é"}')
 
 
 def read(pieces: list[str]) -> list[str | ToolCall]:
-    return parse(HermesParser(), pieces)
+    return parse(hermes.FORMAT.parser(), pieces)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def test_however_the_text_is_cut(text: str, expected: list[str | ToolCall]) -> N
         assert read(pieces) == expected
 
 
-def test_prose_is_not_held_back() -> None:
-    parser = HermesParser()
+def test_content_is_not_held_back() -> None:
+    parser = hermes.FORMAT.parser()
     assert parser.feed("a < b") == ["a < b"]
     assert parser.feed(" <tool_") == [" "]
     assert parser.feed("box>") == ["<tool_box>"]

@@ -1,0 +1,37 @@
+"""Makes the KV cache's manager, with its slots and tiers, for one backend."""
+
+from __future__ import annotations
+
+import math
+
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.disk_tier import DiskTier
+from serve_app.engine.kv_cache.manager import KVCacheManager
+from serve_app.engine.kv_cache.memory_tier import MemoryTier
+from serve_app.engine.kv_cache.slots import SlotTable
+from serve_app.engine.options import EngineOptions
+
+# Fewer tokens than this are not worth copying, however short the slot.
+_LEAST_COPY = 16
+
+
+def open_cache(
+    backend: Backend, costs: CostModel, options: EngineOptions
+) -> tuple[KVCacheManager, DiskTier | None]:
+    """The manager, and the disk tier if there is a folder for one: it is to be closed. Decoder thread only;
+    waits for the disk. Raises ConfigError if the folder cannot be used."""
+    token_s = costs.prompt_token_s
+    copy_tokens = math.ceil(costs.copy_s / token_s) if token_s else 0
+    table = SlotTable(
+        options.n_slots,
+        max(_LEAST_COPY, copy_tokens),
+        options.pinned,
+        consecutive=not backend.mode.kv_unified,
+    )
+    disk_tier = None
+    if options.prefix_folder is not None and options.cache_ram_bytes:
+        disk_tier = DiskTier(options.prefix_folder, backend.state_key)
+    kept = disk_tier.load(options.cache_ram_bytes) if disk_tier else ()
+    memory_tier = MemoryTier(options.cache_ram_bytes, kept, disk_tier)
+    return KVCacheManager(backend, table, memory_tier), disk_tier

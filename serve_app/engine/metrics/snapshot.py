@@ -1,0 +1,84 @@
+"""An engine's statistics at one moment, made of the parts that know them. Decoder thread only."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.manager import KVCacheManager
+from serve_app.engine.kv_cache.slots import Slot
+from serve_app.engine.metrics.stats import Counts, EngineStats, SlotStats
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.backlog import Forecast
+
+
+def engine_stats(
+    options: EngineOptions,
+    backend: Backend,
+    cache: KVCacheManager,
+    costs: CostModel,
+    forecast: Forecast,
+    counts: Counts,
+    *,
+    ended: Counter[str],
+    embedded: Counter[str],
+    running: int,
+    waiting: int,
+    draining: bool,
+) -> EngineStats:
+    """A snapshot: it does not change with its parts. `ended` are requests by the reason of their end,
+    `embedded` the counts of `EmbeddingQueue`."""
+    mode, memory = backend.mode, backend.memory
+    transferred = cache.transferred
+    return EngineStats(
+        n_slots=options.n_slots,
+        n_ctx_slot=options.n_ctx_slot,
+        threads=options.threads,
+        threads_batch=options.threads_batch or options.threads,
+        flash_attn=mode.flash_attn,
+        kv_unified=mode.kv_unified,
+        mode_reason=backend.mode_reason,
+        running=running,
+        waiting=waiting,
+        backlog_s=round(forecast.work_s, 3),
+        draining=draining,
+        **vars(counts),
+        embedded_texts=embedded["texts"],
+        embedded_tokens=embedded["tokens"],
+        embedding_batches=embedded["batches"],
+        ended=dict(ended),
+        stored_prefixes=len(cache.memory_tier),
+        stored_bytes=cache.memory_tier.n_bytes,
+        stored_bytes_limit=options.cache_ram_bytes,
+        received_prefixes=transferred["received_prefixes"],
+        received_bytes=transferred["received_bytes"],
+        sent_prefixes=transferred["sent_prefixes"],
+        sent_bytes=transferred["sent_bytes"],
+        weights_bytes=memory.weights_bytes,
+        cache_bytes=memory.cache_bytes,
+        cache_bytes_per_slot=memory.cache_bytes_per_slot,
+        compute_bytes=memory.compute_bytes,
+        step_time=costs.curve(),
+        slots=tuple(_slot_stats(slot) for slot in cache.table.slots),
+        prefill_backlog_s=round(forecast.prefill_s, 3),
+        prompt_token_s=forecast.prompt_token_s,
+        token_s=forecast.token_s,
+        answer_tokens=round(forecast.n_generated, 1),
+    )
+
+
+def _slot_stats(slot: Slot) -> SlotStats:
+    sequence = slot.sequence
+    if sequence is None:
+        state = "pinned" if slot.pinned else "idle"
+        return SlotStats(slot.id, state, None, slot.n_past, 0, 0)
+    return SlotStats(
+        slot.id,
+        sequence.state.value,
+        sequence.id,
+        sequence.n_past,
+        sequence.n_prompt,
+        sequence.n_generated,
+        sequence.n_cached,
+    )

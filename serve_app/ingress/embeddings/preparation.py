@@ -1,0 +1,94 @@
+"""Bodies of requests for embeddings and rankings, read. For workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from serve_app.errors import InvalidRequestError, TextTooLongError
+from serve_app.ingress.embeddings.protocol import (
+    EmbeddingsRequest,
+    LlamaEmbeddingRequest,
+    RerankRequest,
+)
+from serve_app.ingress.generation.tokenization import refuse_unknown_tokens
+from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.llama_server.preparation import mixed_tokens
+from serve_app.ingress.model_registry import find
+from serve_app.ingress.workers.worker import KnownModel, Models
+
+Texts = tuple[tuple[int, ...], ...]
+
+MAX_TOKENS = 2**19
+"""Tokens of all texts of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What is left of the body of a request for vectors, in OpenAI's form."""
+
+    model: str
+    texts: Texts
+    dimensions: int | None
+    encoding_format: Literal["float", "base64"]
+
+
+def embeddings(models: Models, body: bytes) -> Embedding:
+    """POST /v1/embeddings. Raises CorralError."""
+    asked = parsed(EmbeddingsRequest, body)
+    model = find(models, asked.model)
+    _check_makes_embeddings(model)
+    n_embd = model.tokenizer.n_embd
+    if asked.dimensions is not None and asked.dimensions > n_embd:
+        message = f"dimensions: this model's embeddings have {n_embd}."
+        raise InvalidRequestError(message, "dimensions")
+    texts = _checked(model, [_tokens(model, text) for text in asked.texts], "input")
+    return Embedding(model.id, texts, asked.dimensions, asked.encoding_format or "float")
+
+
+def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:
+    """POST /embedding: the model's id, the texts and the kind of norm. Raises CorralError."""
+    asked = parsed(LlamaEmbeddingRequest, body)
+    model = find(models, asked.model)
+    _check_makes_embeddings(model)
+    texts = [mixed_tokens(model, text, "content") for text in asked.texts]
+    return model.id, _checked(model, texts, "content"), asked.embd_normalize
+
+
+def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None]:
+    """POST /v1/rerank: the model's id, its texts and how many are wanted. Raises CorralError."""
+    asked = parsed(RerankRequest, body)
+    model = find(models, asked.model)
+    if not model.tokenizer.reranks:
+        raise InvalidRequestError(
+            f"The model {model.id!r} cannot rank: its file names no pooling of the type 'rank', "
+            "as those of reranking models do.",
+            "model",
+        )
+    texts = [model.tokenizer.encode_pair(asked.query, text) for text in asked.documents]
+    return model.id, _checked(model, texts, "documents"), asked.top_n
+
+
+def _tokens(model: KnownModel, text: str | list[int]) -> tuple[int, ...]:
+    if isinstance(text, str):
+        return model.tokenizer.encode(text)
+    refuse_unknown_tokens(model, "input", text)
+    return tuple(text)
+
+
+def _check_makes_embeddings(model: KnownModel) -> None:
+    if model.tokenizer.reranks:
+        raise InvalidRequestError(
+            f"The model {model.id!r} ranks, and makes no embeddings: use /v1/rerank.", "model"
+        )
+
+
+def _checked(model: KnownModel, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
+    """Raises TextTooLongError, or InvalidRequestError for too many tokens in all."""
+    longest = max(map(len, texts))
+    if longest > model.n_ctx_slot:
+        raise TextTooLongError(longest, model.n_ctx_slot, field)
+    if sum(map(len, texts)) > MAX_TOKENS:
+        raise InvalidRequestError(f"{field}: more than {MAX_TOKENS} tokens in all.", field)
+    return tuple(texts)

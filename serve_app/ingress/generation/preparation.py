@@ -1,0 +1,130 @@
+"""What a request asks an engine for, made of its body, whatever its protocol. For workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serve_app.errors import InvalidRequestError, PromptTooLongError
+from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
+from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
+from serve_app.ingress.workers.worker import KnownModel
+from serve_app.prompt import grammars
+from serve_app.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generation:
+    """What is left of a body when it was read: what the engine and the answer need."""
+
+    model: str
+    """Its id."""
+    prompts: tuple[tuple[int, ...], ...]
+    n: int
+    """Answers to each of them."""
+    sampling: SamplingParams
+    stream: bool
+    include_usage: bool
+    timings: bool
+    user: str | None
+    priority: int
+    context_shift: bool | None
+    n_keep: int | None
+    sse_ping_interval: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """A chat, as a prompt, and what its answers are split by."""
+
+    generation: Generation
+    tools: Sequence[Mapping[str, Any]]
+    """As chat templates read them."""
+    thinks: bool
+    """Whether reasoning is split off."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Its tokens."""
+        return self.generation.prompts[0]
+
+
+def generation(
+    model: KnownModel,
+    params: GenerationParams,
+    prompts: Sequence[tuple[int, ...]],
+    n: int,
+    sampling: SamplingParams,
+    prompt_field: str,
+) -> Generation:
+    """`n` answers to each prompt. Raises InvalidRequestError for what this model cannot do."""
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty.", prompt_field)
+        if len(prompt) >= model.n_ctx_slot:
+            raise PromptTooLongError(len(prompt), model.n_ctx_slot, prompt_field)
+    if params.context_shift and sampling.max_tokens is None:
+        raise InvalidRequestError(
+            "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
+        )
+    refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
+    options = params.stream_options
+    return Generation(
+        model=model.id,
+        prompts=tuple(prompts),
+        n=n,
+        sampling=sampling,
+        stream=params.stream,
+        include_usage=options is not None and options.include_usage,
+        timings=params.timings,
+        user=params.user,
+        priority=params.priority,
+        context_shift=params.context_shift,
+        n_keep=params.n_keep,
+        sse_ping_interval=params.sse_ping_interval,
+    )
+
+
+def with_bias(sampling: SamplingParams, bias: Sequence[tuple[int, float]]) -> SamplingParams:
+    """The same with this `logit_bias`; of a token that is named twice, the last counts."""
+    return dataclasses.replace(sampling, logit_bias=tuple(dict(bias).items()))
+
+
+def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
+    """`n` answers to a chat. Raises InvalidRequestError."""
+    sampling = _with_calls(model, body)
+    prompt = chat_prompt(model, body)
+    return Chat(
+        generation(model, body, [prompt], n, sampling, prompt_field),
+        body.tools_for_template(),
+        body.reasoning_format != "none",
+    )
+
+
+def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
+    """The prompt that asks for the chat's next turn. Raises InvalidRequestError."""
+    messages = [message.for_template() for message in body.messages]
+    tools, extra = body.tools_for_template(), body.chat_template_kwargs
+    # Templates may leave out all but the contents.
+    n_chars = sum(len(message["content"]) for message in messages)
+    refuse_far_too_long(model, "messages", n_chars)
+    return model.tokenizer.encode_chat(messages, tools, extra, body.may_think)
+
+
+def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParams:
+    """The sampling parameters, with what calls must be like, if the request says so."""
+    sampling = body.sampling(body.max_completion_tokens or body.max_tokens)
+    tool_format = model.tokenizer.tool_format
+    if not body.holds_calls or tool_format is None:
+        return sampling
+    forced = body.forced_tools()
+    grammar = grammars.from_tool_calls(
+        [tool.function.model_dump() for tool in forced or body.tools],
+        tool_format,
+        model.tokenizer.delimiter_token,
+        forced=bool(forced),
+        parallel=body.parallel_tool_calls is not False,
+        param="tools",
+    )
+    return dataclasses.replace(sampling, grammar=grammar)

@@ -1,0 +1,177 @@
+"""Bodies of requests, read within bounds: how large, how slow, how many at once and how much in all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive
+
+from serve_app.errors import BodyEndedError, RequestTooLargeError, SlowRequestError
+
+MAX_BODY_BYTES = 8 * 2**20
+"""Largest body of a request."""
+BODY_TIMEOUT_S = 60.0
+"""Longest time that a body may take to arrive."""
+PROGRESS_S = 5.0
+"""So many seconds bring at least `BodyLimits.min_rate` bytes each, or the body's end."""
+# Bytes that a body is taken to have from the start, so that young ones are not the slowest.
+_HEAD_START = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Of one ingress replica."""
+
+    max_open: int = 125
+    """Bodies that are being read at once."""
+    max_open_bytes: int = 64 * 2**20
+    """What they have in memory together."""
+    min_rate: int = 500
+    """Bytes a second."""
+
+
+@dataclass(eq=False, slots=True)
+class _Body:
+    """One that is being read."""
+
+    client: str
+    began: float
+    timer: asyncio.Timeout
+    n_due: int
+    """Bytes that must come before the timer ends."""
+    data: bytearray = field(default_factory=bytearray)
+    refusal: BodyEndedError | None = None
+
+    def slowness(self, now: float) -> float:
+        """Seconds for each byte."""
+        return (now - self.began) / (len(self.data) + _HEAD_START)
+
+
+class BodyReader:
+    """Reads bodies for one event loop.
+
+    When too many are open, the slowest one of the client that has most is ended; when they have too many
+    bytes, the largest of the client that has most bytes. So who sends as others do is never refused for
+    those who do not."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._open: set[_Body] = set()
+        self._n_bytes = 0
+
+    async def read(self, client: str, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body of that client's request; None if the client has left. Raises
+        RequestTooLargeError, SlowRequestError, or BodyEndedError if others need the room."""
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+            raise _too_large()
+        async with self._opened(client) as body:
+            while (message := await _received(receive))["type"] != "http.disconnect":
+                self._take(body, message.get("body", b""))
+                if not message.get("more_body", False):
+                    return bytes(body.data)
+        return None
+
+    @asynccontextmanager
+    async def _opened(self, client: str) -> AsyncIterator[_Body]:
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(now + PROGRESS_S) as timer:
+                body = _Body(client, now, timer, self._n_due)
+                self._open.add(body)
+                try:
+                    self._bound_number(now)
+                    yield body
+                finally:
+                    self._forget(body)
+        except TimeoutError:
+            raise body.refusal or self._too_slow() from None
+
+    def _take(self, body: _Body, piece: bytes) -> None:
+        if body.refusal is not None:
+            raise body.refusal
+        body.data += piece
+        self._n_bytes += len(piece)
+        if len(body.data) > MAX_BODY_BYTES:
+            raise _too_large()
+        self._bound_bytes()
+        if body.refusal is not None:
+            raise body.refusal
+        self._note_progress(body, len(piece))
+
+    def _note_progress(self, body: _Body, n_bytes: int) -> None:
+        body.n_due -= n_bytes
+        if body.n_due <= 0:
+            body.n_due = self._n_due
+            now = asyncio.get_running_loop().time()
+            body.timer.reschedule(min(now + PROGRESS_S, body.began + BODY_TIMEOUT_S))
+
+    @property
+    def _n_due(self) -> int:
+        return max(1, round(self._limits.min_rate * PROGRESS_S))
+
+    def _bound_number(self, now: float) -> None:
+        if len(self._open) <= self._limits.max_open:
+            return
+        held = Counter(body.client for body in self._open)
+        slowest = max(self._open, key=lambda body: (held[body.client], body.slowness(now)))
+        self._end(slowest, f"{self._limits.max_open} bodies", "the slowest")
+
+    def _bound_bytes(self) -> None:
+        while self._n_bytes > self._limits.max_open_bytes:
+            held = Counter[str]()
+            for body in self._open:
+                held[body.client] += len(body.data)
+            largest = max(self._open, key=lambda body: (held[body.client], len(body.data)))
+            self._end(largest, f"{self._limits.max_open_bytes} bytes", "the largest")
+
+    def _end(self, body: _Body, most: str, which: str) -> None:
+        body.refusal = BodyEndedError(
+            f"This server reads {most} at once. There were more, and this one was {which} of the client "
+            "that had most. Send fewer at once, or faster.",
+            1,
+        )
+        self._forget(body)
+        if not body.timer.expired():
+            body.timer.reschedule(body.began)  # which is over: its task goes on at once
+
+    def _forget(self, body: _Body) -> None:
+        if body in self._open:
+            self._open.remove(body)
+            self._n_bytes -= len(body.data)
+
+    def _too_slow(self) -> SlowRequestError:
+        return SlowRequestError(
+            f"The body came too slowly: {PROGRESS_S:.0f} seconds must bring {self._n_due} bytes or its "
+            f"end, and {BODY_TIMEOUT_S:.0f} seconds all of it."
+        )
+
+
+def _too_large() -> RequestTooLargeError:
+    return RequestTooLargeError(f"The body has more than {MAX_BODY_BYTES} bytes.")
+
+
+async def _received(receive: Receive) -> Message:
+    try:
+        return await receive()
+    except Exception:  # Serve's way to say that the client left before it had sent all
+        return {"type": "http.disconnect"}
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """First the body, which is not kept, then that the client leaves: what else it sends is dropped."""
+    left: list[bytes] = [body]
+
+    async def replayed() -> Message:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
+
+    return replayed

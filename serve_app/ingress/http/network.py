@@ -1,0 +1,121 @@
+"""Who may ask by the network alone: by the address asked, proxies on the way, and browsers' pages.
+
+Sources: OWASP, "DNS Rebinding"; W3C, "Fetch Metadata Request Headers".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from serve_app.errors import AuthenticationError, CrossSiteError, HostNotAllowedError
+from serve_app.ingress.http.addresses import host_name, is_loopback
+
+# What reverse proxies add. (nginx adds none of them unless it is told to, but asks by HTTP/1.0.)
+_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPolicy:
+    """What is asked of requests before any key. Pure; any thread."""
+
+    has_keys: bool = False
+    allow_anonymous: bool = False
+    """Whether, without keys, other machines are answered."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names besides those of loopback; `*.example.com` is all names below, `*` is all."""
+    cors_origins: tuple[str, ...] = ()
+    """Web sites whose pages may ask; `*` is all."""
+
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Raises AuthenticationError for who is not on this machine, HostNotAllowedError for a name that is
+        not this server's, and CrossSiteError for another site's page."""
+        if not (self.has_keys or self.allow_anonymous):
+            _check_is_direct(scope, headers)
+            self._check_host(headers)
+        elif self.allowed_hosts:
+            self._check_host(headers)
+        if not self.has_keys:
+            self._check_site(scope, headers)
+
+    def is_local(self, scope: Scope, headers: Headers) -> bool:
+        """Whether a request comes from this machine itself, and to a name of its own."""
+        try:
+            _check_is_direct(scope, headers)
+            self._check_host(headers)
+        except (AuthenticationError, HostNotAllowedError):
+            return False
+        return True
+
+    def is_known_name(self, scope: Scope, headers: Headers) -> bool:
+        """Whether a request was sent to a name that this server goes by; any, if none was configured."""
+        return not self.allowed_hosts or all(map(self._knows, headers.getlist("host")))
+
+    def _check_host(self, headers: Headers) -> None:
+        for host in headers.getlist("host"):  # none in HTTP/1.0, which no browser speaks
+            if not self._knows(host):
+                raise HostNotAllowedError(
+                    f"This server does not go by the name {host[:100]!r}. If it should, add the name to "
+                    "ingress.allowed_hosts."
+                )
+
+    def _knows(self, host: str) -> bool:
+        name = host_name(host)
+        if "*" in self.allowed_hosts:
+            return True
+        if name is None:
+            return False
+        if is_loopback(name) or name.endswith(".localhost"):
+            return True
+        return any(fnmatchcase(name, pattern.lower()) for pattern in self.allowed_hosts)
+
+    def _check_site(self, scope: Scope, headers: Headers) -> None:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if site is not None:
+            is_own = site in ("same-origin", "none") or _is_navigation(scope, headers)
+        else:
+            is_own = origin is None or _is_of_host(origin, headers)
+        if is_own or "*" in self.cors_origins or origin in self.cors_origins:
+            return
+        raise CrossSiteError(
+            f"A page of another site ({(origin or 'unknown')[:100]}) asks, and here are no API keys. "
+            "Add the site to ingress.cors_origins if its pages may."
+        )
+
+
+def _check_is_direct(scope: Scope, headers: Headers) -> None:
+    """Raises AuthenticationError for what comes, or may come, from another machine."""
+    server = scope.get("server")
+    if server is None or not is_loopback(server[0]):
+        raise _not_from_here("it was asked from another")
+    via = [name for name in _FORWARDED if name in headers]
+    if via:
+        raise _not_from_here(f"a proxy forwarded this request (it has the header {via[0]!r})")
+    if scope.get("http_version") == "1.0":
+        raise _not_from_here("this request speaks HTTP/1.0, as reverse proxies do")
+
+
+def _not_from_here(why: str) -> AuthenticationError:
+    return AuthenticationError(
+        f"This server has no API keys, and without them it answers its own machine only; {why}. Set "
+        "ingress.api_key_file, or ingress.allow_anonymous: true."
+    )
+
+
+def _is_navigation(scope: Scope, headers: Headers) -> bool:
+    """Whether somebody follows a link to here: the other site's page cannot read what comes."""
+    return (
+        scope["method"] == "GET"
+        and headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest") == "document"
+    )
+
+
+def _is_of_host(origin: str, headers: Headers) -> bool:
+    """Whether a page was loaded from here, for browsers that do not say: those of plain HTTP."""
+    of_page = origin.lower().partition("://")[2]
+    own = (headers.get("host"), headers.get("x-forwarded-host"))
+    return bool(of_page) and of_page in [host.strip().lower() for host in own if host is not None]

@@ -1,0 +1,157 @@
+"""llama-server's bodies, read: what the engine and the answer need of them. For workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation.preparation import Generation
+from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
+from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.llama_server.protocol import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    InfillRequest,
+    LlamaCompletionRequest,
+    LlamaParams,
+    LoraAdapter,
+    SlotRequest,
+    TokenizeRequest,
+)
+from serve_app.ingress.model_registry import find
+from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What is left of the body of a request for texts."""
+
+    generation: Generation
+    prompt_texts: tuple[str, ...]
+    """The prompts as the model gets them."""
+    is_batch: bool
+    """Whether the answer is a list."""
+    return_tokens: bool
+    response_fields: tuple[str, ...] | None
+    grammar: str
+    """As the request has it."""
+
+
+def completion(models: Models, body: bytes) -> Completion:
+    """POST /completion. Raises CorralError."""
+    asked = parsed(LlamaCompletionRequest, body)
+    model = find(models, asked.model)
+    prompts = [mixed_tokens(model, prompt, "prompt") for prompt in asked.prompts]
+    return _completion(model, asked, prompts, is_batch=asked.is_batch)
+
+
+def infill(models: Models, body: bytes) -> Completion:
+    """POST /infill. Raises CorralError."""
+    asked = parsed(InfillRequest, body)
+    model = find(models, asked.model)
+    return _completion(model, asked, [_infill_prompt(model, asked)], is_batch=False)
+
+
+def _completion(
+    model: KnownModel, asked: LlamaParams, prompts: list[tuple[int, ...]], *, is_batch: bool
+) -> Completion:
+    sampling, n = _biased(model, asked), asked.n_answers
+    fields = asked.response_fields
+    return Completion(
+        preparation.generation(model, asked, prompts, n, sampling, "prompt"),
+        tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
+        is_batch,
+        asked.return_tokens,
+        None if fields is None else tuple(fields),
+        asked.grammar or "",
+    )
+
+
+def mixed_tokens(model: KnownModel, prompt: str | list[int | str], field: str) -> tuple[int, ...]:
+    """Texts among token ids are tokenized where they stand; only one at the beginning gets a BOS."""
+    parts: list[int | str] = [prompt] if isinstance(prompt, str) else prompt
+    refuse_unknown_tokens(model, field, [part for part in parts if isinstance(part, int)])
+    encode = model.tokenizer.tokenize
+    tokens: list[int] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, int):
+            tokens.append(part)
+        else:
+            tokens += tokenize_checked(model, "prompt", len(part), encode, part, i == 0, True)
+    return tuple(tokens)
+
+
+def _infill_prompt(model: KnownModel, asked: InfillRequest) -> tuple[int, ...]:
+    """Other files come before the texts; of those, the beginning is left out, if it would leave less than a
+    quarter of the context for the answer."""
+    texts = asked.input_prefix, asked.input_suffix, asked.prompt
+    encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
+    prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
+    files = [(file.filename, file.text) for file in asked.input_extra or ()]
+    n_chars = sum(len(name) + len(text) for name, text in files)
+    extra = tokenize_checked(model, "input_extra", n_chars, encode_files, files)
+    room = max(0, model.n_ctx_slot * 3 // 4 - len(prompt))
+    return (*extra[max(0, len(extra) - room) :], *prompt)
+
+
+def _biased(model: KnownModel, asked: LlamaParams) -> SamplingParams:
+    """The sampling parameters, with `logit_bias` in llama-server's form."""
+    sampling = asked.llama_sampling()
+    bias = list(sampling.logit_bias)
+    for which, value in asked.token_bias or ():
+        tokens = (
+            [which] if isinstance(which, int) else model.tokenizer.tokenize(which, False, False)
+        )
+        bias += [(token, float("-inf") if value is False else float(value)) for token in tokens]
+    return preparation.with_bias(sampling, bias)
+
+
+def tokenize(models: Models, body: bytes) -> dict[str, list[Any]]:
+    """POST /tokenize: the answer. Raises CorralError."""
+    asked = parsed(TokenizeRequest, body)
+    tokenizer = find(models, asked.model).tokenizer
+    tokens = tokenizer.tokenize(asked.content, asked.add_special, asked.parse_special)
+    if not asked.with_pieces:
+        return {"tokens": list(tokens)}
+    pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
+    return {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]}
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def detokenize(models: Models, body: bytes) -> dict[str, str]:
+    """POST /detokenize: the answer. Raises CorralError."""
+    asked = parsed(DetokenizeRequest, body)
+    model = find(models, asked.model)
+    refuse_unknown_tokens(model, "tokens", asked.tokens)
+    return {"content": model.tokenizer.decode(asked.tokens, special=True)}
+
+
+def apply_template(models: Models, body: bytes) -> dict[str, str]:
+    """POST /apply-template: the answer. Raises CorralError."""
+    asked = parsed(ApplyTemplateRequest, body)
+    messages = [message.for_template() for message in asked.messages]
+    tools = [tool.for_template() for tool in asked.tools]
+    tokenizer = find(models, asked.model).tokenizer
+    return {"prompt": tokenizer.render_chat(messages, tools, asked.chat_template_kwargs)}
+
+
+def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
+    """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
+    asked = parsed(SlotRequest, body) if body else SlotRequest()
+    return find(models, asked.model).id, asked.filename
+
+
+def scale_adapters(models: Models, body: bytes) -> None:
+    """POST /lora-adapters. Raises InvalidRequestError, as there are none."""
+    asked = parsed(list[LoraAdapter], body)
+    if asked:
+        raise InvalidRequestError(f"There is no LoRA adapter {asked[0].id}.", "id")

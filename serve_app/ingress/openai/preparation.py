@@ -1,0 +1,76 @@
+"""OpenAI's bodies, read: what the engine and the answer need of them. For workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation.preparation import Chat, Generation
+from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
+from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.model_registry import find
+from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
+from serve_app.ingress.workers.worker import KnownModel, Models
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What is left of a completion's body."""
+
+    generation: Generation
+    n_best: int | None
+    """How many of a prompt's texts are given, if not all."""
+    echoes: tuple[str, ...]
+    """What the texts of each prompt begin with."""
+    logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    """What is left of a chat completion's body."""
+
+    chat: Chat
+    logprobs: bool
+
+
+def completion(models: Models, body: bytes) -> Completion:
+    """POST /v1/completions. Raises CorralError."""
+    asked = parsed(CompletionRequest, body)
+    model = find(models, asked.model)
+    sampling = asked.sampling(asked.max_tokens)
+    prompts, n = _prompts(model, asked), asked.best_of or asked.n or 1
+    return Completion(
+        preparation.generation(model, asked, prompts, n, sampling, "prompt"),
+        (asked.n or 1) if asked.best_of else None,
+        tuple(_echoes(model, asked)) if asked.echo else ("",) * len(prompts),
+        asked.logprobs is not None,
+    )
+
+
+def chat(models: Models, body: bytes) -> ChatCompletion:
+    """POST /v1/chat/completions. Raises CorralError."""
+    asked = parsed(ChatCompletionRequest, body)
+    found = preparation.chat(find(models, asked.model), asked, asked.n or 1, "messages")
+    return ChatCompletion(found, bool(asked.logprobs))
+
+
+def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...]]:
+    if asked.suffix:
+        before, after = str(asked.prompt), asked.suffix
+        n_chars, encode = len(before) + len(after), model.tokenizer.encode_infill
+        return [tokenize_checked(model, "prompt", n_chars, encode, before, after)]
+    return [_prompt(model, prompt) for prompt in asked.prompts]
+
+
+def _prompt(model: KnownModel, prompt: str | list[int]) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return tokenize_checked(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
+    refuse_unknown_tokens(model, "prompt", prompt)
+    return tuple(prompt)
+
+
+def _echoes(model: KnownModel, asked: CompletionRequest) -> list[str]:
+    return [
+        prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+        for prompt in asked.prompts
+    ]

@@ -1,0 +1,21 @@
+"""Workers that are none: bodies are read in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from serve_app.ingress.workers.worker import Models
+
+T = TypeVar("T")
+
+
+class InProcess:
+    """See Workers. For tests, and for those who send to themselves: nothing is bounded here."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def run(self, client: str, work: Callable[[Models, bytes], T], body: bytes) -> T:
+        """See Workers."""
+        return work(self._models, body)

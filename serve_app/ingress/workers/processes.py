@@ -1,0 +1,117 @@
+"""A worker and the zygote, from the ingress's side: how they are started, asked and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from serve_app.ingress.workers import wire
+from serve_app.ingress.workers.zygote import PID, Start
+
+NICENESS = 12
+"""What is added to the niceness of slow work: beside a thread that computes, it gets a sixteenth of a
+core."""
+_ENVIRONMENT = {
+    "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
+    "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
+}
+
+
+class WorkerDiedError(Exception):
+    """A worker is gone, and its work is undone."""
+
+
+class Worker:
+    """One process, from the ingress's side. Event loop only."""
+
+    def __init__(
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.pid = pid
+        self.is_slow = False
+        self._cpu_s = 0.0
+        self._pidfd = os.pidfd_open(pid)  # a number alone may be another process's later
+        self._reader = reader
+        self._writer = writer
+
+    async def do(self, message: bytes) -> Any:
+        """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
+        try:
+            self._writer.write(message)
+            await self._writer.drain()
+            return await wire.received(self._reader)
+        except (EOFError, ConnectionError) as error:
+            raise WorkerDiedError from error
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has taken so far; what it took last if it is gone."""
+        with suppress(OSError):
+            # Linux makes the clock of a process of its number: clock_getcpuclockid(3).
+            self._cpu_s = time.clock_gettime((~self.pid << 3) | 2)
+        return self._cpu_s
+
+    def slow_down(self) -> None:
+        """From now on it takes little of the processor from others. That cannot be undone."""
+        self.is_slow = True
+        with suppress(ProcessLookupError):
+            niceness = os.getpriority(os.PRIO_PROCESS, self.pid)
+            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + NICENESS))
+
+    def end(self) -> None:
+        """End it now. Idempotent."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = -1
+            self._writer.close()
+
+
+class Zygote:
+    """The process that workers are forked from. Event loop only, but for the constructor."""
+
+    def __init__(self, start: Start) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            command = [sys.executable, "-m", "serve_app.ingress.workers.zygote", str(fd)]
+            path = os.pathsep.join(filter(None, sys.path))
+            self.process = subprocess.Popen(
+                command, pass_fds=[fd], env=os.environ | {"PYTHONPATH": path} | _ENVIRONMENT
+            )
+        self._control.sendall(wire.packed(start))
+        self._control.setblocking(False)
+        self._reader: asyncio.StreamReader | None = None
+
+    async def fork(self) -> Worker:
+        """A new worker. Raises CorralError if the models cannot be read, EOFError if the zygote is gone."""
+        if self._reader is None:
+            self._reader, self._writer = await asyncio.open_connection(sock=self._control)
+            refusal = await wire.received(self._reader)
+            if refusal is not None:
+                raise refusal
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            (pid,) = PID.unpack(await self._reader.readexactly(PID.size))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            ours.close()
+            raise EOFError from error
+        return Worker(pid, *await asyncio.open_connection(sock=ours))
+
+    def close(self) -> None:
+        """End it; its workers end when they have nothing to do. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        if self._reader is None:
+            self._control.close()
+        else:
+            self._writer.close()

@@ -1,0 +1,101 @@
+"""A worker: does one thing after the other that clients have sent, within bounds on time and memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.ingress.workers import wire
+from serve_app.prompt.tokenizer import Tokenizer
+
+logger = logging.getLogger("corral.ingress")
+
+CPU_S = 5.0
+"""CPU seconds that one request may take here; whole seconds count."""
+MEMORY_BYTES = 256 * 2**20
+"""Memory that one request may take here, and ten times its body besides."""
+
+
+class KnownModel(Protocol):
+    """A model as workers know it."""
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+
+    @property
+    def n_ctx_slot(self) -> int:
+        """Tokens that one request may have."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its vocabulary and chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A KnownModel in a worker."""
+
+    id: str
+    n_ctx_slot: int
+    tokenizer: Tokenizer
+
+
+Models = Mapping[str, KnownModel]
+Work = Callable[[Models, bytes], Any]
+"""What is done with a request's body: a function that can be imported. It may raise CorralError."""
+
+
+def serve(connection: socket.socket, models: Models) -> None:
+    """Do what comes over this connection until it ends. Its process does nothing else."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
+    while True:
+        try:
+            work, body = wire.receive(connection)
+        except EOFError:
+            return
+        _limit(len(body))
+        answer = wire.packed(_outcome(work, models, body))
+        del work, body
+        try:
+            connection.sendall(answer)
+        except OSError:
+            return
+
+
+def _outcome(work: Work, models: Models, body: bytes) -> Any:
+    """What the work returns, or a CorralError."""
+    try:
+        return work(models, body)
+    except CorralError as error:
+        return error
+    except (MemoryError, RecursionError):
+        return InvalidRequestError("This request takes too much memory to be read.")
+    except Exception:
+        logger.exception("%s failed", work.__qualname__)
+        return CorralError("The server failed to handle this request.")
+
+
+def _limit(n_bytes: int) -> None:
+    """Bound what a body of so many bytes may take from now on. Beyond the CPU time, the kernel ends the
+    process; beyond the memory, allocations fail."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + CPU_S), hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _data_bytes() + MEMORY_BYTES + 10 * n_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _data_bytes() -> int:
+    """What this process has of the memory that RLIMIT_DATA counts. Source: proc(5), `statm`."""
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  # this is done often
+        pages = file.read().split()
+    return int(pages[5]) * resource.getpagesize()

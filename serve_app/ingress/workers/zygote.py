@@ -1,0 +1,107 @@
+"""The process that workers are forked from. A new one takes milliseconds, as the vocabularies are read.
+
+    python -m serve_app.ingress.workers.zygote FD
+
+FD is a socket to the ingress. The first message over it is a `Start`. After that, each byte comes with a
+socket: a new worker serves it, and its process id is the answer. All of it ends with the ingress.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.errors import CorralError
+from serve_app.ingress.workers import wire, worker
+from serve_app.prompt.tokenizer import Tokenizer
+
+STACK_BYTES = 64 * 2**20
+"""Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
+the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
+PID = struct.Struct("<i")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model that workers shall know."""
+
+    id: str
+    n_ctx_slot: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a zygote begins with."""
+
+    models: Sequence[ModelFile]
+    modules: Sequence[str]
+    """What workers are going to import."""
+
+
+def main(fd: int) -> None:
+    """Fork workers until the ingress is gone."""
+    _have_enough_stack()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):
+        models = _models(wire.receive(control))
+        control.sendall(wire.packed(None if isinstance(models, dict) else models))
+        gc.freeze()  # so that workers need not copy what is there now
+        while isinstance(models, dict):
+            command, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not command:
+                return
+            _fork(control, socket.socket(fileno=fds[0]), models)
+
+
+def _models(start: Start) -> worker.Models | CorralError:
+    try:
+        for module in start.modules:
+            importlib.import_module(module)
+        return {
+            one.id: worker.LocalModel(one.id, one.n_ctx_slot, Tokenizer(one.path))
+            for one in start.models
+        }
+    except CorralError as error:
+        return error
+
+
+def _fork(control: socket.socket, connection: socket.socket, models: worker.Models) -> None:
+    with connection:
+        pid = os.fork()
+        if pid:
+            control.sendall(PID.pack(pid))
+            return
+        control.close()
+        try:
+            worker.serve(connection, models)
+        finally:
+            os._exit(0)
+
+
+def _have_enough_stack() -> None:
+    """The kernel leaves room for the stack when a program starts: so this one starts again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if soft != STACK_BYTES:
+        wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
+        if soft != wanted:
+            resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    main(int(sys.argv[1]))

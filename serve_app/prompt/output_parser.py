@@ -1,0 +1,105 @@
+"""What a model says, as reasoning, content and tool calls.
+
+Reasoning is what is between `<think>` and `</think>` at the beginning of an answer, as Qwen3 and
+DeepSeek-R1 write it; some templates write the first tag into the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from serve_app.prompt.tool_calls import FORMATS, CallParser, ToolCall
+from serve_app.prompt.tool_calls.reader import overlap
+
+REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
+DELIMITERS = (
+    REASONING_OPEN,
+    REASONING_CLOSE,
+    *sorted({text for one in FORMATS for text in one.delimiters}),
+)
+"""What structures answers: reasoning, and calls of all formats. Control tokens in some vocabularies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Some of what the model thinks before it answers."""
+
+    text: str
+
+
+Part = str | Reasoning | ToolCall
+"""A piece of content, or of reasoning, or a call."""
+
+
+class _State(Enum):
+    BEGINNING = 0
+    """It may be reasoning or not."""
+    REASONING = 1
+    CONTENT = 2
+
+
+class OutputParser:
+    """Splits an answer that arrives in pieces. What is found does not depend on how the text is cut;
+    nothing is lost but line ends around the tags of reasoning, and what `CallParser` says. Not
+    thread-safe."""
+
+    def __init__(self, calls: CallParser | None, *, thinks: bool, is_thinking: bool) -> None:
+        """Without a parser for calls, there are none; `is_thinking` if the prompt has the first tag."""
+        self._calls = calls
+        self._state = _State.CONTENT
+        if thinks:
+            self._state = _State.REASONING if is_thinking else _State.BEGINNING
+        self._held = ""
+        self._drop_lines = self._state is _State.REASONING
+        """Whether line ends are dropped, as they are the first thing behind a tag."""
+
+    def feed(self, text: str) -> list[Part]:
+        """What is certain now, in order; no part is empty."""
+        self._held += text
+        if self._state is _State.BEGINNING:
+            self._begin()
+        if self._drop_lines:
+            self._held = self._held.lstrip("\n")
+            self._drop_lines = not self._held
+        parts: list[Part] = []
+        if self._state is _State.REASONING:
+            parts += self._reasoning()
+        if self._state is _State.CONTENT:
+            parts += self._content()
+        return parts
+
+    def finish(self) -> list[Part]:
+        """The rest, when there is no more text."""
+        rest, self._held = self._held, ""
+        if self._state is _State.REASONING:
+            return [Reasoning(rest)] if rest else []
+        if self._calls is None:
+            return [rest] if rest else []
+        return [*self._calls.feed(rest), *self._calls.finish()]
+
+    def _begin(self) -> None:
+        begun = self._held.lstrip()
+        if begun.startswith(REASONING_OPEN):
+            self._state, self._held = _State.REASONING, begun.removeprefix(REASONING_OPEN)
+            self._drop_lines = True
+        elif not REASONING_OPEN.startswith(begun):
+            self._state = _State.CONTENT
+
+    def _reasoning(self) -> list[Part]:
+        close = REASONING_CLOSE
+        end = self._held.find(close)
+        if end >= 0:
+            text, self._held = self._held[:end].rstrip("\n"), self._held[end + len(close) :]
+            self._held = self._held.lstrip("\n")
+            self._state, self._drop_lines = _State.CONTENT, not self._held
+        else:
+            text = self._held[: len(self._held) - overlap(self._held, close)].rstrip("\n")
+            self._held = self._held[len(text) :]
+        return [Reasoning(text)] if text else []
+
+    def _content(self) -> list[Part]:
+        text, self._held = self._held, ""
+        if self._calls is not None:
+            return [*self._calls.feed(text)]
+        return [text] if text else []

@@ -1,0 +1,62 @@
+"""What a module of `formats` declares: how a model writes calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.prompt.tool_calls import lark
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
+from serve_app.prompt.tool_calls.parser import CallParser
+
+EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
+    {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+    {"name": "now"},
+)
+"""What every format's example calls."""
+EXAMPLE_CALLS = (ToolCall("get_weather", '{"city": "Tromsø", "days": 2}'), ToolCall("now", "{}"))
+"""What every format's example means."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """EXAMPLE_CALLS, as the format's models write them: what all formats are tested with."""
+
+    first: str
+    second: str
+    both: str | None
+    """An answer of both calls; None if there is one call in an answer at most."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls."""
+
+    name: str
+    template_patterns: tuple[str, ...]
+    """Regular expressions that are all found in templates which ask for it. Formats with more of them are
+    tried first."""
+    delimiters: tuple[str, ...]
+    """Texts of the format that are tokens of their own in some vocabularies."""
+    make_parser: Callable[[Sequence[Function]], CallParser]
+    rules: Callable[[Sequence[Function], lark.Delimiter, bool], str]
+    """The rule `calls` in llguidance's Lark, and those that it needs: what is behind the first opening,
+    which is one call, or more if the flag is set."""
+    example: Example
+    opening: str | None = None
+    """The delimiter before a call; None if a call is just the whole answer."""
+    message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """What its templates take of a message."""
+
+    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> CallParser:
+        """For an answer to a chat with these tools, as OpenAI describes them."""
+        return self.make_parser([tool["function"] for tool in tools])

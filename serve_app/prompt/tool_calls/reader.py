@@ -1,0 +1,195 @@
+"""A text that arrives in pieces, read piece by piece: what was looked at once is not looked at again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from typing import NoReturn, TypeVar
+
+Result = TypeVar("Result")
+Reading = Generator[None, None, Result]
+"""Stops wherever it needs more text, goes on from there, and returns what it has read."""
+
+BLANKS = re.compile(r"\s*")
+_JSON_BLANKS = re.compile(r"[ \t\r\n]*")
+_PLAIN = re.compile(r'[^"\\]*')
+_SCALAR = re.compile(r"[-+.0-9a-zE]*")
+# The characters with which a JSON value can begin.
+_VALUE = '{["-0123456789tfn'
+
+
+class NoCallError(Exception):
+    """What begins like a call is none."""
+
+
+class TextReader:
+    """Reads patterns of one character's choices, literal texts and JSON. Each read begins where the last
+    one ended, and raises NoCallError as soon as the text cannot be what is wanted. The work is linear in
+    the text, however it is cut. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """What is held, but for what was read before the last piece came."""
+        self.at = 0
+        """Where in it the next read begins."""
+        self._begun = 0
+        """Where in it begins what is read and not forgotten."""
+        self._before: list[str] = []
+        """What is read and not forgotten of earlier pieces."""
+
+    # -- what is held -----------------------------------------------------------------------------
+
+    def append(self, text: str) -> None:
+        """More text."""
+        if self.at > self._begun:
+            self._before.append(self.text[self._begun : self.at])
+        self.text = self.text[self.at :] + text
+        self.at = self._begun = 0
+
+    def advance(self, end: int) -> None:
+        """Read up to this place in `text`."""
+        self.at = end
+
+    def rewind(self) -> None:
+        """What was read is not read yet."""
+        if self._before:
+            self.text = "".join(self._before) + self.text[self._begun :]
+            self._before.clear()
+            self._begun = 0
+        self.at = self._begun
+
+    def forget(self) -> str:
+        """What was read, which is held no longer."""
+        read = self._held()
+        self._before.clear()
+        self._begun = self.at
+        return read
+
+    def _held(self) -> str:
+        return "".join(self._before) + self.text[self._begun : self.at]
+
+    # -- reads ------------------------------------------------------------------------------------
+
+    def peek(self) -> Reading[str]:
+        """The next character, which stays unread."""
+        while self.at == len(self.text):
+            yield
+        return self.text[self.at]
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """The characters up to the first one that is not in the pattern, a class with a star."""
+        pieces: list[str] = []
+        while True:
+            found = pattern.match(self.text, self.at)
+            if found:
+                pieces.append(found[0])
+                self.advance(found.end())
+            if self.at < len(self.text):
+                return "".join(pieces)
+            yield
+
+    def one_of(self, *texts: str) -> Reading[str]:
+        """Whichever of these texts is next; none of them may begin with another."""
+        while True:
+            for text in texts:
+                if self.text.startswith(text, self.at):
+                    self.advance(self.at + len(text))
+                    return text
+            rest = self.text[self.at : self.at + max(map(len, texts))]
+            if not any(text.startswith(rest) for text in texts):
+                raise NoCallError
+            yield
+
+    def until(self, text: str) -> Reading[str]:
+        """What is before the next such text, which is read, too."""
+        pieces: list[str] = []
+        while True:
+            found = self.text.find(text, self.at)
+            end = found if found >= 0 else len(self.text) - overlap(self.text, text, self.at)
+            pieces.append(self.text[self.at : end])
+            if found >= 0:
+                self.advance(end + len(text))
+                return "".join(pieces)
+            self.advance(end)
+            yield
+
+    def json(self, brackets: str = "{") -> Reading[object]:
+        """The JSON value that comes next, after blanks: it begins with one of these brackets. Decoded
+        once, when its last bracket is there."""
+        yield from self.run(BLANKS)
+        if (yield from self.peek()) not in brackets:
+            raise NoCallError
+        n_before = len(self._held())
+        yield from self._skip_json()
+        return decode(self._held()[n_before:])
+
+    def _skip_json(self) -> Reading[None]:
+        """Brackets, strings, commas and colons have to be where JSON has them."""
+        closing: list[str] = []
+        allowed = _VALUE
+        while True:
+            yield from self.run(_JSON_BLANKS)
+            char = yield from self.peek()
+            if char not in allowed:
+                raise NoCallError
+            if char in "{[":
+                closing.append("}" if char == "{" else "]")
+            elif char in "}]":
+                closing.pop()
+            yield from self._skip_token(char)
+            if not closing:
+                return
+            is_key = char == '"' and "{" not in allowed
+            allowed = ":" if is_key else _allowed_after(char, closing[-1])
+
+    def _skip_token(self, first: str) -> Reading[None]:
+        """A bracket, a comma, a colon, a string, a number or a word, which begins like this."""
+        if first == '"':
+            self.advance(self.at + 1)
+            yield from self._skip_string()
+        elif first in _VALUE and first not in "{[":
+            yield from self.run(_SCALAR)
+        else:
+            self.advance(self.at + 1)
+
+    def _skip_string(self) -> Reading[None]:
+        """The rest of a JSON string, behind its first quotation mark."""
+        while True:
+            yield from self.run(_PLAIN)
+            is_end = self.text[self.at] == '"'
+            self.advance(self.at + 1)
+            if is_end:
+                return
+            yield from self.peek()
+            self.advance(self.at + 1)  # what the backslash escapes
+
+
+def _allowed_after(token: str, closing: str) -> str:
+    """What may come behind a token that begins like this and is no key, before that bracket closes."""
+    if token in "{[":
+        return '"}' if token == "{" else f"{_VALUE}]"
+    if token in ",:":
+        return '"' if token == "," and closing == "}" else _VALUE
+    return f",{closing}"
+
+
+def overlap(text: str, delimiter: str, start: int = 0) -> int:
+    """How many characters at the end of `text[start:]` may begin a delimiter that is not complete yet."""
+    lengths = range(min(len(text) - start, len(delimiter) - 1), -1, -1)
+    return next(n for n in lengths if text.endswith(delimiter[:n]))
+
+
+def decode(text: str) -> object:
+    """The value of a JSON text. Raises NoCallError if it is none."""
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:  # huge numbers are a ValueError too
+        raise NoCallError from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

@@ -1,0 +1,215 @@
+"""How a sequence picks its tokens: each sampling parameter is declared here, and nowhere else.
+
+The fields of requests (`serve_app.ingress.generation.sampling_fields`), the engine's parameters, what
+llama-server's routes tell and README's table all come from these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from annotated_types import Interval, Len, MaxLen
+
+T = TypeVar("T")
+Bounds = Interval | MaxLen
+
+StopString = Annotated[str, Len(1, 1024)]
+_MOST_STOPS = MaxLen(16)
+StopStrings = Annotated[list[StopString], _MOST_STOPS]
+_SHARE = Interval(ge=0, le=1)
+_INT_MAX = 2**31 - 1
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+class Api(StrEnum):
+    """Whose requests a parameter is in."""
+
+    OPENAI = "openai"
+    """Completions and chat completions; llama-server's own routes take the same."""
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """How an API takes a parameter."""
+
+    bounds: Bounds | None = None
+    name: str | None = None
+    """Its name there; None if that is the parameter's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The declaration of a parameter."""
+
+    name: str
+    type: Any
+    """Of its value in the engine, as a type hint."""
+    default: Any
+    meaning: str
+    apis: Mapping[Api, Taken]
+    sampler: str | None
+    """llama-server's name of the sampler in the chain that reads it; None if there is none."""
+    synonyms: Mapping[Any, Any]
+    """Values that requests may have, and the engine's that mean the same."""
+
+    def name_in(self, api: Api) -> str:
+        """Its name in the API's requests. Raises KeyError if they do not have it."""
+        return self.apis[api].name or self.name
+
+
+def parameter(
+    default: T,
+    meaning: str,
+    bounds: Bounds | None = None,
+    *,
+    also: Mapping[Api, Taken] = _NOTHING,
+    sampler: str | None = None,
+    synonyms: Mapping[Any, Any] = _NOTHING,
+) -> T:
+    """Declare a field of SamplingParams as a parameter that requests give as it is: OpenAI's under the
+    field's name within these bounds, other APIs' as `also` says."""
+    apis = {Api.OPENAI: Taken(bounds), **also}
+    declared = {"meaning": meaning, "apis": apis, "sampler": sampler, "synonyms": synonyms}
+    return dataclasses.field(default=default, metadata=declared)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence picks its tokens. Defaults are llama-server's, except that it stops nowhere.
+
+    Samplers' parameters stand in the order of the chain. Bounds are checked where requests are parsed.
+    """
+
+    repeat_penalty: float = parameter(
+        1.0,
+        "Makes the last tokens less likely the higher it is; 1 changes nothing.",
+        Interval(gt=0, le=100),
+        sampler="penalties",
+    )
+    repeat_last_n: int = parameter(
+        64,
+        "How many last tokens the three penalties look at, prompt included; 0 switches them off, -1 means "
+        "the whole context.",
+        Interval(ge=-1, le=_INT_MAX),
+        sampler="penalties",
+    )
+    frequency_penalty: float = parameter(
+        0.0,
+        "Subtracted from a token's logit for each time that it is among the last ones.",
+        Interval(ge=-2, le=2),
+        sampler="penalties",
+    )
+    presence_penalty: float = parameter(
+        0.0,
+        "Subtracted from a token's logit if it is among the last ones.",
+        Interval(ge=-2, le=2),
+        sampler="penalties",
+    )
+    top_n_sigma: float = parameter(
+        -1.0,
+        "Keeps tokens whose logit is at most so many standard deviations of all logits below the highest "
+        "one; 0 or less keeps all.",
+        Interval(ge=-1, le=100),
+        sampler="top_n_sigma",
+    )
+    top_k: int = parameter(
+        40,
+        "Keeps the k most likely tokens; 0 or less keeps all.",
+        Interval(ge=-1, le=_INT_MAX),
+        also={Api.ANTHROPIC: Taken(Interval(ge=0, le=_INT_MAX))},
+        sampler="top_k",
+        synonyms={-1: 0},
+    )
+    typical_p: float = parameter(
+        1.0,
+        "Keeps the tokens whose surprise is nearest to the expected one, up to this probability in all; 1 "
+        "keeps all.",
+        _SHARE,
+        sampler="typ_p",
+    )
+    top_p: float = parameter(
+        0.95,
+        "Keeps the most likely tokens, up to this probability in all; 1 keeps all.",
+        _SHARE,
+        also={Api.RESPONSES: Taken(_SHARE), Api.ANTHROPIC: Taken(_SHARE)},
+        sampler="top_p",
+    )
+    min_p: float = parameter(
+        0.05,
+        "Keeps tokens with at least this share of the most likely one's probability; 0 keeps all.",
+        _SHARE,
+        sampler="min_p",
+    )
+    temperature: float = parameter(
+        0.8,
+        "Divides the logits; 0 picks the most likely token.",
+        Interval(ge=0, le=100),
+        also={Api.RESPONSES: Taken(Interval(ge=0, le=2)), Api.ANTHROPIC: Taken(_SHARE)},
+        sampler="temperature",
+    )
+    seed: int | None = parameter(
+        None,
+        "Of the draws; without one, each request draws its own.",
+        Interval(ge=-(2**63), lt=2**64),
+    )
+    stop: tuple[StopString, ...] = parameter(
+        (),
+        "Strings that end the text; they are not part of it.",
+        _MOST_STOPS,
+        also={Api.ANTHROPIC: Taken(_MOST_STOPS, "stop_sequences")},
+    )
+    ignore_eos: bool = parameter(False, "Whether to go on where the model would end.")
+
+    # What requests do not give as it is: their protocols make it of several fields.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit); -inf bans the token."""
+    max_tokens: int | None = None
+    """None means up to the end of the slot's context; 0 only computes the prompt."""
+    grammar: str | None = None
+    """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
+    logprobs: int | None = None
+    """For every token its log probability, and those of so many most likely ones; None for neither."""
+    prompt_logprobs: bool = False
+    """Whether the prompt's tokens are told with theirs, too: it is computed whole then."""
+
+
+def _declared() -> tuple[Parameter, ...]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    return tuple(
+        Parameter(one.name, hints[one.name], one.default, **one.metadata)
+        for one in dataclasses.fields(SamplingParams)
+        if one.metadata
+    )
+
+
+PARAMETERS = _declared()
+CHAIN = tuple(dict.fromkeys(one.sampler for one in PARAMETERS if one.sampler is not None))
+"""llama-server's names of Corral's samplers, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """A parameter of llama-server's that switches on a sampler that Corral does not have."""
+
+    off: float
+    """The value that leaves it off."""
+    details: tuple[str, ...] = ()
+    """Parameters that change nothing as long as it is off."""
+
+
+LACKING = {
+    "dynatemp_range": Lacking(0, ("dynatemp_exponent",)),
+    "dry_multiplier": Lacking(
+        0, ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
+    ),
+    "xtc_probability": Lacking(0, ("xtc_threshold",)),
+    "mirostat": Lacking(0, ("mirostat_tau", "mirostat_eta")),
+    "tfs_z": Lacking(1),
+}

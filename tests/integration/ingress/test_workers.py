@@ -1,0 +1,155 @@
+"""Workers are real processes: they die, take too long or too much, and cost their own request only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
+from serve_app.ingress.workers import pool as pool_module
+from serve_app.ingress.workers.pool import WorkerPool
+from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
+from tests.integration.ingress import work
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    made = WorkerPool(
+        [ModelFile("demo", 2048, BUILTIN_MODEL)], [work.__name__], n_quick=2, n_slow=1
+    )
+    yield made
+    await made.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_work_is_done_in_another_process_which_is_used_again(pool: WorkerPool) -> None:
+    first = await pool.run("a", work.pid, b"")
+    assert first != os.getpid()
+    assert await pool.run("b", work.pid, b"") == first
+    assert await pool.run("a", work.count_tokens, b"The quick brown fox.") > 3
+
+
+async def test_errors_come_back_as_they_are(pool: WorkerPool) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await pool.run("a", work.refuse, b"")
+    assert (refused.value.message, refused.value.param) == ("No.", "prompt")
+
+
+async def test_what_nobody_thought_of_is_told_without_its_words(pool: WorkerPool) -> None:
+    with pytest.raises(CorralError, match="failed to handle") as failed:
+        await pool.run("a", work.fail, b"")
+    assert "secret" not in str(failed.value)
+    assert failed.value.status == 500
+
+
+async def test_what_ends_two_workers_is_refused_and_not_tried_again(
+    pool: WorkerPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(InvalidRequestError, match="crashed the process"):
+        await pool.run("a", work.crash, b"body")
+    assert len(caplog.records) == 2
+    with pytest.raises(InvalidRequestError, match="crashed the process"):
+        await pool.run("a", work.crash, b"body")
+    assert len(caplog.records) == 2
+    assert await pool.run("b", work.count_tokens, b"Hello") > 0
+
+
+async def test_a_worker_that_dies_once_is_replaced_unnoticed(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    assert await pool.run("a", work.crash_once, os.fsencode(tmp_path / "died")) == "alive"
+
+
+async def test_memory_is_bounded(pool: WorkerPool) -> None:
+    with pytest.raises(InvalidRequestError, match="memory"):
+        await pool.run("a", work.take_memory, b"")
+
+
+async def test_endless_work_ends_and_others_do_not_wait_for_it(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "WALL_S", 1.0)
+    endless = [asyncio.create_task(pool.run("evil", work.spin, bytes([i]))) for i in range(4)]
+    await asyncio.sleep(0)
+    for _ in range(20):
+        assert await pool.run("good", work.count_tokens, b"Hello") > 0
+    assert not any(task.done() and task.exception() is None for task in endless)
+    outcomes = await asyncio.gather(*endless, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {QueueFullError}
+
+
+async def test_slow_work_gets_little_of_the_processor(pool: WorkerPool) -> None:
+    running = asyncio.create_task(pool.run("evil", work.spin, b""))
+
+    def slowed() -> bool:
+        return any(one.is_slow for one in pool.at_work)
+
+    await until(slowed)
+    (worker,) = (one for one in pool.at_work if one.is_slow)
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, ours + 12)
+    running.cancel()
+    await until(lambda: not is_alive(worker.pid))
+    assert await pool.run("good", work.niceness, b"") == ours
+
+
+async def test_one_client_cannot_fill_the_queue_for_slow_work(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "MAX_SLOW_WAITING", 1)
+    endless = [asyncio.create_task(pool.run("evil", work.spin, bytes([i]))) for i in range(3)]
+    done, waiting = await asyncio.wait(endless, return_when=asyncio.FIRST_COMPLETED)
+    (refused,) = done
+    with pytest.raises(QueueFullError, match="large requests") as told:
+        refused.result()
+    assert told.value.retry_after_s == 10
+    for task in waiting:
+        task.cancel()
+
+
+async def test_who_leaves_ends_the_work(pool: WorkerPool) -> None:
+    running = asyncio.create_task(pool.run("a", work.spin, b""))
+    await until(lambda: bool(pool.at_work))
+    (worker,) = pool.at_work
+    running.cancel()
+    await until(lambda: not is_alive(worker.pid))
+
+
+async def test_workers_have_room_for_the_tokenizers_recursion(pool: WorkerPool) -> None:
+    assert await pool.run("a", work.stack_limit, b"") == STACK_BYTES
+
+
+async def test_the_zygote_is_started_again(pool: WorkerPool) -> None:
+    first = await pool.run("a", work.pid, b"")
+    pool.zygote_process.kill()
+    pool.zygote_process.wait()
+    with pytest.raises(InvalidRequestError):
+        await pool.run("a", work.crash, b"x")  # the idle worker goes, too
+    second = await pool.run("a", work.pid, b"")
+    assert second != first
+
+
+async def test_all_processes_end_with_the_pool() -> None:
+    pool = WorkerPool([], [work.__name__], n_quick=1, n_slow=1)
+    worker, zygote = await pool.run("a", work.pid, b""), pool.zygote_process
+    await pool.close()
+    assert zygote.poll() is not None
+    await until(lambda: not is_alive(worker))

@@ -1,0 +1,118 @@
+"""Every sampling parameter goes from every API that has it to the engine, and back to who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from annotated_types import Interval, MaxLen
+
+from serve_app.sampling import LACKING, PARAMETERS, Api, Bounds, Parameter
+from tests.unit.ingress.harness import ScriptedEngine
+
+TURN = {"role": "user", "content": "x"}
+ENDPOINTS: dict[str, tuple[Api, dict[str, Any]]] = {
+    "/v1/completions": (Api.OPENAI, {"prompt": "x"}),
+    "/v1/chat/completions": (Api.OPENAI, {"messages": [TURN]}),
+    "/completion": (Api.OPENAI, {"prompt": "x"}),
+    "/infill": (Api.OPENAI, {"input_prefix": "x", "input_suffix": "x"}),
+    "/v1/responses": (Api.RESPONSES, {"input": "x"}),
+    "/v1/messages": (Api.ANTHROPIC, {"messages": [TURN], "max_tokens": 5}),
+}
+TAKEN = [
+    pytest.param(path, one, id=f"{path}-{one.name}")
+    for path, (api, _) in ENDPOINTS.items()
+    for one in PARAMETERS
+    if api in one.apis
+]
+
+
+def another(parameter: Parameter) -> Any:
+    """A value that is not the default."""
+    of_types = {float: 0.25, int: 3, int | None: 3, bool: not parameter.default}
+    return of_types.get(parameter.type, ["x"])
+
+
+def ends(bounds: Bounds | None) -> Iterator[tuple[Any, Any]]:
+    """The last value inside of each bound, and the first one outside."""
+    if isinstance(bounds, MaxLen):
+        yield ["x"] * bounds.max_length, ["x"] * (bounds.max_length + 1)
+    if not isinstance(bounds, Interval):
+        return
+    for inside, step in ((bounds.ge, -1), (bounds.le, 1)):
+        if isinstance(inside, int | float):
+            yield inside, inside + step
+    if isinstance(bounds.gt, int | float):
+        yield bounds.gt + 1, bounds.gt
+    if isinstance(bounds.lt, int | float):
+        yield bounds.lt - 1, bounds.lt
+
+
+def asked(path: str, parameter: Parameter, value: Any) -> dict[str, Any]:
+    api, body = ENDPOINTS[path]
+    return body | {parameter.name_in(api): value}
+
+
+@pytest.mark.parametrize(("path", "parameter"), TAKEN)
+async def test_what_is_asked_reaches_the_engine(
+    client: httpx.AsyncClient, engine: ScriptedEngine, path: str, parameter: Parameter
+) -> None:
+    value = another(parameter)
+    await client.post(path, json=asked(path, parameter, value))
+    found = getattr(engine.requests[0].sampling, parameter.name)
+    assert found == (tuple(value) if isinstance(value, list) else value)
+    assert found != parameter.default
+
+
+@pytest.mark.parametrize(("path", "parameter"), TAKEN)
+async def test_null_leaves_the_default(
+    client: httpx.AsyncClient, engine: ScriptedEngine, path: str, parameter: Parameter
+) -> None:
+    answer = await client.post(path, json=asked(path, parameter, None))
+    if parameter.type is bool:
+        assert answer.status_code == 400
+    else:
+        assert getattr(engine.requests[0].sampling, parameter.name) == parameter.default
+
+
+@pytest.mark.parametrize(
+    ("path", "parameter", "inside", "outside"),
+    [
+        (path, one, inside, outside)
+        for path, (api, _) in ENDPOINTS.items()
+        for one in PARAMETERS
+        if api in one.apis
+        for inside, outside in ends(one.apis[api].bounds)
+    ],
+)
+async def test_bounds(
+    client: httpx.AsyncClient, path: str, parameter: Parameter, inside: float, outside: float
+) -> None:
+    taken = await client.post(path, json=asked(path, parameter, inside))
+    refused = await client.post(path, json=asked(path, parameter, outside))
+    assert (taken.status_code, refused.status_code) == (200, 400)
+    assert parameter.name_in(ENDPOINTS[path][0]) in refused.text
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda one: one.name)
+async def test_llama_server_tells_it(client: httpx.AsyncClient, parameter: Parameter) -> None:
+    value = another(parameter)
+    answer = await client.post("/completion", json=asked("/completion", parameter, value))
+    assert answer.json()["generation_settings"][parameter.name] == value
+    settings = (await client.get("/props")).json()["default_generation_settings"]["params"]
+    default = -1 if parameter.default is None else parameter.default
+    assert settings[parameter.name] == (list(default) if isinstance(default, tuple) else default)
+
+
+async def test_a_response_tells_what_it_was_made_with(client: httpx.AsyncClient) -> None:
+    taken = [one for one in PARAMETERS if Api.RESPONSES in one.apis]
+    given = {one.name_in(Api.RESPONSES): another(one) for one in taken}
+    body = (await client.post("/v1/responses", json={"input": "x", **given})).json()
+    assert len(given) >= 2
+    assert {name: body[name] for name in given} == given
+
+
+def test_nothing_is_declared_and_lacking() -> None:
+    assert {one.name for one in PARAMETERS} & set(LACKING) == set()

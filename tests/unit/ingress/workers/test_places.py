@@ -1,0 +1,82 @@
+"""Places are taken in turns by client."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve_app.ingress.workers.places import Places
+
+
+async def settled() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def waits(places: Places, client: str, entered: list[str]) -> asyncio.Task[None]:
+    async def wait() -> None:
+        await places.enter(client)
+        entered.append(client)
+
+    return asyncio.create_task(wait())
+
+
+async def test_those_who_wait_enter_in_turns_by_client() -> None:
+    places, entered = Places(1), list[str]()
+    await places.enter("first")
+    for client in ["a", "a", "a", "b", "c", "b"]:
+        waits(places, client, entered)
+    await settled()
+    assert entered == []
+    assert places.n_waiting("a") == 3
+    for _ in range(6):
+        places.leave()
+        await settled()
+    assert entered == ["a", "b", "c", "a", "b", "a"]
+
+
+async def test_no_more_are_inside_than_there_are_places() -> None:
+    places, entered = Places(2), list[str]()
+    for client in "abc":
+        waits(places, client, entered)
+    await settled()
+    assert entered == ["a", "b"]
+    assert not places.try_enter()
+    places.leave()
+    await settled()
+    assert entered == ["a", "b", "c"]
+    places.leave()
+    assert places.try_enter()
+
+
+async def test_who_is_cancelled_takes_no_place() -> None:
+    places, entered = Places(1), list[str]()
+    await places.enter("first")
+    waiting = waits(places, "a", entered)
+    await settled()
+    waiting.cancel()
+    await settled()
+    places.leave()
+    assert places.try_enter()
+
+
+async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_the_place_on() -> None:
+    places, entered = Places(1), list[str]()
+    await places.enter("first")
+    waiting = waits(places, "a", entered)
+    waits(places, "b", entered)
+    await settled()
+    places.leave()
+    waiting.cancel()
+    await settled()
+    assert entered == ["b"]
+
+
+async def test_a_block_that_fails_leaves_its_place() -> None:
+    places = Places(1)
+    with pytest.raises(ValueError, match="broken"):
+        async with places.entered("a"):
+            raise ValueError("broken")
+    assert places.try_enter()

@@ -1,0 +1,96 @@
+"""The sampler chain on logits that are known, without a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from serve_app.llama.sampler import Sampler
+from serve_app.sampling import CHAIN, PARAMETERS, SamplingParams
+
+LOGITS = np.array([4.0, 3.5, 2.0, 1.0, 0.5, 0.0, -1.0, -6.0], np.float32)
+"""By token: the likelier ones first."""
+SHARES = np.exp(LOGITS) / np.exp(LOGITS).sum()
+ALL = SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0)
+"""Draws from the model's own distribution."""
+
+
+@dataclass
+class Everything:
+    """A constraint that allows all: with one, the chain gets the logits that the context says it has."""
+
+    complete: bool = False
+    fault: str | None = None
+
+    def take(self, _token: int) -> bool:
+        return True
+
+
+def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Sampler:
+    context: Any = SimpleNamespace(
+        n_ctx_slot=16,
+        model=SimpleNamespace(n_vocab=len(logits), eog_tokens=()),
+        logits=lambda _row: logits,
+    )
+    allowed: Any = Everything()
+    return Sampler(context, params, (), allowed)
+
+
+def drawn(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> set[int]:
+    """The tokens that many seeds give."""
+    found = set()
+    for seed in range(300):
+        one = sampler(replace(params, seed=seed), logits)
+        found.add(one.sample(0).token)
+        one.close()
+    return found
+
+
+def flat(params: SamplingParams) -> SamplingParams:
+    """So hot that whatever is kept is drawn soon: the temperature comes last."""
+    return replace(params, temperature=100)
+
+
+KEPT = {
+    "nothing": (ALL, {*range(8)}),
+    "top_n_sigma": (
+        replace(ALL, top_n_sigma=0.9),
+        {*np.flatnonzero(4 - 0.9 * LOGITS.std() <= LOGITS)},
+    ),
+    "top_k": (replace(ALL, top_k=3), {0, 1, 2}),
+    "top_p": (replace(ALL, top_p=float(SHARES[:2].sum()) + 0.01), {0, 1, 2}),
+    "min_p": (replace(ALL, min_p=math.exp(-2.25)), {0, 1, 2}),
+    "logit_bias": (replace(ALL, logit_bias=((0, -math.inf), (7, -math.inf))), {*range(1, 7)}),
+}
+"""By the parameter that is set: what it leaves."""
+
+
+@pytest.mark.parametrize(("params", "expected"), KEPT.values(), ids=KEPT)
+def test_what_is_kept_is_drawn_and_nothing_else(params: SamplingParams, expected: set[int]) -> None:
+    assert drawn(flat(params)) == expected
+
+
+def test_temperature_zero_picks_the_most_likely() -> None:
+    assert drawn(replace(ALL, temperature=0)) == {0}
+
+
+def test_the_chain_has_the_samplers_in_the_declared_order() -> None:
+    reached: dict[str, Any] = {
+        one.name: 0.25 for one in PARAMETERS if one.sampler and one.type is float
+    }
+    names = {"typical": "typ_p", "temp": "temperature"}
+    one = sampler(SamplingParams(**reached))
+    chain = one._chain
+    found = [
+        llama_cpp.llama_sampler_name(llama_cpp.llama_sampler_chain_get(chain, i)).decode()
+        for i in range(llama_cpp.llama_sampler_chain_n(chain))
+    ]
+    one.close()
+    assert [names.get(name, name.replace("-", "_")) for name in found] == [*CHAIN, "dist"]
