@@ -181,7 +181,7 @@ def without_requests(view: Json) -> Json:
         return view
     replicas = {
         key: told
-        | {"slots": {slot: [lane[0], 0, 0, 0, 0] for slot, lane in told["slots"].items()}}
+        | {"slots": {slot_id: [slot[0], 0, 0, 0, 0] for slot_id, slot in told["slots"].items()}}
         | {"requests": dict.fromkeys(told["requests"])}
         for key, told in view["replicas"].items()
     }

@@ -89,10 +89,10 @@ def parsed(kind: type[M], body: bytes) -> M:
     try:
         request: M = _adapter(cast(Hashable, kind)).validate_python(value)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(str(part) for part in fault["loc"] if _names_a_field(part))
+        problem = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in problem["loc"] if _names_a_field(part))
         where = f"{path}: " if path else ""
-        raise InvalidRequestError(f"{where}{fault['msg']}", path or None) from None
+        raise InvalidRequestError(f"{where}{problem['msg']}", path or None) from None
     return request
 
 

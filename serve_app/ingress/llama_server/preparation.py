@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,15 +110,15 @@ def _biased(model: KnownModel, asked: LlamaParams) -> SamplingParams:
     return preparation.with_bias(sampling, bias)
 
 
-def tokenize(models: Models, body: bytes) -> dict[str, list[Any]]:
-    """POST /tokenize: the answer. Raises CorralError."""
+def tokenize(models: Models, body: bytes) -> bytes:
+    """POST /tokenize: the answer, as JSON. Raises CorralError."""
     asked = parsed(TokenizeRequest, body)
     tokenizer = find(models, asked.model).tokenizer
     tokens = tokenizer.tokenize(asked.content, asked.add_special, asked.parse_special)
     if not asked.with_pieces:
-        return {"tokens": list(tokens)}
+        return _json({"tokens": tokens})
     pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
-    return {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]}
+    return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
 
 
 def _piece(piece: bytes) -> str | list[int]:
@@ -127,21 +128,26 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-def detokenize(models: Models, body: bytes) -> dict[str, str]:
-    """POST /detokenize: the answer. Raises CorralError."""
+def detokenize(models: Models, body: bytes) -> bytes:
+    """POST /detokenize: the answer, as JSON. Raises CorralError."""
     asked = parsed(DetokenizeRequest, body)
     model = find(models, asked.model)
     refuse_unknown_tokens(model, "tokens", asked.tokens)
-    return {"content": model.tokenizer.decode(asked.tokens, special=True)}
+    return _json({"content": model.tokenizer.decode(asked.tokens, special=True)})
 
 
-def apply_template(models: Models, body: bytes) -> dict[str, str]:
-    """POST /apply-template: the answer. Raises CorralError."""
+def apply_template(models: Models, body: bytes) -> bytes:
+    """POST /apply-template: the answer, as JSON. Raises CorralError."""
     asked = parsed(ApplyTemplateRequest, body)
     messages = [message.for_template() for message in asked.messages]
     tools = [tool.for_template() for tool in asked.tools]
     tokenizer = find(models, asked.model).tokenizer
-    return {"prompt": tokenizer.render_chat(messages, tools, asked.chat_template_kwargs)}
+    return _json({"prompt": tokenizer.render_chat(messages, tools, asked.chat_template_kwargs)})
+
+
+def _json(answer: dict[str, Any]) -> bytes:
+    """As long as its request: a worker writes it, too."""
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:

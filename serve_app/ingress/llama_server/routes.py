@@ -73,20 +73,24 @@ async def _respond(models: Mapping[str, ServedModel], asked: Completion) -> Resp
 
 
 def _add_text(app: FastAPI, bodies: Bodies) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, list[Any]]:
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
         """A text's tokens."""
-        return await bodies.read(request, preparation.tokenize)
+        return _written(await bodies.read(request, preparation.tokenize))
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, str]:
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        return await bodies.read(request, preparation.detokenize)
+        return _written(await bodies.read(request, preparation.detokenize))
 
-    @app.post("/apply-template")
-    async def apply_template(request: Request) -> dict[str, str]:
+    @app.post("/apply-template", response_model=None)
+    async def apply_template(request: Request) -> Response:
         """A chat as the text that the model gets."""
-        return await bodies.read(request, preparation.apply_template)
+        return _written(await bodies.read(request, preparation.apply_template))
+
+
+def _written(answer: bytes) -> Response:
+    return Response(answer, media_type="application/json")
 
 
 def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:

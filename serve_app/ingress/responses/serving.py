@@ -64,8 +64,8 @@ class ResponseAnswer:
     def failed(self, error: CorralError) -> Json:
         """The event that takes the place of the end."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        fault = {"code": code, "message": error.message}
-        return self._event("failed", response=self._response("failed", error=fault))
+        details = {"code": code, "message": error.message}
+        return self._event("failed", response=self._response("failed", error=details))
 
     def _said(self, text: str) -> list[Json]:
         opening = [] if self._message_id else self._start_of_message()

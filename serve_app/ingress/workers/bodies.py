@@ -29,7 +29,7 @@ class Bodies:
         body = await request.body()
         if not _is_json(request.headers.get("content-type", "")) and (body or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
-        return await self._workers.run(request_context.current().client(None), prepare, body)
+        return await self._workers.run(request_context.current().holder, prepare, body)
 
 
 def _is_json(content_type: str) -> bool:

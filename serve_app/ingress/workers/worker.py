@@ -20,7 +20,7 @@ logger = logging.getLogger("corral.ingress")
 
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
-MEMORY_BYTES = 256 * 2**20
+MEMORY_BYTES = 64 * 2**20
 """Memory that one request may take here, and ten times its body besides."""
 
 
