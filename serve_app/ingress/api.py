@@ -29,11 +29,14 @@ from serve_app.ingress.workers.in_process import InProcess
 from serve_app.ingress.workers.pool import Workers
 from serve_app.types import ReplicaStats
 
-PREPARATIONS = tuple(
-    f"serve_app.ingress.{protocol}.preparation"
-    for protocol in ("anthropic", "embeddings", "llama_server", "openai", "responses")
+PREPARATIONS = (
+    *(
+        f"serve_app.ingress.{protocol}.preparation"
+        for protocol in ("anthropic", "embeddings", "llama_server", "openai", "responses")
+    ),
+    "serve_app.ingress.embeddings.serving",
 )
-"""The modules that read bodies."""
+"""The modules whose functions workers run."""
 
 
 def build_api(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from numpy.typing import NDArray
 
-from serve_app.ingress.embeddings import preparation
+from serve_app.ingress.embeddings import preparation, serving
 from serve_app.ingress.embeddings.preparation import Texts
+from serve_app.ingress.embeddings.serving import Found, Vectors
 from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.workers.bodies import Bodies
-
-Vectors = NDArray[np.float32]
-
-_INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
@@ -34,33 +28,26 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
         """Texts as vectors of length 1, OpenAI's way."""
         asked = await bodies.read(request, preparation.embeddings)
         vectors = await _embed(find(models, asked.model), asked.texts)
-        shortened = normalized(vectors[:, : asked.dimensions], 2)
-        as_base64 = asked.encoding_format == "base64"
-        return JSONResponse(
-            {
-                "object": "list",
-                "model": asked.model,
-                "data": [
-                    {
-                        "object": "embedding",
-                        "index": i,
-                        "embedding": in_base64(vector) if as_base64 else vector.tolist(),
-                    }
-                    for i, vector in enumerate(shortened)
-                ],
-                "usage": _usage(asked.texts),
-            }
+        found = Found(
+            asked.model,
+            vectors[:, : asked.dimensions],
+            _n_tokens(asked.texts),
+            asked.encoding_format == "base64",
         )
+        return _written(await bodies.work(serving.openai, found.packed()))
 
     @app.post("/embedding", response_model=None)
     @app.post("/embeddings", response_model=None)
     async def embedding(request: Request) -> Response:
         """Texts as vectors, llama-server's way."""
-        model, texts, kind = await bodies.read(request, preparation.llama_embedding)
-        vectors = normalized(await _embed(find(models, model), texts), kind)
-        return JSONResponse(
-            [{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)]
-        )
+        model, texts, norm = await bodies.read(request, preparation.llama_embedding)
+        vectors = await _embed(find(models, model), texts)
+        found = Found(model, vectors, _n_tokens(texts), norm=norm)
+        return _written(await bodies.work(serving.llama, found.packed()))
+
+
+def _written(answer: bytes) -> Response:
+    return Response(answer, media_type="application/json")
 
 
 def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
@@ -74,9 +61,8 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodie
         scores = (await _embed(find(models, model), texts))[:, 0]
         ranked = np.argsort(-scores, kind="stable")[:top_n].tolist()
         results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
-        return JSONResponse(
-            {"model": model, "object": "list", "usage": _usage(texts), "results": results}
-        )
+        used = serving.usage(_n_tokens(texts))
+        return JSONResponse({"model": model, "object": "list", "usage": used, "results": results})
 
 
 async def _embed(model: ServedModel, texts: Texts) -> Vectors:
@@ -85,23 +71,5 @@ async def _embed(model: ServedModel, texts: Texts) -> Vectors:
     return await model.engine.embed(texts)
 
 
-def _usage(texts: Texts) -> dict[str, Any]:
-    n_tokens = sum(map(len, texts))
-    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-
-
-def normalized(vectors: Vectors, kind: int) -> Vectors:
-    """Each row divided by its norm, by llama-server's `embd_normalize`; rows of zeros stay."""
-    if kind < 0:
-        return vectors
-    sizes = np.abs(vectors.astype(np.float64))
-    if kind == 0:
-        norms = sizes.max(axis=1, keepdims=True) / _INT16_MAX
-    else:
-        norms = (sizes**kind).sum(axis=1, keepdims=True) ** (1 / kind)
-    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
-
-
-def in_base64(vector: Vectors) -> str:
-    """As OpenAI's clients read it: little-endian 32-bit floats."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+def _n_tokens(texts: Texts) -> int:
+    return sum(map(len, texts))

@@ -29,7 +29,11 @@ class Bodies:
         body = await request.body()
         if not _is_json(request.headers.get("content-type", "")) and (body or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
-        return await self._workers.run(request_context.current().holder, prepare, body)
+        return await self.work(prepare, body)
+
+    async def work(self, function: Callable[[Models, bytes], T], argument: bytes) -> T:
+        """What a worker makes of this, for the caller. Raises CorralError."""
+        return await self._workers.run(request_context.current().holder, function, argument)
 
 
 def _is_json(content_type: str) -> bool:

@@ -1,0 +1,1 @@
+"""Hostile clients, one attack after the other, while honest users stream."""

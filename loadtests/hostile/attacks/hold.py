@@ -1,0 +1,229 @@
+"""Connections and requests that are begun and not finished, and answers that nobody reads."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+
+from loadtests.hostile.attack import MOST_BODY_BYTES, Attack, Bars
+from loadtests.hostile.scene import HELD, Scene, status_of
+
+N_SLOW = 1000
+N_LARGE = 64
+N_READERS, N_VIEWERS, N_ASKERS = 40, 300, 32
+HELD_MIB = 256
+"""What bodies that are being read may take in all: half of those."""
+RECEIVE_BUFFER = 4096
+_BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+
+Head = Callable[[Scene], bytes]
+
+
+def head(scene: Scene, path: str, n_bytes: int, key: str | None) -> bytes:
+    """The lines before a body of so many bytes."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: 127.0.0.1:{scene.port}",
+        "Content-Type: application/json",
+        f"Content-Length: {n_bytes}",
+        *(f"{name}: {value}" for name, value in scene.headers(key).items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+@contextmanager
+def crowd(
+    scene: Scene, n: int, first: bytes, receive_buffer: int = 0
+) -> Iterator[list[socket.socket]]:
+    """So many connections, or as many as the server takes, on each of which this was sent."""
+    with ExitStack() as stack:
+        made: list[socket.socket] = []
+        for _ in range(n):
+            if not scene.left_s():
+                break
+            try:
+                wire = stack.enter_context(scene.connect())
+                if receive_buffer:
+                    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+                wire.settimeout(min(2.0, max(0.1, scene.left_s())))
+                wire.sendall(first)
+                wire.setblocking(False)
+            except OSError:
+                scene.count(0)
+                continue
+            made.append(wire)
+        yield made
+
+
+def drip(scene: Scene, wires: list[socket.socket], drop: bytes) -> None:
+    """A byte a second on each, until the attack is over; whoever is answered is counted."""
+    held = list(wires)
+    while scene.left_s() and held:
+        held = [wire for wire in held if _still_held(scene, wire, drop)]
+        scene.sleep(1.0)
+    scene.note(HELD, len(held))
+
+
+def _still_held(scene: Scene, wire: socket.socket, drop: bytes) -> bool:
+    """Send this; False if the server has answered, or closed."""
+    try:
+        wire.send(drop)
+        answer = wire.recv(65536)
+    except BlockingIOError:
+        return True
+    except OSError:
+        answer = b""
+    scene.count(status_of(answer))
+    return False
+
+
+def _slow_bodies(scene: Scene, path: str, key: str | None) -> None:
+    with crowd(scene, N_SLOW, head(scene, path, 5000, key) + b" ") as wires:
+        drip(scene, wires, b" ")
+
+
+def _slow_heads(scene: Scene) -> None:
+    first = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{scene.port}\r\nX-Slow: ".encode()
+    with crowd(scene, N_SLOW, first) as wires:
+        drip(scene, wires, b"a")
+
+
+def _silent(scene: Scene) -> None:
+    with crowd(scene, N_SLOW, b"") as wires:
+        scene.sleep(scene.left_s() - 1)
+        scene.note(HELD, len(wires))
+
+
+def _large_bodies(scene: Scene) -> None:
+    """All but the last byte, and then nothing."""
+    filling = head(scene, "/v1/completions", MOST_BODY_BYTES, "mallory")
+    sent = filling + b" " * (MOST_BODY_BYTES - 1)
+    with crowd(scene, N_LARGE, sent) as wires:
+        scene.sleep(scene.left_s() - 1)
+        scene.note(HELD, sum(not _is_answered(wire) for wire in wires))
+
+
+def _is_answered(wire: socket.socket) -> bool:
+    """Whether the server has answered, or closed."""
+    try:
+        wire.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _half_closed(scene: Scene) -> None:
+    """Requests of which the second half never comes, as the client has closed its side."""
+    first = head(scene, "/v1/completions", 5000, "mallory") + b" "
+    with crowd(scene, N_SLOW, first) as wires:
+        for wire in wires:
+            with suppress(OSError):
+                wire.shutdown(socket.SHUT_WR)
+        scene.sleep(scene.left_s() - 1)
+
+
+def _slow_readers(scene: Scene) -> None:
+    """Long streams of which nobody reads a byte."""
+    body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 5}
+    sent = json.dumps(body).encode()
+    first = head(scene, "/v1/completions", len(sent), "mallory") + sent
+    with crowd(scene, N_READERS, first, RECEIVE_BUFFER) as wires:
+        scene.sleep(scene.left_s() - 1)
+        scene.note(HELD, len(wires))
+
+
+def _come_and_go(scene: Scene) -> None:
+    """Requests whose clients leave at once, one after the other."""
+    first = head(scene, "/v1/completions", len(_BODY), "mallory") + _BODY
+    while scene.left_s():
+        with crowd(scene, 50, first):
+            pass
+
+
+def _viewers(scene: Scene) -> None:
+    """Many watch what the server does, and read none of it."""
+    asked = f"GET /v1/live HTTP/1.1\r\nHost: 127.0.0.1:{scene.port}\r\n"
+    shown = "".join(f"{name}: {value}\r\n" for name, value in scene.headers("mallory").items())
+    with crowd(scene, N_VIEWERS, f"{asked}{shown}\r\n".encode(), RECEIVE_BUFFER) as wires:
+        scene.sleep(scene.left_s() - 1)
+        scene.note(HELD, len(wires))
+
+
+def _askers(scene: Scene) -> None:
+    """Many ask all replicas for their statistics, all the time."""
+
+    def ask(path: str) -> None:
+        while scene.left_s():
+            scene.get(path)
+
+    with ThreadPoolExecutor(N_ASKERS) as pool:
+        list(pool.map(ask, ("/v1/stats", "/metrics", "/slots", "/props") * (N_ASKERS // 4)))
+
+
+_NOTHING = "Honest users notice nothing: what is being read has a bound, in number and in bytes."
+ATTACKS = tuple(
+    Attack(
+        name=name,
+        family="hold",
+        what=what,
+        expects=_NOTHING,
+        act=act,
+        seconds=15.0,
+        bars=bars,
+        is_short=name == "slow bodies",
+    )
+    for name, what, act, bars in (
+        (
+            "slow bodies",
+            "1,000 POSTs with a key, a byte a second.",
+            partial(_slow_bodies, path="/v1/completions", key="mallory"),
+            Bars(),
+        ),
+        (
+            "slow bodies without a key",
+            "1,000 POSTs without a key, a byte a second.",
+            partial(_slow_bodies, path="/v1/completions", key=None),
+            Bars(),
+        ),
+        (
+            "slow bodies for /health",
+            "1,000 POSTs to /health, which needs no key, a byte a second.",
+            partial(_slow_bodies, path="/health", key=None),
+            Bars(),
+        ),
+        ("slow headers", "1,000 requests whose headers do not end.", _slow_heads, Bars()),
+        ("silent connections", "1,000 connections on which nothing is sent.", _silent, Bars()),
+        (
+            "large bodies",
+            f"{N_LARGE} bodies of 8 MiB, but for their last byte.",
+            _large_bodies,
+            Bars(memory_mib=HELD_MIB),
+        ),
+        ("half-closed", "1,000 bodies that end in the middle, half-closed.", _half_closed, Bars()),
+        (
+            "slow readers",
+            f"{N_READERS} streams of 3,000 tokens of which nobody reads a byte.",
+            _slow_readers,
+            Bars(itl_factor=2.0),  # eight rows in a batch instead of four
+        ),
+        (
+            "come and go",
+            "50 clients who leave as soon as they have asked, again and again.",
+            _come_and_go,
+            Bars(itl_factor=2.0),
+        ),
+        ("viewers", f"{N_VIEWERS} viewers of /v1/live who read nothing.", _viewers, Bars()),
+        (
+            "askers",
+            f"{N_ASKERS} clients who ask for statistics, slots and metrics all the time.",
+            _askers,
+            Bars(itl_factor=1.5),  # loopback's other end takes a share of the same cores
+        ),
+    )
+)

@@ -1,0 +1,212 @@
+"""Clients who take more than their share, or who are charged for nothing."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from loadtests.hostile.attack import Attack, Bars
+from loadtests.hostile.scene import Scene, Shot
+from loadtests.hostile.setups import (
+    LIMITED,
+    LIMITED_REQUESTS,
+    MANY,
+    MAX_WAITING,
+    METERED,
+    METERED_TOKENS,
+    N_SLOTS,
+)
+
+COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
+MOST_CHOICES, MOST_TEXTS = 32, 2048
+FIRST = -(2**31)
+"""The priority that goes before all others."""
+RATE_LIMIT, QUEUE_FULL = "rate_limit_exceeded", "queue_full"
+SHARE = Bars(itl_factor=None, pause_s=None, memory_mib=None)
+"""More rows in a batch take longer, which is nobody's fault; a first token must come soon all the same."""
+
+
+def _long(n_tokens: int = 500, **fields: Any) -> bytes:
+    body = {"prompt": "Once upon a time", "max_tokens": n_tokens, "ignore_eos": True} | fields
+    return json.dumps(body).encode()
+
+
+def _keep(scene: Scene, shot: Shot, at_once: int) -> None:
+    """So many of these are always asked for; who is refused asks again."""
+
+    def ask(_: int) -> None:
+        while scene.left_s():
+            if scene.post(shot.path, shot.body, shot.key).status != 200:
+                scene.sleep(0.2)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(ask, range(at_once)))
+
+
+def ordinary(scene: Scene) -> None:
+    """An ordinary client: one request of 500 tokens after the other."""
+    _keep(scene, Shot(COMPLETIONS, _long(), "mallory"), 1)
+
+
+def _flood(scene: Scene) -> None:
+    texts = json.dumps({"input": [f"Text {i}" for i in range(MOST_TEXTS)]}).encode()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(_keep, scene, Shot(COMPLETIONS, _long(n=MOST_CHOICES), "mallory"), 3)
+        pool.submit(_keep, scene, Shot(EMBEDDINGS, texts, "mallory"), 1)
+        pool.submit(_keep, scene, Shot(COMPLETIONS, _long(), "mallory"), N_SLOTS + MAX_WAITING)
+
+
+def _texts(scene: Scene) -> None:
+    texts = json.dumps({"input": [f"Text {i} of many" for i in range(MOST_TEXTS)]}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_keep, scene, Shot(EMBEDDINGS, texts, "mallory"), 3)
+        while scene.left_s():
+            answer = scene.post(EMBEDDINGS, {"input": "One text"}, "alice")
+            if answer.status == 429:
+                scene.found("another key's only text is refused, as 2,048 of one key's wait")
+            scene.sleep(0.3)
+
+
+def _first(scene: Scene) -> None:
+    _keep(scene, Shot(COMPLETIONS, _long(priority=FIRST), "mallory"), 3 * N_SLOTS)
+
+
+def _many_users(scene: Scene) -> None:
+    with ThreadPoolExecutor(len(MANY)) as pool:
+        for user in MANY:
+            pool.submit(_keep, scene, Shot(COMPLETIONS, _long(user=user), "mallory"), 2)
+
+
+def _many_keys(scene: Scene) -> None:
+    each = 1 + (N_SLOTS + MAX_WAITING) // len(MANY)
+    with ThreadPoolExecutor(len(MANY)) as pool:
+        for key in MANY:
+            pool.submit(_keep, scene, Shot(COMPLETIONS, _long(), key), each)
+
+
+def _choices(scene: Scene) -> None:
+    answer = scene.post(COMPLETIONS, _long(8, n=LIMITED_REQUESTS + 1), LIMITED)
+    if answer.status == 200:
+        found = f"a key with {LIMITED_REQUESTS} requests at once has {LIMITED_REQUESTS + 1} answers"
+        scene.found(f"{found} computed at once by n")
+
+
+def _charged(scene: Scene) -> None:
+    """Requests that are refused for what they say, and then one that is right."""
+    words = " ".join(["word"] * (METERED_TOKENS // 20))
+    wrong: tuple[dict[str, Any], ...] = (
+        {"regex": "(", "max_tokens": 1},
+        {"grammar": "root ::= nothing", "max_tokens": 1},
+        {"json_schema": {"$ref": "#/nowhere"}, "max_tokens": 1},
+        {"max_tokens": 1, "prompt": words * 100},
+        {"max_tokens": 1, "n": MOST_CHOICES + 1},
+    )
+    for _ in range(12):
+        for fields in wrong:
+            answer = scene.post(COMPLETIONS, {"prompt": words, **fields}, METERED[0])
+            if answer.code == RATE_LIMIT:
+                scene.found("requests that were refused as wrong use up tokens_per_minute")
+                return
+    _is_served(scene, METERED[0], "requests that were refused as wrong use up tokens_per_minute")
+
+
+def _charged_in_queue(scene: Scene) -> None:
+    """Requests that a full queue refuses, and then one when it is empty."""
+    words = " ".join(["word"] * (METERED_TOKENS // 20))
+    used = 0
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_keep, scene, Shot(COMPLETIONS, _long(), "mallory"), N_SLOTS + MAX_WAITING + 8)
+        scene.sleep(1.0)
+        while scene.left_s() > 3 and used < METERED_TOKENS // 2:
+            answer = scene.post(COMPLETIONS, {"prompt": words, "max_tokens": 1}, METERED[1])
+            if answer.status == 200:
+                used += answer.json()["usage"]["total_tokens"]
+            elif answer.code == RATE_LIMIT:
+                scene.found(f"tokens_per_minute are used up by refusals: {used} were computed")
+                return
+            elif answer.code != QUEUE_FULL:
+                scene.sleep(0.2)
+
+
+def _is_served(scene: Scene, key: str, problem: str) -> None:
+    answer = scene.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, key)
+    if answer.code == RATE_LIMIT:
+        scene.found(problem)
+
+
+_FAIR = (
+    "One request at a time is never refused, and gets its first token as soon as beside one client."
+)
+ATTACKS = (
+    Attack(
+        name="flood",
+        family="starve",
+        what="One key's three requests of 32 answers each, 2,048 texts to embed, and a full queue.",
+        expects=_FAIR,
+        act=_flood,
+        seconds=20.0,
+        bars=SHARE,
+        beside=ordinary,
+        is_short=True,
+    ),
+    Attack(
+        name="texts",
+        family="starve",
+        what="Three times 2,048 texts to embed, by one key, while another embeds one at a time.",
+        expects="Embeddings have clients, too: one text of another key is not refused.",
+        act=_texts,
+        bars=SHARE,
+        beside=ordinary,
+    ),
+    Attack(
+        name="priority",
+        family="starve",
+        what=f"24 requests at once with priority {FIRST}, by a key that no entry allows that.",
+        expects=_FAIR,
+        act=_first,
+        bars=SHARE,
+        beside=ordinary,
+    ),
+    Attack(
+        name="many users",
+        family="starve",
+        what="One key that names 16 users, with two requests of each.",
+        expects="With keys, clients are keys.",
+        act=_many_users,
+        bars=SHARE,
+        beside=ordinary,
+    ),
+    Attack(
+        name="many keys",
+        family="starve",
+        what="16 keys that fill the queue together.",
+        expects="Whoever has one request at a time is not refused.",
+        act=_many_keys,
+        bars=Bars(ttft_factor=None, itl_factor=None, pause_s=None, memory_mib=None),
+    ),
+    Attack(
+        name="answers as one",
+        family="starve",
+        what=f"n: {LIMITED_REQUESTS + 1} by a key with max_concurrent_requests: {LIMITED_REQUESTS}.",
+        expects="n counts n: 429.",
+        act=_choices,
+    ),
+    Attack(
+        name="refused as wrong",
+        family="charge",
+        what="60 requests that are wrong, by a key with tokens_per_minute.",
+        expects="They cost nothing.",
+        act=_charged,
+        is_short=True,
+    ),
+    Attack(
+        name="refused by the queue",
+        family="charge",
+        what="Requests that find the queue full, by a key with tokens_per_minute.",
+        expects="They cost nothing.",
+        act=_charged_in_queue,
+        bars=SHARE,
+        beside=ordinary,
+    ),
+)

@@ -1,0 +1,88 @@
+"""Vectors as answers to requests for embeddings. For workers: an answer may be as long as a book."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.ingress.workers.worker import Models
+
+Vectors = NDArray[np.float32]
+
+_INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an engine computed for a request, and how it is told."""
+
+    model: str
+    vectors: Vectors
+    n_tokens: int
+    as_base64: bool = False
+    norm: int = 2
+    """See `normalized`."""
+
+    def packed(self) -> bytes:
+        """As a worker takes it."""
+        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+
+
+def openai(models: Models, found: bytes) -> bytes:
+    """The answer to POST /v1/embeddings with a packed `Found`, as JSON."""
+    told: Found = pickle.loads(found)
+    vectors = normalized(told.vectors, told.norm)
+    return _json(
+        {
+            "object": "list",
+            "model": told.model,
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": i,
+                    "embedding": in_base64(vector) if told.as_base64 else vector.tolist(),
+                }
+                for i, vector in enumerate(vectors)
+            ],
+            "usage": usage(told.n_tokens),
+        }
+    )
+
+
+def llama(models: Models, found: bytes) -> bytes:
+    """The answer to POST /embedding with a packed `Found`, as JSON."""
+    told: Found = pickle.loads(found)
+    vectors = normalized(told.vectors, told.norm)
+    return _json([{"index": i, "embedding": [one.tolist()]} for i, one in enumerate(vectors)])
+
+
+def usage(n_tokens: int) -> dict[str, int]:
+    """OpenAI's `usage` of texts with so many tokens."""
+    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+
+
+def _json(answer: Any) -> bytes:
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def normalized(vectors: Vectors, kind: int) -> Vectors:
+    """Each row divided by its norm, by llama-server's `embd_normalize`; rows of zeros stay."""
+    if kind < 0:
+        return vectors
+    sizes = np.abs(vectors.astype(np.float64))
+    if kind == 0:
+        norms = sizes.max(axis=1, keepdims=True) / _INT16_MAX
+    else:
+        norms = (sizes**kind).sum(axis=1, keepdims=True) ** (1 / kind)
+    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
+
+
+def in_base64(vector: Vectors) -> str:
+    """As OpenAI's clients read it: little-endian 32-bit floats."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
