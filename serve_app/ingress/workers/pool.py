@@ -21,7 +21,7 @@ logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
-QUICK_S = 0.05
+QUICK_S = 0.02
 """CPU seconds. Work that takes longer gets less of the processor, and its place is free for the next."""
 WALL_S = 120.0
 """Longest time that a request's work may take, however little of the processor it gets."""

@@ -15,9 +15,9 @@ from typing import Any
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.zygote import PID, Start
 
-NICENESS = 12
-"""What is added to the niceness of slow work: beside a thread that computes, it gets a sixteenth of a
-core."""
+SLOW_NICENESS = 10
+"""What is added to the niceness of slow work: beside a thread that decodes, it gets a thirtieth of
+a core."""
 _ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
     "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
@@ -62,7 +62,7 @@ class Worker:
         self.is_slow = True
         with suppress(ProcessLookupError):
             niceness = os.getpriority(os.PRIO_PROCESS, self.pid)
-            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + NICENESS))
+            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + SLOW_NICENESS))
 
     def end(self) -> None:
         """End it now. Idempotent."""

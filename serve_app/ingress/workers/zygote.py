@@ -29,6 +29,9 @@ from serve_app.prompt.tokenizer import Tokenizer
 STACK_BYTES = 64 * 2**20
 """Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
 the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
+NICENESS = 5
+"""What workers add to the ingress's niceness: beside a thread that decodes, one gets a quarter of
+a core."""
 PID = struct.Struct("<i")
 
 
@@ -54,6 +57,7 @@ def main(fd: int) -> None:
     """Fork workers until the ingress is gone."""
     _have_enough_stack()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):

@@ -13,7 +13,8 @@ from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers.pool import WorkerPool
-from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
+from serve_app.ingress.workers.processes import SLOW_NICENESS
+from serve_app.ingress.workers.zygote import NICENESS, STACK_BYTES, ModelFile
 from tests.integration.ingress import work
 
 
@@ -105,10 +106,10 @@ async def test_slow_work_gets_little_of_the_processor(pool: WorkerPool) -> None:
     await until(slowed)
     (worker,) = (one for one in pool.at_work if one.is_slow)
     ours = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, ours + 12)
+    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, ours + NICENESS + SLOW_NICENESS)
     running.cancel()
     await until(lambda: not is_alive(worker.pid))
-    assert await pool.run("good", work.niceness, b"") == ours
+    assert await pool.run("good", work.niceness, b"") == min(19, ours + NICENESS)
 
 
 async def test_one_client_cannot_fill_the_queue_for_slow_work(
