@@ -141,6 +141,14 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaRecords:
+    """What one engine replica remembers of a request."""
+
+    replica_id: str
+    records: tuple[RequestRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """How likely a token was, by the model's own logits: before penalties, temperature and the rest."""
 

@@ -50,7 +50,7 @@ class Model:
     `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
     and megabytes, enough to tokenize. `delimiters` are texts that structure answers: where one is a
     control token, and the chat template has it, the token's text is shown. Raises ConfigError when
-    the file is missing or llama.cpp cannot load it.
+    the file is missing, llama.cpp cannot load it, or the model has an encoder besides its decoder.
     """
 
     def __init__(
@@ -78,6 +78,11 @@ class Model:
         self.pointer = pointer
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
+        if llama_cpp.llama_model_has_encoder(pointer):  # as T5, whose decoder sees no prompt itself
+            raise ConfigError(
+                f"{self.path} is of the architecture {self.meta('general.architecture')}, with an encoder "
+                "for prompts: Corral serves models that are a decoder alone, or BERT's kind for embeddings."
+            )
         self._vocab = llama_cpp.llama_model_get_vocab(pointer)
         if not self._vocab:
             raise ConfigError(f"{self.path} holds no vocabulary.")
@@ -286,13 +291,14 @@ class Model:
     def _trie(self) -> LLTokenizer:
         return grammar_tokenizer(self._vocab, self.n_vocab, self.eog_tokens)
 
+    @property
+    def rerank_template(self) -> str | None:
+        """What a reranking model reads, with `{query}` and `{document}` in it, if the file says so."""
+        return self.meta("tokenizer.chat_template.rerank")
+
     def encode_pair(self, query: str, document: str) -> list[int]:
-        """What a reranking model reads: by its own template, or as BOS query EOS SEP document EOS, as
-        far as the vocabulary wants those; llama-server's rules."""
-        template = self.meta("tokenizer.chat_template.rerank")
-        if template is not None:
-            text = template.replace("{query}", query).replace("{document}", document)
-            return self.tokenize(text, add_special=False, parse_special=True)
+        """What a reranking model without a template reads: BOS query EOS SEP document EOS, as far as the
+        vocabulary wants those; llama-server's rules."""
         sep = llama_cpp.llama_vocab_sep(self._vocab)
         ends = [self.eos if self.eos is not None else sep]
         ends *= llama_cpp.llama_vocab_get_add_eos(self._vocab)

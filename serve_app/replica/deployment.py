@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
@@ -34,8 +34,8 @@ from serve_app.routing.reporter import Reporter, pressure
 from serve_app.types import (
     Accepted,
     GenerationRequest,
+    ReplicaRecords,
     ReplicaStats,
-    RequestRecord,
     SequenceEnd,
     SlotAction,
     TokenDelta,
@@ -98,10 +98,8 @@ class EngineReplica:
                     self._metrics.ended(delta.end)
                     _log(request, delta.end)
                 yield delta
-        except EngineFailedError:
-            # Serve would go on sending requests here until three health checks have failed.
-            logger.error("The replica ends, as its engine failed.")
-            os._exit(1)
+        except EngineFailedError as error:
+            _end_process(error)
         except CorralError as error:
             logger.info("%s is refused or failed: %s", request.id, error)
             yield error
@@ -122,6 +120,8 @@ class EngineReplica:
         try:
             self._refuse_strange_tokens(vocabulary_key)
             return await self._embed(texts)
+        except EngineFailedError as error:
+            _end_process(error)
         except CorralError as error:
             logger.info("Texts are refused or failed: %s", error)
             return error
@@ -172,13 +172,14 @@ class EngineReplica:
         except CorralError as error:
             return error
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
+    async def explain(self, wanted: str) -> ReplicaRecords:
         """See Engine.explain."""
         replica_id, node_id = _whereabouts()
-        return [
+        records = (
             dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
             for record in self._engine.explain(wanted)
-        ]
+        )
+        return ReplicaRecords(replica_id, tuple(records))
 
     async def offer_prefixes(self, asker: str) -> Offer | None:
         """See KVTransfer.offer."""
@@ -205,8 +206,12 @@ class EngineReplica:
         return pressure(self._engine.stats(), self._engine.options.n_ctx)
 
     def check_health(self) -> None:
-        """Serve replaces the replica when this raises; the metrics follow as often as it asks."""
-        self._engine.check_health()
+        """Serve asks every few seconds. Ends the process if the engine failed or hangs; the metrics follow
+        as often."""
+        try:
+            self._engine.check_health()
+        except EngineFailedError as error:
+            _end_process(error)
         throttled = self._throttling.look(throttled_s(), cpu_quota(), time.monotonic())
         if throttled is not None:
             logger.warning("%s", throttled)
@@ -216,6 +221,13 @@ class EngineReplica:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         await self._kv_transfer.push()
         self._engine.close(timeout_s=0)
+
+
+def _end_process(error: EngineFailedError) -> NoReturn:
+    """Serve replaces the replica at once then, and streams go on elsewhere. Else it would send requests
+    here until three health checks have failed."""
+    logger.error("The replica ends, as its engine failed: %s", error)
+    os._exit(1)
 
 
 def _whereabouts() -> tuple[str, str]:

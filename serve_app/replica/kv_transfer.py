@@ -12,19 +12,22 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engine import Engine
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, hottest
 from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
+from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.replica")
 
 # Transfers delay the start of a replica, or its end, by so much at most. Engines answer between two steps,
 # which take seconds while they compute nothing but prompts.
 _LIMIT_S = 10.0
+# Of that, how long it waits for those who might offer or take something, before it goes on without them.
+_OFFERS_S = 4.0
 # A new replica gets what at least so many of the last prompts began with.
 _SHARED_BY = 2
 
@@ -87,19 +90,31 @@ class KVTransfer:
             logger.info("%s", tally)
 
     async def _pull(self, tally: Tally) -> None:
-        offers = await self._ask_all("offer_prefixes", self._id)
+        offers = await broadcast.ask_all(
+            self._peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S
+        )
         held = await asyncio.to_thread(self._prefixes.held)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().stored_bytes
         for wanted, source in plan_pull(self._usable(offers, Offer), held, room_bytes):
-            sent: list[Any] | None = await self._ask_one("send_prefix", source, wanted.prefix)
-            if sent is not None:
-                n_bytes = await self._import(await sent[0], wanted.prefix)
-                tally.add(source, wanted.prefix, n_bytes)
+            sent: list[Any] | None = await broadcast.ask_one(
+                self._peers, "send_prefix", source, wanted.prefix, timeout_s=_LIMIT_S
+            )
+            if not sent:
+                continue
+            try:
+                payload: Payload = await sent[0]
+            except RayError as error:  # its source is gone; the others are not
+                logger.warning("A prefix of %s is lost: %r.", source, error)
+                continue
+            tally.add(source, wanted.prefix, await self._import(payload, wanted.prefix))
 
     async def _push(self, tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
         prefixes = [one.prefix for one in offered]
-        answers = await self._ask_all("lack_prefixes", self._id, prefixes) if prefixes else []
+        if not prefixes:
+            return
+        asked = "lack_prefixes", self._id, prefixes
+        answers = await broadcast.ask_all(self._peers, *asked, timeout_s=_OFFERS_S)
         sent: list[Prefix] = []
         for wanted, target in plan_push(offered, self._usable(answers, TransferTarget)):
             if any(one.serves(wanted.prefix) for one in sent):
@@ -107,7 +122,9 @@ class KVTransfer:
             payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted.prefix)
             if payload is not None:
                 reference = await asyncio.to_thread(ray.put, payload)
-                n_bytes = await self._ask_one("take_prefix", target, [reference])
+                n_bytes = await broadcast.ask_one(
+                    self._peers, "take_prefix", target, [reference], timeout_s=_LIMIT_S
+                )
                 tally.add(target, payload.prefix, n_bytes or 0)
                 sent.append(payload.prefix)
 
@@ -122,11 +139,12 @@ class KVTransfer:
 
     async def send(self, source: str, wanted: Prefix) -> list[Any] | None:
         """As the source: a reference to a payload that begins with that prefix, for a replica that starts.
-        It is in a list, as Ray would otherwise fetch it for every replica that gets the call."""
+        It is in a list, as Ray would otherwise fetch it for every replica that gets the call; the list is
+        empty if there is none any more."""
         if source != self._id:
             return None
         payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted)
-        return None if payload is None else [await asyncio.to_thread(ray.put, payload)]
+        return [] if payload is None else [await asyncio.to_thread(ray.put, payload)]
 
     async def lacks(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
         """As the target: which of these prefixes are not here, and the bytes that there is room for."""
@@ -167,19 +185,6 @@ class KVTransfer:
                 "No prefixes are transferred from or to %s: another model or context.", strangers
             )
         return [one for one in found if one.key == self._prefixes.key]
-
-    async def _ask_one(self, method: str, replica_id: str, *arguments: Any) -> Any:
-        answers = await self._ask_all(method, replica_id, *arguments)
-        said = (one for one in answers if one is not None and not isinstance(one, Exception))
-        return next(said, None)
-
-    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        try:
-            return await self._peers.broadcast(method, *arguments).results_async(
-                return_exceptions=True
-            )
-        except DeploymentUnavailableError:
-            return []  # nobody else is there
 
 
 class Tally:

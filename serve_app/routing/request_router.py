@@ -15,6 +15,7 @@ from ray.serve.request_router import (
 )
 
 from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key
+from serve_app.routing.broadcast import note_running
 from serve_app.routing.score import Fleet, Prompt, Report
 from serve_app.types import GenerationRequest
 
@@ -47,6 +48,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             reports[replica.replica_id] = known
         self._reports = reports
         self._fleet.update({one: report for one, (_, report) in reports.items()}, _now())
+        note_running(self.app_name, self._deployment_id.name, (one.unique_id for one in reports))
         super().update_replicas(replicas)
 
     async def choose_replicas(

@@ -364,6 +364,16 @@ async def test_stats_of_every_model(client: httpx.AsyncClient) -> None:
     (replica,) = body["models"][0]["replicas"]
     assert (replica["replica_id"], replica["node_id"]) == ("r1", "n1")
     assert [slot["id"] for slot in replica["engine"]["slots"]] == [0, 1, 2]
+    assert body["models"][0]["missing"] == []
+
+
+async def test_stats_name_who_is_missing(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.missing = "r2", "r3"
+    answer = await client.get("/v1/stats")
+    assert answer.status_code == 200
+    for model in answer.json()["models"]:
+        assert model["missing"] == ["r2", "r3"]
+        assert [replica["replica_id"] for replica in model["replicas"]] == ["r1"]
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,18 @@ async def test_explain(connect: Open, engine: ScriptedEngine) -> None:
     assert ended["timings"]["cache_n"] == 5
 
 
+async def test_explain_with_a_replica_missing(connect: Open, engine: ScriptedEngine) -> None:
+    engine.records = [RequestRecord("cmpl-a", "web-1", "", "decode", None, "r1", "n1")]
+    engine.missing = ("r2",)
+    client = connect(Access())
+    found = (await client.get("/v1/requests/cmpl-a")).json()
+    assert [one["id"] for one in found["sequences"]] == ["cmpl-a"]
+    assert found["missing"] == ["r2"]
+    unknown = await client.get("/v1/requests/cmpl-b")
+    assert unknown.status_code == 404
+    assert "These replicas did not answer: r2." in unknown.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("wanted", ["cmpl", "cmpl-", "nobody"])
 async def test_unknown_requests(connect: Open, engine: ScriptedEngine, wanted: str) -> None:
     engine.records = [RequestRecord("cmpl-b", "", "", "waiting")]
