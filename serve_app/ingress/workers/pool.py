@@ -94,7 +94,7 @@ class WorkerPool:
     async def _attempt(self, client: str, message: bytes) -> Any:
         """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
         async with self._quick.entered(client):
-            worker = self._idle.pop() if self._idle else await self._fork()
+            worker = self._taken() or await self._fork()
             doing = self._begin(worker, message)
             try:
                 if await _is_quick(worker, doing):
@@ -133,6 +133,15 @@ class WorkerPool:
         finally:
             self._end(worker, doing)
             self._slow.leave()
+
+    def _taken(self) -> Worker | None:
+        """An idle worker, if there is one. Those that have died are left out."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive():
+                return worker
+            worker.end()
+        return None
 
     def _begin(self, worker: Worker, message: bytes) -> asyncio.Future[Any]:
         self.at_work.add(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -76,6 +77,18 @@ async def test_a_worker_that_dies_once_is_replaced_unnoticed(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     assert await pool.run("a", work.crash_once, os.fsencode(tmp_path / "died")) == "alive"
+
+
+async def test_idle_workers_that_died_cost_no_request(
+    pool: WorkerPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pids = await asyncio.gather(*(pool.run(client, work.pid, b"") for client in "ab"))
+    assert len(set(pids)) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not any(map(is_alive, pids)))
+    assert await pool.run("a", work.count_tokens, b"Hello") > 0
+    assert not caplog.records
 
 
 async def test_memory_is_bounded(pool: WorkerPool) -> None:
