@@ -167,6 +167,8 @@ class WorkerPool:
 
     async def _forked(self) -> Worker:
         async with self._forking:
+            if (kept := self._taken()) is not None:  # of those who left while they waited for it
+                return kept
             try:
                 return await self._zygote.fork()
             except EOFError:
@@ -176,6 +178,11 @@ class WorkerPool:
                 self._zygote.close()
                 self._zygote = Zygote(self._start)
                 return await self._zygote.fork()
+
+    @property
+    def n_idle(self) -> int:
+        """Workers that wait for work."""
+        return len(self._idle)
 
     @property
     def zygote_process(self) -> subprocess.Popen[bytes]:

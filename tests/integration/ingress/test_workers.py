@@ -146,6 +146,16 @@ async def test_who_leaves_ends_the_work(pool: WorkerPool) -> None:
     await until(lambda: not is_alive(worker.pid))
 
 
+async def test_many_who_leave_before_there_are_workers_leave_few_behind(pool: WorkerPool) -> None:
+    for _ in range(10):
+        leaving = asyncio.create_task(pool.run("a", work.pid, b""))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+    await asyncio.gather(*(pool.run(client, work.pid, b"") for client in "ab"))
+    assert 1 <= pool.n_idle <= 2
+
+
 async def test_workers_have_room_for_the_tokenizers_recursion(pool: WorkerPool) -> None:
     assert await pool.run("a", work.stack_limit, b"") == STACK_BYTES
 
