@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
+from serve_app.errors import (
+    CorralError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
@@ -124,6 +129,15 @@ async def test_slow_work_gets_little_of_the_processor(pool: WorkerPool) -> None:
     assert await pool.run("good", work.niceness, b"") == ours
 
 
+async def test_work_that_waits_for_ever_does_not_keep_its_place(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "STUCK_S", 0.1)
+    monkeypatch.setattr(pool_module, "WALL_S", 1.0)
+    with pytest.raises(QueueFullError):
+        await pool.run("a", work.wait_for_ever, b"")
+
+
 async def test_one_client_cannot_fill_the_queue_for_slow_work(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,3 +190,15 @@ async def test_all_processes_end_with_the_pool() -> None:
     await pool.close()
     assert zygote.poll() is not None
     await until(lambda: not is_alive(worker))
+
+
+async def test_work_ends_with_the_pool_and_starts_no_process_again() -> None:
+    pool = WorkerPool([], [work.__name__])
+    running = asyncio.create_task(pool.run("a", work.spin, b""))
+    await until(lambda: bool(pool.at_work))
+    await pool.close()
+    with pytest.raises(EngineClosedError):
+        await running
+    with pytest.raises(EngineClosedError):
+        await pool.run("a", work.pid, b"")
+    assert pool.zygote_process.poll() is not None
