@@ -101,6 +101,24 @@ async def test_memory_is_bounded(pool: WorkerPool) -> None:
         await pool.run("a", work.take_memory, b"")
 
 
+async def test_answers_that_cannot_be_packed_are_told_and_cost_no_worker(
+    pool: WorkerPool,
+) -> None:
+    first = await pool.run("a", work.pid, b"")
+    with pytest.raises(InvalidRequestError, match="memory"):
+        await pool.run("a", work.answer_at_length, b"")
+    with pytest.raises(CorralError, match="failed to handle"):
+        await pool.run("a", work.answer_with_a_socket, b"")
+    assert await pool.run("a", work.pid, b"") == first
+
+
+async def test_what_one_body_took_is_no_bound_for_the_next_to_come(pool: WorkerPool) -> None:
+    first = await pool.run("a", work.pid, b"")
+    await pool.run("a", work.keep_memory, b"")
+    assert await pool.run("b", work.size, bytes(8 * 2**20)) == 8 * 2**20
+    assert await pool.run("b", work.pid, b"") == first
+
+
 async def test_endless_work_ends_and_others_do_not_wait_for_it(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
