@@ -67,8 +67,11 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodie
 
 async def _embed(model: ServedModel, texts: Texts) -> Vectors:
     """Raises KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
-    request_context.current().admit(texts)
-    return await model.engine.embed(texts)
+    caller = request_context.current()
+    caller.admit(texts)
+    vectors = await model.engine.embed(texts)
+    caller.computed()
+    return vectors
 
 
 def _n_tokens(texts: Texts) -> int:

@@ -73,6 +73,10 @@ class Caller:
         if self.account is not None:
             self.account.charge(n_tokens)
 
+    def computed(self) -> None:
+        """Its prompts were used: they stay charged, whatever becomes of the answer."""
+        self._n_reserved = 0
+
     def answered(self, status: int) -> None:
         """The answer begins. If it says that the request was refused, its prompts are not charged."""
         if self.account is not None and status in _REFUSALS:

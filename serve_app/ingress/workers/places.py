@@ -37,6 +37,8 @@ class Places:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.leave()
+            else:
+                self._forget(client, turn)
             raise
 
     @asynccontextmanager
@@ -60,6 +62,13 @@ class Places:
                 turn.set_result(None)
                 return
         self._n_free += 1
+
+    def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(client, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[client]
 
     def n_waiting(self, client: str) -> int:
         """How many of this client wait."""

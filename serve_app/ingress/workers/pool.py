@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import subprocess
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar, cast
 
-from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
+from serve_app.errors import (
+    CorralError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
@@ -23,6 +29,8 @@ T = TypeVar("T")
 
 QUICK_S = 0.02
 """CPU seconds. Work that takes longer gets less of the processor, and its place is free for the next."""
+STUCK_S = 10.0
+"""Work that has not ended after so long counts as slow, however little of the processor it took."""
 WALL_S = 120.0
 """Longest time that a request's work may take, however little of the processor it gets."""
 MAX_SLOW_WAITING = 8
@@ -65,6 +73,7 @@ class WorkerPool:
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()
         self._quick, self._slow = Places(n_quick), Places(n_slow)
+        self._is_closed = False
         self._idle: list[Worker] = []
         self.at_work: set[Worker] = set()
         self._deadly: OrderedDict[bytes, None] = OrderedDict()
@@ -79,6 +88,7 @@ class WorkerPool:
             try:
                 outcome = await self._attempt(client, message)
             except WorkerDiedError:
+                self._check_is_open()
                 logger.warning(
                     "A worker ended: %s with a body of %d bytes.", work.__qualname__, len(body)
                 )
@@ -94,7 +104,7 @@ class WorkerPool:
     async def _attempt(self, client: str, message: bytes) -> Any:
         """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
         async with self._quick.entered(client):
-            worker = self._idle.pop() if self._idle else await self._fork()
+            worker = self._taken() or await self._fork()
             doing = self._begin(worker, message)
             try:
                 if await _is_quick(worker, doing):
@@ -134,6 +144,15 @@ class WorkerPool:
             self._end(worker, doing)
             self._slow.leave()
 
+    def _taken(self) -> Worker | None:
+        """An idle worker, if there is one. Those that have died are left out."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive():
+                return worker
+            worker.end()
+        return None
+
     def _begin(self, worker: Worker, message: bytes) -> asyncio.Future[Any]:
         self.at_work.add(worker)
         return asyncio.ensure_future(worker.do(message))
@@ -158,9 +177,12 @@ class WorkerPool:
 
     async def _forked(self) -> Worker:
         async with self._forking:
+            if (kept := self._taken()) is not None:  # of those who left while they waited for it
+                return kept
             try:
                 return await self._zygote.fork()
             except EOFError:
+                self._check_is_open()
                 logger.warning(
                     "The process that workers are forked from ended. It is started again."
                 )
@@ -169,24 +191,34 @@ class WorkerPool:
                 return await self._zygote.fork()
 
     @property
+    def n_idle(self) -> int:
+        """Workers that wait for work."""
+        return len(self._idle)
+
+    @property
     def zygote_process(self) -> subprocess.Popen[bytes]:
         """The process that workers are forked from."""
         return self._zygote.process
 
     async def close(self) -> None:
-        """End all processes. What is still at work raises WorkerDiedError."""
+        """End all processes. What is still at work raises EngineClosedError. Idempotent."""
+        self._is_closed = True
         self._zygote.close()
         for worker in (*self._idle, *self.at_work):
             worker.end()
         self._idle.clear()
 
+    def _check_is_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("This server is being stopped.")
+
 
 async def _is_quick(worker: Worker, doing: asyncio.Future[Any]) -> bool:
-    """Wait until the work is done, or has taken QUICK_S."""
-    began = worker.cpu_s()
+    """Wait until the work is done, has taken QUICK_S, or is stuck."""
+    began, stuck_at = worker.cpu_s(), time.monotonic() + STUCK_S
     while not doing.done():
         left = QUICK_S - (worker.cpu_s() - began)
-        if left <= 0:
+        if left <= 0 or time.monotonic() >= stuck_at:
             return False
         await asyncio.wait([doing], timeout=max(left, _LEAST_WAIT_S))
     return True

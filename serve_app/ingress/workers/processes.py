@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -49,6 +50,14 @@ class Worker:
             return await wire.received(self._reader)
         except (EOFError, ConnectionError) as error:
             raise WorkerDiedError from error
+
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        if self._pidfd < 0:
+            return False
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)  # see pidfd_open(2)
+        return not ended.poll(0)
 
     def cpu_s(self) -> float:
         """CPU seconds that it has taken so far; what it took last if it is gone."""

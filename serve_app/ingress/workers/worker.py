@@ -63,25 +63,26 @@ def serve(connection: socket.socket, models: Models) -> None:
         except EOFError:
             return
         _limit(len(body))
-        answer = wire.packed(_outcome(work, models, body))
+        answer = _answer(work, models, body)
         del work, body
+        _unlimit_memory()  # the next body comes before its limit is known
         try:
             connection.sendall(answer)
         except OSError:
             return
 
 
-def _outcome(work: Work, models: Models, body: bytes) -> Any:
-    """What the work returns, or a CorralError."""
+def _answer(work: Work, models: Models, body: bytes) -> bytes:
+    """What the work returns, or a CorralError; packed, which takes memory, too."""
     try:
-        return work(models, body)
+        return wire.packed(work(models, body))
     except CorralError as error:
-        return error
+        return wire.packed(error)
     except (MemoryError, RecursionError):
-        return InvalidRequestError("This request takes too much memory to be read.")
+        return wire.packed(InvalidRequestError("This request takes too much memory to be read."))
     except Exception:
         logger.exception("%s failed", work.__qualname__)
-        return CorralError("The server failed to handle this request.")
+        return wire.packed(CorralError("The server failed to handle this request."))
 
 
 def _limit(n_bytes: int) -> None:
@@ -92,6 +93,11 @@ def _limit(n_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = _data_bytes() + MEMORY_BYTES + 10 * n_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _unlimit_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def _data_bytes() -> int:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
+from serve_app.errors import (
+    CorralError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.processes import SLOW_NICENESS
@@ -79,9 +85,39 @@ async def test_a_worker_that_dies_once_is_replaced_unnoticed(
     assert await pool.run("a", work.crash_once, os.fsencode(tmp_path / "died")) == "alive"
 
 
+async def test_idle_workers_that_died_cost_no_request(
+    pool: WorkerPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pids = await asyncio.gather(*(pool.run(client, work.pid, b"") for client in "ab"))
+    assert len(set(pids)) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not any(map(is_alive, pids)))
+    assert await pool.run("a", work.count_tokens, b"Hello") > 0
+    assert not caplog.records
+
+
 async def test_memory_is_bounded(pool: WorkerPool) -> None:
     with pytest.raises(InvalidRequestError, match="memory"):
         await pool.run("a", work.take_memory, b"")
+
+
+async def test_answers_that_cannot_be_packed_are_told_and_cost_no_worker(
+    pool: WorkerPool,
+) -> None:
+    first = await pool.run("a", work.pid, b"")
+    with pytest.raises(InvalidRequestError, match="memory"):
+        await pool.run("a", work.answer_at_length, b"")
+    with pytest.raises(CorralError, match="failed to handle"):
+        await pool.run("a", work.answer_with_a_socket, b"")
+    assert await pool.run("a", work.pid, b"") == first
+
+
+async def test_what_one_body_took_is_no_bound_for_the_next_to_come(pool: WorkerPool) -> None:
+    first = await pool.run("a", work.pid, b"")
+    await pool.run("a", work.keep_memory, b"")
+    assert await pool.run("b", work.size, bytes(8 * 2**20)) == 8 * 2**20
+    assert await pool.run("b", work.pid, b"") == first
 
 
 async def test_endless_work_ends_and_others_do_not_wait_for_it(
@@ -112,6 +148,15 @@ async def test_slow_work_gets_little_of_the_processor(pool: WorkerPool) -> None:
     assert await pool.run("good", work.niceness, b"") == min(19, ours + NICENESS)
 
 
+async def test_work_that_waits_for_ever_does_not_keep_its_place(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "STUCK_S", 0.1)
+    monkeypatch.setattr(pool_module, "WALL_S", 1.0)
+    with pytest.raises(QueueFullError):
+        await pool.run("a", work.wait_for_ever, b"")
+
+
 async def test_one_client_cannot_fill_the_queue_for_slow_work(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +179,16 @@ async def test_who_leaves_ends_the_work(pool: WorkerPool) -> None:
     await until(lambda: not is_alive(worker.pid))
 
 
+async def test_many_who_leave_before_there_are_workers_leave_few_behind(pool: WorkerPool) -> None:
+    for _ in range(10):
+        leaving = asyncio.create_task(pool.run("a", work.pid, b""))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+    await asyncio.gather(*(pool.run(client, work.pid, b"") for client in "ab"))
+    assert 1 <= pool.n_idle <= 2
+
+
 async def test_workers_have_room_for_the_tokenizers_recursion(pool: WorkerPool) -> None:
     assert await pool.run("a", work.stack_limit, b"") == STACK_BYTES
 
@@ -154,3 +209,15 @@ async def test_all_processes_end_with_the_pool() -> None:
     await pool.close()
     assert zygote.poll() is not None
     await until(lambda: not is_alive(worker))
+
+
+async def test_work_ends_with_the_pool_and_starts_no_process_again() -> None:
+    pool = WorkerPool([], [work.__name__])
+    running = asyncio.create_task(pool.run("a", work.spin, b""))
+    await until(lambda: bool(pool.at_work))
+    await pool.close()
+    with pytest.raises(EngineClosedError):
+        await running
+    with pytest.raises(EngineClosedError):
+        await pool.run("a", work.pid, b"")
+    assert pool.zygote_process.poll() is not None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 from typing import NoReturn
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.workers.worker import Models
+
+_kept: list[bytes] = []
 
 
 def pid(models: Models, body: bytes) -> int:
@@ -49,8 +52,29 @@ def spin(models: Models, body: bytes) -> NoReturn:
         pass
 
 
+def wait_for_ever(models: Models, body: bytes) -> None:
+    signal.pause()
+
+
 def take_memory(models: Models, body: bytes) -> int:
     return len(bytearray(2**30))
+
+
+def answer_at_length(models: Models, body: bytes) -> bytes:
+    return bytes(40 * 2**20)
+
+
+def answer_with_a_socket(models: Models, body: bytes) -> socket.socket:
+    return socket.socket()
+
+
+def keep_memory(models: Models, body: bytes) -> None:
+    """Nearly all that a body without bytes may have."""
+    _kept.append(bytes(60 * 2**20))
+
+
+def size(models: Models, body: bytes) -> int:
+    return len(body)
 
 
 def stack_limit(models: Models, body: bytes) -> int:

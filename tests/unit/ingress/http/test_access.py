@@ -14,6 +14,7 @@ import yaml
 from serve_app.errors import CorralError, DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.snapshot import difference, without_requests
+from serve_app.ingress.embeddings import serving
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.bodies import BodyLimits
 from serve_app.ingress.model_registry import ServedModel
@@ -309,3 +310,17 @@ def test_a_view_without_requests() -> None:
     after = without_requests(view(["decode", 5, 15, 1, 0], "cmpl-1"))
     assert merged(before, difference(before, after)) == after
     assert without_requests({}) == {}
+
+
+async def test_embeddings_that_were_computed_stay_charged_whatever_becomes_of_the_answer(
+    app_of: Callable[[Access], Asgi], keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise QueueFullError("Too many large requests are being read.", 10)
+
+    monkeypatch.setattr(serving, "openai", refuse)
+    app, body = app_of(Access(keys)), {"input": "x" * 60}
+    refused = await ask(app, "POST", "/v1/embeddings", body, ANA)
+    assert await refused.status() == 429
+    monkeypatch.undo()
+    assert await (await ask(app, "POST", "/v1/embeddings", body, ANA)).status() == 429

@@ -80,3 +80,19 @@ async def test_a_block_that_fails_leaves_its_place() -> None:
         async with places.entered("a"):
             raise ValueError("broken")
     assert places.try_enter()
+
+
+async def test_who_is_cancelled_waits_no_more_and_costs_its_client_no_turn() -> None:
+    places, entered = Places(1), list[str]()
+    await places.enter("first")
+    leaving = [waits(places, "a", entered) for _ in range(2)]
+    for client in ["a", "b"]:
+        waits(places, client, entered)
+    await settled()
+    for task in leaving:
+        task.cancel()
+    await settled()
+    assert places.n_waiting("a") == 1
+    places.leave()
+    await settled()
+    assert entered == ["a"]
