@@ -1,4 +1,4 @@
-"""What stands before all routes: where a request comes from, its API key, and then its body."""
+"""The middleware before all routes: checks the network and the API key, and then reads the body."""
 
 from __future__ import annotations
 
