@@ -1,4 +1,4 @@
-"""A stand-in for workers that reads bodies in this process, for tests and benchmarks."""
+"""A stand-in for workers that reads bodies in this process, for tests."""
 
 from __future__ import annotations
 
