@@ -138,8 +138,12 @@ def _whole_or_fraction(cpus: float) -> float:
 
 
 def _needs(model: ModelConfig) -> sizing.ModelNeeds | None:
-    """What the model needs; None if the file is not here and the configuration needs no look."""
+    """What the model needs; None if the configuration leaves nothing open. Raises ConfigError for a file
+    here that cannot be served."""
     if model.engine.n_slots is not None and model.engine.n_ctx_slot is not None:
+        path = None if model.source.path is None else model.source.path.expanduser()
+        if path is not None and path.is_file():  # replicas on other nodes look for themselves
+            Model(path, vocab_only=True)
         return None
     return sizing.ModelNeeds.of(Model(locate(model.source), vocab_only=True))
 

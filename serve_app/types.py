@@ -23,6 +23,10 @@ class FinishReason(StrEnum):
     """The engine failed; `SequenceEnd.error` says how."""
 
 
+SHARED_GROUP = "*"
+"""The cache group of what all groups may start from: the system prompts of the configuration."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to continue. `id` is unique among the engine's live requests."""
@@ -49,6 +53,9 @@ class GenerationRequest:
     """How many replicas that was."""
     failed_over_s: float = 0.0
     """Seconds that it spent with them."""
+    cache_group: str = ""
+    """Whose prefixes it may start from, and who may start from what it leaves in the KV cache: requests of
+    the same group. It is empty for all that come without API keys and without a `cache_salt`."""
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -131,6 +138,14 @@ class RequestRecord:
         """Whether it has that id, is part of the answer with that id, or of that HTTP request."""
         asked = self.id.partition("~")[0]  # without the number of a replica that went on with it
         return wanted != "" and wanted in (self.id, asked, asked.rpartition(".")[0], self.http_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecords:
+    """What one engine replica remembers of a request."""
+
+    replica_id: str
+    records: tuple[RequestRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from serve_app.config import schema
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
 from serve_app.ingress.api import PREPARATIONS, build_api
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.prompt.tokenizer import Tokenizer
@@ -53,9 +53,9 @@ class LocalClient:
         """See EngineClient."""
         return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
+    async def explain(self, wanted: str) -> Answers[RequestRecord]:
         """See EngineClient."""
-        return self._engine.explain(wanted)
+        return Answers(tuple(self._engine.explain(wanted)))
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """See EngineClient."""
@@ -65,10 +65,11 @@ class LocalClient:
         """See EngineClient."""
         return {"RUNNING": 1}
 
-    async def stats(self) -> list[ReplicaStats]:
+    async def stats(self) -> Answers[ReplicaStats]:
         """See EngineClient."""
         engine = dataclasses.asdict(self._engine.stats())
-        return [ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())]
+        told = ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())
+        return Answers((told,))
 
 
 def serve(file: Path) -> None:

@@ -50,7 +50,8 @@ def _export() -> list[tuple[Payload, int]]:
     prefixes = process.engine().prefixes
     wanted = hottest(prefixes.offers(2), [], prefixes.budget_bytes)
     lent = [
-        (prefixes.export_prefix(one.tokens), state_format.n_tokens(one.tokens)) for one in wanted
+        (prefixes.export_prefix(one.prefix), state_format.n_tokens(one.prefix.tokens))
+        for one in wanted
     ]
     return [(payload, n_tokens) for payload, n_tokens in lent if payload is not None]
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
-from serve_app.errors import CorralError
+from serve_app.engine.health import Progress
+from serve_app.errors import CorralError, DecodeError
 
 Vectors = NDArray[np.float32]
 """One row for each text."""
@@ -55,6 +56,12 @@ class _Text:
     def __init__(self, owner: Texts, index: int, turn: int) -> None:
         self.owner, self.index, self.turn = owner, index, turn
         self.tokens = owner.tokens[index]
+        self.is_suspect = False
+        """Whether a batch failed that it was in, so that it is computed alone."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing of it is computed."""
         self.n_past = 0
         self._pooled: NDArray[np.float64] | float = 0.0
 
@@ -99,12 +106,15 @@ class EmbeddingQueue:
     longer than a batch goes on in the next one, if the model's tokens see only those before them.
     """
 
-    def __init__(self, backend: Backend, costs: CostModel, max_stall_s: float | None) -> None:
+    def __init__(
+        self, backend: Backend, costs: CostModel, max_stall_s: float | None, progress: Progress
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._backend = backend
         self._shape: EmbeddingShape = backend.embedding
         self._costs = costs
         self._max_stall_s = max_stall_s
+        self._progress = progress
         self._slowdown = _FIRST_SLOWDOWN
         self._waiting: list[_Text] = []
         self._ended: list[tuple[Texts, CorralError | None]] = []
@@ -126,28 +136,41 @@ class EmbeddingQueue:
         self._waiting = [text for text in self._waiting if not text.owner.future.cancelled()]
         if not self._waiting:
             return
-        texts = self._waiting[: self._shape.n_seq_max]
+        suspects = [text for text in self._waiting if text.is_suspect]
+        texts = suspects[:1] or self._waiting[: self._shape.n_seq_max]
         pending = [text.n_pending for text in texts]
-        packed = pack(pending, self._limit(pending, beside), whole=not self._shape.causal)
+        limit = self._limit(pending, texts[0].n_past, beside)
+        packed = pack(pending, limit, whole=not self._shape.causal)
         batch = list(zip(texts, packed, strict=False))
         try:
             self._forward(batch)
+        except DecodeError as error:
+            self._suspect([text for text, _ in batch], error)
         except CorralError as error:
             self._drop({text.owner for text, _ in batch}, error)
 
-    def _limit(self, pending: list[int], beside: bool) -> int:
+    def _suspect(self, texts: Sequence[_Text], error: DecodeError) -> None:
+        """One of these is at fault: each is computed alone, so that only that one's request ends."""
+        if len(texts) == 1:
+            self._drop({texts[0].owner}, error)
+        for text in texts:
+            text.is_suspect = True
+            text.begin()
+
+    def _limit(self, pending: list[int], n_past: int, beside: bool) -> int:
         n_rows = min(self._shape.n_rows, sum(pending))
         if not (beside and self._max_stall_s and self._costs):
             return n_rows
         within_s = _SHARE * self._max_stall_s / self._slowdown
-        fitting = self._costs.chunk(n_rows, self._waiting[0].n_past, within_s=within_s)
+        fitting = self._costs.chunk(n_rows, n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows)
 
     def _forward(self, batch: list[tuple[_Text, int]]) -> None:
         began, depth = time.monotonic(), batch[0][0].n_past
         # Only sequence 0 outlives a batch, and only the first text may be cut.
         rows = [row for seq_id, (text, n) in enumerate(batch) for row in text.rows(seq_id, n)]
-        vectors = self._backend.embed(rows)
+        with self._progress.computing(self._slowdown * self._costs.batch_s(len(rows), depth)):
+            vectors = self._backend.embed(rows)
         self._learn(len(rows), depth, time.monotonic() - began)
         start = 0
         for text, n_rows in batch:

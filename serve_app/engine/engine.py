@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.embedding import Texts, Vectors
+from serve_app.engine.health import HangWatch
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.slot_files import SlotFiles
 from serve_app.engine.kv_cache.transfer import PrefixTransfer
@@ -24,6 +27,8 @@ from serve_app.errors import (
     TextTooLongError,
 )
 from serve_app.types import GenerationRequest, RequestRecord, TokenDelta
+
+logger = logging.getLogger("corral.engine")
 
 
 class Engine:
@@ -43,6 +48,7 @@ class Engine:
         self._loop = DecoderLoop(open_backend, options)
         self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
+        self._hang_watch = HangWatch()
         self.slot_files = SlotFiles(options, self._loop.state_key, self._loop.run_between_steps)
         self.prefixes = PrefixTransfer(options, self._loop.state_key, self._loop.run_between_steps)
 
@@ -137,10 +143,17 @@ class Engine:
         """What prompts could start from, as of its last step."""
         return self._loop.holdings
 
-    def check_health(self) -> None:
-        """Raises EngineFailedError if the decoder thread is dead."""
+    def check_health(self, now: float | None = None) -> None:
+        """Raises EngineFailedError if the decoder thread is dead or hangs in a batch. To be called by one
+        thread only, every few seconds; `now` is on `time.monotonic`."""
         if self._loop.failure is not None:
             raise EngineFailedError(*self._loop.failure.args)
+        batch, now = self._loop.progress.batch, time.monotonic() if now is None else now
+        if self._hang_watch.hangs(batch, now) and batch is not None:
+            raise EngineFailedError(
+                f"The engine hangs: a batch that was to take {batch.forecast_s:.2f} s has been running for "
+                f"{now - batch.began:.0f} s."
+            )
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Drain: finish what was accepted, refuse the rest, end with an error what is not done after
@@ -154,10 +167,19 @@ class Engine:
     def _enter(
         self, entries: list[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
     ) -> list[CorralError | None]:
-        made = [self._sequence(*entry) for entry in entries]
+        made = [self._sequence_or_refusal(*entry) for entry in entries]
         sequences = [one for one in made if isinstance(one, EngineSequence)]
         admitted = iter(self._loop.submit(sequences))
         return [next(admitted) if isinstance(one, EngineSequence) else one for one in made]
+
+    def _sequence_or_refusal(
+        self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
+    ) -> EngineSequence | CorralError:
+        try:
+            return self._sequence(request, sink)
+        except Exception as error:  # whatever it is, those that came together with this one go on
+            logger.exception("Request %s cannot be begun.", request.id)
+            return CorralError(f"The request cannot be begun ({type(error).__name__}).")
 
     def _sequence(
         self, request: GenerationRequest, sink: Callable[[TokenDelta], None]

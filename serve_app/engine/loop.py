@@ -16,6 +16,7 @@ from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
 from serve_app.engine.decode.sampling import sample
 from serve_app.engine.embedding import EmbeddingQueue, Texts
+from serve_app.engine.health import Progress
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.opening import open_cache
@@ -23,7 +24,7 @@ from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.request_log import RequestLog
 from serve_app.engine.metrics.snapshot import engine_stats
-from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings
+from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
@@ -82,6 +83,7 @@ class DecoderLoop:
         """Why the loop is dead, if it is."""
         self._request_log = RequestLog()
         self.latencies = Latencies()
+        self.progress = Progress()
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self.holdings = Holdings()
         self.stats: EngineStats
@@ -177,7 +179,7 @@ class DecoderLoop:
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
-        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s)
+        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s, self.progress)
         self.stats = self._snapshot()
         self.holdings = self._hold()
 
@@ -218,8 +220,10 @@ class DecoderLoop:
     def _forward(self, plan: Batch) -> None:
         began = time.monotonic()
         settled = self._cache.settled
+        depth = self._costs.attended(plan.depth, plan.n_cells)
         try:
-            self._backend.decode(plan.rows)
+            with self.progress.computing(self._costs.batch_s(len(plan.rows), depth)):
+                self._backend.decode(plan.rows)
         finally:
             for slot_id, end in plan.fillers:
                 self._backend.truncate(slot_id, end)
@@ -463,5 +467,6 @@ class DecoderLoop:
         )
 
     def _hold(self) -> Holdings:
-        waiting = (sequence.request.given for sequence in self._waiting.unordered)
+        requests = (sequence.request for sequence in self._waiting.unordered)
+        waiting = (HeldPrompt(one.cache_group, one.given) for one in requests)
         return Holdings((*waiting, *self._cache.prompts), tuple(self._taken))

@@ -84,14 +84,18 @@ def _add_middleware(app: FastAPI, access: Access) -> None:
 def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
-        """Every replica that answers: its slots, queue and counters. What is in slots, operators are told
-        only."""
+        """Every replica that answers: its slots, queue and counters. `missing` names those that run and do
+        not answer in time. What is in slots, operators are told only."""
         told = dataclasses.asdict if request_context.current().is_operator else _told_to_all
-        replicas = await asyncio.gather(*(model.engine.stats() for model in models.values()))
+        answers = await asyncio.gather(*(model.engine.stats() for model in models.values()))
         return {
             "models": [
-                {"id": model.id, "replicas": [told(replica) for replica in of_model]}
-                for model, of_model in zip(models.values(), replicas, strict=True)
+                {
+                    "id": model.id,
+                    "replicas": [told(replica) for replica in of_model.found],
+                    "missing": of_model.missing,
+                }
+                for model, of_model in zip(models.values(), answers, strict=True)
             ]
         }
 
@@ -99,17 +103,20 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
     async def explain(request_id: str) -> dict[str, Any]:
         """What a request waited for and how long, by its answer's id or its `x-request-id`: live, or one of
         the last thousand of its replica. With API keys, one's own only, but for operators."""
-        found = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
-        records = [record for of_model in found for record in of_model]
+        answers = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
+        records = [record for of_model in answers for record in of_model.found]
+        missing = [replica_id for of_model in answers for replica_id in of_model.missing]
         caller = request_context.current()
         if caller.account is not None and not caller.is_operator:
             records = [record for record in records if record.client == caller.account.key.name]
         if not records:
-            raise RequestNotFoundError(f"No request {request_id!r} is known here.")
+            unheard = f" These replicas did not answer: {', '.join(missing)}." if missing else ""
+            raise RequestNotFoundError(f"No request {request_id!r} is known here.{unheard}")
         return {
             "id": request_id,
             "object": "request",
             "sequences": [explained(record) for record in records],
+            "missing": missing,
         }
 
     @app.get("/health")

@@ -29,11 +29,13 @@ from serve_app.errors import (
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import Answers, ServedModel
+from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.routing import broadcast
 from serve_app.types import (
     Accepted,
     GenerationRequest,
@@ -45,6 +47,8 @@ from serve_app.types import (
 
 _STATS_TIMEOUT_S = 2.0
 _SLOT_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.1
+"""However many ask, replicas are asked the same once in so many seconds at most."""
 _LEAVING_S = 1.0
 """When a client leaves, Serve cancels what its request has called, and then the request: the second comes
 within so many seconds of the first."""
@@ -58,6 +62,9 @@ class HandleClient:
         self._handle = handle
         self._vocabulary_key = vocabulary_key
         self._stream: Any = handle.options(stream=True)
+        self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
+        self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
+        self._states: asyncio.Task[Any] | None = None
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         """See EngineClient."""
@@ -83,15 +90,21 @@ class HandleClient:
                 raise vectors
         return vectors
 
-    async def stats(self) -> list[ReplicaStats]:
-        """See EngineClient. A replica that has just died is left out."""
-        return [found for found in await self._ask_all("stats") if isinstance(found, ReplicaStats)]
+    async def stats(self) -> Answers[ReplicaStats]:
+        """See EngineClient. Who asks meanwhile shares the next look."""
+        return await self._stats.ask()
+
+    async def _ask_stats(self, _: str) -> Answers[ReplicaStats]:
+        found, missing = await self._ask_all("stats")
+        return Answers(tuple(found), missing)
 
     async def replica_states(self) -> dict[str, int]:
-        """See EngineClient; Serve's controller knows."""
+        """See EngineClient; Serve's controller knows. Nothing if it is away, or late."""
+        if self._states is None or self._states.done():  # a thread that hangs is left alone
+            self._states = asyncio.create_task(asyncio.to_thread(serve.status))
         try:
-            status = await asyncio.to_thread(serve.status)
-        except RayError:  # the controller is away; it comes back
+            status = await asyncio.wait_for(asyncio.shield(self._states), _STATS_TIMEOUT_S)
+        except (RayError, TimeoutError):
             return {}
         application = status.applications.get(self._handle.app_name)
         if application is None or application.status == ApplicationStatus.DELETING:
@@ -100,36 +113,34 @@ class HandleClient:
         # Serve's model keeps the names of its states, and not the states that its types promise.
         return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
-        """See EngineClient. A replica that has just died is left out."""
-        answers = await self._ask_all("explain", wanted)
-        return [record for found in answers if isinstance(found, list) for record in found]
+    async def explain(self, wanted: str) -> Answers[RequestRecord]:
+        """See EngineClient. Who asks for the same meanwhile shares the next look."""
+        return await self._explained.ask(wanted)
+
+    async def _ask_explain(self, wanted: str) -> Answers[RequestRecord]:
+        found, missing = await self._ask_all("explain", wanted)
+        return Answers(tuple(record for one in found for record in one.records), missing)
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
         """See EngineClient."""
-        arguments = replica_id, action, slot_id, name
-        answers = await self._ask_all("act_on_slot", *arguments, timeout_s=_SLOT_TIMEOUT_S)
-        for answer in answers:
-            if isinstance(answer, SlotAction):
-                return answer
-            if isinstance(answer, RayError | CorralError):
-                raise _translate(answer)
-        raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
+        arguments = "act_on_slot", replica_id, action, slot_id, name
+        answer = await broadcast.ask_one(self._handle, *arguments, timeout_s=_SLOT_TIMEOUT_S)
+        if isinstance(answer, CorralError):
+            raise answer
+        if not isinstance(answer, SlotAction):
+            raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
+        return answer
 
-    async def _ask_all(
-        self, method: str, *arguments: Any, timeout_s: float = _STATS_TIMEOUT_S
-    ) -> list[Any]:
-        try:
-            return await self._handle.broadcast(method, *arguments).results_async(
-                timeout_s=timeout_s, return_exceptions=True
-            )
-        except DeploymentUnavailableError:
-            return []
-        except TimeoutError:  # Serve tells nothing of those that did answer
-            message = f"A replica did not answer within {timeout_s:.0f} seconds."
-            raise EngineUnavailableError(message) from None
+    async def _ask_all(self, method: str, *arguments: Any) -> tuple[list[Any], tuple[str, ...]]:
+        """What was answered, each with its `replica_id`, and who ran all the time and did not answer."""
+        running = broadcast.running(self._handle)
+        found = await broadcast.ask_all(
+            self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S
+        )
+        running &= broadcast.running(self._handle)
+        return found, tuple(sorted(running - {one.replica_id for one in found}))
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,17 @@ from serve_app.types import (
     TokenDelta,
 )
 
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers(Generic[T]):
+    """What a model's replicas answered."""
+
+    found: tuple[T, ...]
+    missing: tuple[str, ...] = ()
+    """The ids of replicas that run and did not answer in time."""
+
 
 class EngineClient(Protocol):
     """The way to one model's engines."""
@@ -34,8 +45,8 @@ class EngineClient(Protocol):
         """A vector, not normalised, for each text, given as tokens; of a reranking model, one score each.
         Raises CorralError. Cancelling it ends the request."""
 
-    async def stats(self) -> list[ReplicaStats]:
-        """What each replica tells about itself. Raises EngineUnavailableError if one does not answer."""
+    async def stats(self) -> Answers[ReplicaStats]:
+        """What each replica tells about itself. Raises nothing because of a late one."""
 
     async def replica_states(self) -> dict[str, int]:
         """How many replicas are in which state, by Serve's names (`STARTING`, `RUNNING`, `STOPPING`).
@@ -46,8 +57,8 @@ class EngineClient(Protocol):
     ) -> SlotAction:
         """Save, restore or erase one replica's slot. Raises CorralError."""
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
-        """What the replicas remember of a request. Raises EngineUnavailableError if one does not answer."""
+    async def explain(self, wanted: str) -> Answers[RequestRecord]:
+        """What the replicas remember of a request. Raises nothing because of a late one."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -15,12 +14,12 @@ from typing import Literal
 
 import llama_cpp
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.llamacpp import lltokenizer_from_vocab
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.constraint import LIMITS, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
+from serve_app.llama.grammar_tokenizer import grammar_tokenizer, is_delimiter
 
 _LOAD_MODES: dict[LoadMode, int] = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -51,7 +50,7 @@ class Model:
     `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
     and megabytes, enough to tokenize. `delimiters` are texts that structure answers: where one is a
     control token, and the chat template has it, the token's text is shown. Raises ConfigError when
-    the file is missing or llama.cpp cannot load it.
+    the file is missing, llama.cpp cannot load it, or the model has an encoder besides its decoder.
     """
 
     def __init__(
@@ -79,6 +78,11 @@ class Model:
         self.pointer = pointer
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
+        if llama_cpp.llama_model_has_encoder(pointer):  # as T5, whose decoder sees no prompt itself
+            raise ConfigError(
+                f"{self.path} is of the architecture {self.meta('general.architecture')}, with an encoder "
+                "for prompts: Corral serves models that are a decoder alone, or BERT's kind for embeddings."
+            )
         self._vocab = llama_cpp.llama_model_get_vocab(pointer)
         if not self._vocab:
             raise ConfigError(f"{self.path} holds no vocabulary.")
@@ -257,17 +261,12 @@ class Model:
 
     def delimiter_token(self, text: str) -> int | None:
         """The one token that stands for the text, and not for its characters; grammars write it otherwise
-        then. As llguidance decides it, in `lltokenizer_from_vocab`."""
+        then."""
         tokens = self.tokenize(text, add_special=False, parse_special=True)
         if len(tokens) != 1:
             return None
         found = llama_cpp.llama_vocab_get_attr(self._vocab, tokens[0])
-        in_brackets = text.startswith("<") and text.endswith(">")
-        if found & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL or (
-            found & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED and in_brackets
-        ):
-            return tokens[0]
-        return None
+        return tokens[0] if is_delimiter(found, text.encode()) else None
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -290,17 +289,16 @@ class Model:
 
     @functools.cached_property
     def _trie(self) -> LLTokenizer:
-        with warnings.catch_warnings():  # it uses a deprecated name
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return lltokenizer_from_vocab(self._vocab, eos_token=list(self.eog_tokens) or None)
+        return grammar_tokenizer(self._vocab, self.n_vocab, self.eog_tokens)
+
+    @property
+    def rerank_template(self) -> str | None:
+        """What a reranking model reads, with `{query}` and `{document}` in it, if the file says so."""
+        return self.meta("tokenizer.chat_template.rerank")
 
     def encode_pair(self, query: str, document: str) -> list[int]:
-        """What a reranking model reads: by its own template, or as BOS query EOS SEP document EOS, as
-        far as the vocabulary wants those; llama-server's rules."""
-        template = self.meta("tokenizer.chat_template.rerank")
-        if template is not None:
-            text = template.replace("{query}", query).replace("{document}", document)
-            return self.tokenize(text, add_special=False, parse_special=True)
+        """What a reranking model without a template reads: BOS query EOS SEP document EOS, as far as the
+        vocabulary wants those; llama-server's rules."""
         sep = llama_cpp.llama_vocab_sep(self._vocab)
         ends = [self.eos if self.eos is not None else sep]
         ends *= llama_cpp.llama_vocab_get_add_eos(self._vocab)

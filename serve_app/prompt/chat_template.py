@@ -1,22 +1,33 @@
 """The model's own chat template: Jinja, rendered in a sandbox as Hugging Face's `transformers` does.
 
-Source of the environment (trim_blocks, lstrip_blocks, loop controls, `raise_exception`,
-`strftime_now`, `tojson`): the chat templating chapter of the transformers documentation.
+Source of the environment (trim_blocks, lstrip_blocks, loop controls, `generation`, `raise_exception`,
+`strftime_now`, `tojson`): the chat templating chapter of the transformers documentation, and
+`utils/chat_template_utils.py` there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.prompt import output_parser, tool_calls
+
+# Far beyond any context: a request's body has 8 MiB, and a template may repeat some of it.
+_MOST_CHARS = 2**25
+# What one multiplication may make: templates make lines and indents.
+_MOST_MADE = 2**20
 
 Message = Mapping[str, Any]
 """`role`, `content` and whatever else the template reads."""
@@ -26,8 +37,10 @@ class ChatTemplate:
     """A compiled template. Any thread. Raises ConfigError if it is no valid Jinja."""
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        environment = _Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(
@@ -59,7 +72,8 @@ class ChatTemplate:
         `add_generation_prompt` is false. `tools` are functions as OpenAI describes them; `extra` are more
         variables for the template.
 
-        Raises InvalidRequestError, in the template's own words, for messages that it does not take.
+        Raises InvalidRequestError, in the template's own words, for messages that it does not take, and for
+        a text without end.
         """
         extra = extra or {}
         for name in sorted(self._reserved & extra.keys()):
@@ -68,21 +82,77 @@ class ChatTemplate:
             )
         if self.tool_format is not None:
             messages = [self.tool_format.message(message) for message in messages]
+        given = {
+            "messages": messages,
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                extra,
-                messages=messages,
-                tools=list(tools) or None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return _joined(self._template.generate(extra, **given))
         except Exception as error:  # a template may do anything with what it is given
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
             ) from error
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, which bounds `range`, and bounds what multiplies, too: a client chooses the numbers."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Jinja calls this for these operators."""
+        if _size(operator, left, right) > _MOST_MADE:
+            raise SecurityError(f"{operator!r} would make more than {_MOST_MADE} characters")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """How long the result is: what it holds, or the bits of a number."""
+    if isinstance(left, int) and isinstance(right, int):
+        n_bits = left.bit_length()
+        return n_bits * abs(right) if operator == "**" else n_bits + right.bit_length()
+    if isinstance(left, int):
+        left, right = right, left
+    return len(left) * right if isinstance(left, Sized) and isinstance(right, int) else 0
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` around what the assistant says: for training, and nothing to a prompt."""
+
+    tags = frozenset(("generation",))  # type: ignore[assignment]  # Jinja's type is a set
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """What is within, in a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    made, n_chars = [], 0
+    for piece in pieces:
+        n_chars += len(piece)
+        if n_chars > _MOST_CHARS:
+            raise jinja2.TemplateError(f"the text has more than {_MOST_CHARS} characters")
+        made.append(piece)
+    return "".join(made)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from serve_app.prompt.chat_template import Message
-
-# Code points that are no characters, and which nobody sends but to do harm: those are dropped.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_ESCAPES = re.compile(f"[{_OPEN}{_CLOSE}]")
-_ESCAPED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
-
 
 class ControlTokenEscaper:
-    """Escapes these texts wherever they occur. Immutable: any thread.
+    """Finds these texts wherever they occur. Immutable: any thread.
 
     A rendered chat does not show which of its words are the template's and which the users'. So
     users' control tokens are put between escapes before it is rendered, and found by them afterwards.
@@ -25,31 +19,40 @@ class ControlTokenEscaper:
         longest_first = sorted(texts, key=len, reverse=True)
         self._found = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def needed(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether there is anything to escape."""
-        return any(
-            self._found.search(text) or _ESCAPES.search(text) for text in _texts([messages, tools])
-        )
+    def needed(self, *values: Any) -> bool:
+        """Whether there is anything to escape in what users sent: JSON of any kind."""
+        return any(self._found.search(text) for text in _texts(values))
 
-    def escape(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Message], list[Mapping[str, Any]]]:
-        """The same with every control token escaped."""
-        return [self._escape(one) for one in messages], [self._escape(one) for one in tools]
+    def begin(self) -> Escapes:
+        """The escapes for one chat."""
+        return Escapes(self._found)
 
-    def _escape(self, value: Any) -> Any:
+
+class Escapes:
+    """One chat's escapes: digits, which no user foresees, and which templates leave what they are. What is
+    no character becomes `\\ufdd0` in JSON, or where a list is written out."""
+
+    def __init__(self, found: re.Pattern[str]) -> None:
+        number = f"{secrets.randbelow(10**12):012}"
+        self._found = found
+        self._open, self._close = f"{number}(", f"{number})"
+        self._escapes = re.compile(rf"{number}[()]")
+        self._escaped = re.compile(rf"{number}\((.*?){number}\)", re.DOTALL)
+
+    def escape(self, value: Any) -> Any:
+        """The same JSON with every control token escaped."""
         if isinstance(value, str):
-            return self._found.sub(rf"{_OPEN}\g<0>{_CLOSE}", _ESCAPES.sub("", value))
+            return self._found.sub(rf"{self._open}\g<0>{self._close}", value)
         if isinstance(value, Mapping):
-            return {self._escape(key): self._escape(inner) for key, inner in value.items()}
-        return [self._escape(inner) for inner in value] if isinstance(value, list) else value
+            return {self.escape(key): self.escape(inner) for key, inner in value.items()}
+        return [self.escape(inner) for inner in value] if isinstance(value, list) else value
 
     def split(self, rendered: str) -> Iterator[tuple[str, bool]]:
         """A rendered chat's texts in order, none of them empty, without escapes, and whether each was
         escaped."""
-        for i, text in enumerate(_ESCAPED.split(rendered)):
-            if text:
-                yield _ESCAPES.sub("", text), i % 2 == 1
+        for i, text in enumerate(self._escaped.split(rendered)):
+            if bare := self._escapes.sub("", text):  # a template may have cut a text in two
+                yield bare, i % 2 == 1
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from serve_app.prompt.tool_calls import ToolFormat
 _REASONING_TOKENS = 16
 # What llama-server puts before a file for models without a token for that.
 _SNIPPET = "\n\n--- snippet ---\n\n"
+# Where a reranking model's template has the texts.
+_PLACES = re.compile(r"\{query\}|\{document\}")
 
 
 class Tokenizer:
@@ -76,8 +79,15 @@ class Tokenizer:
         return self._model.pooling == "rank"
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
-        """What a reranking model reads; see `serve_app.llama.model.Model.encode_pair`."""
-        return tuple(self._model.encode_pair(query, document))
+        """What a reranking model reads: by its own template as in llama-server, or see
+        `serve_app.llama.model.Model.encode_pair`. Control tokens written out in the texts stay text."""
+        template = self._model.rerank_template
+        if template is None:
+            return tuple(self._model.encode_pair(query, document))
+        escapes = self._escaper.begin()
+        told = {"{query}": escapes.escape(query), "{document}": escapes.escape(document)}
+        text = _PLACES.sub(lambda found: told[found[0]], template)
+        return self._encode_parts(escapes.split(text), add_special=False)
 
     def least_tokens(self, n_chars: int) -> int:
         """A text of so many characters has so many tokens at least."""
@@ -161,16 +171,26 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, reasoning
         that the template begins is ended. What the template writes as control tokens becomes control
-        tokens; what messages and tools write stays text. Raises InvalidRequestError like `render_chat`."""
-        if self._escaper.needed(messages, tools):
-            messages, tools = self._escaper.escape(messages, tools)
+        tokens; what messages, tools and `extra` write stays text. Raises InvalidRequestError like
+        `render_chat`."""
+        escapes = self._escaper.begin()
+        if self._escaper.needed(messages, tools, extra):
+            messages, tools = escapes.escape(list(messages)), escapes.escape(list(tools))
+            # A variable's name is the template's word, and not a text.
+            extra = {name: escapes.escape(value) for name, value in (extra or {}).items()}
         text = self.render_chat(messages, tools, extra)
         if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
             text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
         wants_bos = not (self.bos and text.startswith(self.bos))
+        return self._encode_parts(escapes.split(text), add_special=wants_bos)
+
+    def _encode_parts(
+        self, parts: Iterable[tuple[str, bool]], *, add_special: bool
+    ) -> tuple[int, ...]:
+        """The tokens of texts, each of which was escaped or not."""
         tokens: list[int] = []
-        for part, is_escaped in self._escaper.split(text):
-            first = wants_bos and not tokens
+        for part, is_escaped in parts:
+            first = add_special and not tokens
             tokens += self._model.tokenize(part, add_special=first, parse_special=not is_escaped)
         return tuple(tokens)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
@@ -20,6 +20,7 @@ from ray import serve
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine, TokenStream
+from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.errors import ConfigError, CorralError, EngineFailedError, ModelReplacedError
 from serve_app.logs import forward_to_serve
 from serve_app.placement import leases, topology
@@ -33,8 +34,8 @@ from serve_app.routing.reporter import Reporter, pressure
 from serve_app.types import (
     Accepted,
     GenerationRequest,
+    ReplicaRecords,
     ReplicaStats,
-    RequestRecord,
     SequenceEnd,
     SlotAction,
     TokenDelta,
@@ -97,10 +98,8 @@ class EngineReplica:
                     self._metrics.ended(delta.end)
                     _log(request, delta.end)
                 yield delta
-        except EngineFailedError:
-            # Serve would go on sending requests here until three health checks have failed.
-            logger.error("The replica ends, as its engine failed.")
-            os._exit(1)
+        except EngineFailedError as error:
+            _end_process(error)
         except CorralError as error:
             logger.info("%s is refused or failed: %s", request.id, error)
             yield error
@@ -121,6 +120,8 @@ class EngineReplica:
         try:
             self._refuse_strange_tokens(vocabulary_key)
             return await self._embed(texts)
+        except EngineFailedError as error:
+            _end_process(error)
         except CorralError as error:
             logger.info("Texts are refused or failed: %s", error)
             return error
@@ -171,23 +172,24 @@ class EngineReplica:
         except CorralError as error:
             return error
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
+    async def explain(self, wanted: str) -> ReplicaRecords:
         """See Engine.explain."""
         replica_id, node_id = _whereabouts()
-        return [
+        records = (
             dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
             for record in self._engine.explain(wanted)
-        ]
+        )
+        return ReplicaRecords(replica_id, tuple(records))
 
     async def offer_prefixes(self, asker: str) -> Offer | None:
         """See KVTransfer.offer."""
         return await self._kv_transfer.offer(asker)
 
-    async def send_prefix(self, source: str, tokens: bytes) -> list[Any] | None:
+    async def send_prefix(self, source: str, wanted: Prefix) -> list[Any] | None:
         """See KVTransfer.send."""
-        return await self._kv_transfer.send(source, tokens)
+        return await self._kv_transfer.send(source, wanted)
 
-    async def lack_prefixes(self, asker: str, prefixes: list[bytes]) -> TransferTarget | None:
+    async def lack_prefixes(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
         """See KVTransfer.lacks."""
         return await self._kv_transfer.lacks(asker, prefixes)
 
@@ -204,8 +206,12 @@ class EngineReplica:
         return pressure(self._engine.stats(), self._engine.options.n_ctx)
 
     def check_health(self) -> None:
-        """Serve replaces the replica when this raises; the metrics follow as often as it asks."""
-        self._engine.check_health()
+        """Serve asks every few seconds. Ends the process if the engine failed or hangs; the metrics follow
+        as often."""
+        try:
+            self._engine.check_health()
+        except EngineFailedError as error:
+            _end_process(error)
         throttled = self._throttling.look(throttled_s(), cpu_quota(), time.monotonic())
         if throttled is not None:
             logger.warning("%s", throttled)
@@ -215,6 +221,13 @@ class EngineReplica:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         await self._kv_transfer.push()
         self._engine.close(timeout_s=0)
+
+
+def _end_process(error: EngineFailedError) -> NoReturn:
+    """Serve replaces the replica at once then, and streams go on elsewhere. Else it would send requests
+    here until three health checks have failed."""
+    logger.error("The replica ends, as its engine failed: %s", error)
+    os._exit(1)
 
 
 def _whereabouts() -> tuple[str, str]:

@@ -12,19 +12,22 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engine import Engine
 from serve_app.engine.kv_cache import state_format
-from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, hottest
+from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, hottest
 from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
+from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.replica")
 
 # Transfers delay the start of a replica, or its end, by so much at most. Engines answer between two steps,
 # which take seconds while they compute nothing but prompts.
 _LIMIT_S = 10.0
+# Of that, how long it waits for those who might offer or take something, before it goes on without them.
+_OFFERS_S = 4.0
 # A new replica gets what at least so many of the last prompts began with.
 _SHARED_BY = 2
 
@@ -87,28 +90,43 @@ class KVTransfer:
             logger.info("%s", tally)
 
     async def _pull(self, tally: Tally) -> None:
-        offers = await self._ask_all("offer_prefixes", self._id)
+        offers = await broadcast.ask_all(
+            self._peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S
+        )
         held = await asyncio.to_thread(self._prefixes.held)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().stored_bytes
         for wanted, source in plan_pull(self._usable(offers, Offer), held, room_bytes):
-            sent: list[Any] | None = await self._ask_one("send_prefix", source, wanted.tokens)
-            if sent is not None:
-                tally.add(source, wanted.tokens, await self._import(await sent[0], wanted.tokens))
+            sent: list[Any] | None = await broadcast.ask_one(
+                self._peers, "send_prefix", source, wanted.prefix, timeout_s=_LIMIT_S
+            )
+            if not sent:
+                continue
+            try:
+                payload: Payload = await sent[0]
+            except RayError as error:  # its source is gone; the others are not
+                logger.warning("A prefix of %s is lost: %r.", source, error)
+                continue
+            tally.add(source, wanted.prefix, await self._import(payload, wanted.prefix))
 
     async def _push(self, tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
-        tokens = [one.tokens for one in offered]
-        answers = await self._ask_all("lack_prefixes", self._id, tokens) if tokens else []
-        sent: list[bytes] = []
+        prefixes = [one.prefix for one in offered]
+        if not prefixes:
+            return
+        asked = "lack_prefixes", self._id, prefixes
+        answers = await broadcast.ask_all(self._peers, *asked, timeout_s=_OFFERS_S)
+        sent: list[Prefix] = []
         for wanted, target in plan_push(offered, self._usable(answers, TransferTarget)):
-            if any(one.startswith(wanted.tokens) for one in sent):
+            if any(one.serves(wanted.prefix) for one in sent):
                 continue
-            payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted.tokens)
+            payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted.prefix)
             if payload is not None:
                 reference = await asyncio.to_thread(ray.put, payload)
-                n_bytes = await self._ask_one("take_prefix", target, [reference])
-                tally.add(target, payload.tokens, n_bytes or 0)
-                sent.append(payload.tokens)
+                n_bytes = await broadcast.ask_one(
+                    self._peers, "take_prefix", target, [reference], timeout_s=_LIMIT_S
+                )
+                tally.add(target, payload.prefix, n_bytes or 0)
+                sent.append(payload.prefix)
 
     # -- what others ask --------------------------------------------------------------------------
 
@@ -119,15 +137,16 @@ class KVTransfer:
         prefixes = await asyncio.to_thread(self._prefixes.offers, _SHARED_BY)
         return Offer(self._id, self._prefixes.key, prefixes)
 
-    async def send(self, source: str, tokens: bytes) -> list[Any] | None:
-        """As the source: a reference to a payload that begins with these tokens, for a replica that starts.
-        It is in a list, as Ray would otherwise fetch it for every replica that gets the call."""
+    async def send(self, source: str, wanted: Prefix) -> list[Any] | None:
+        """As the source: a reference to a payload that begins with that prefix, for a replica that starts.
+        It is in a list, as Ray would otherwise fetch it for every replica that gets the call; the list is
+        empty if there is none any more."""
         if source != self._id:
             return None
-        payload = await asyncio.to_thread(self._prefixes.export_prefix, tokens)
-        return None if payload is None else [await asyncio.to_thread(ray.put, payload)]
+        payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted)
+        return [] if payload is None else [await asyncio.to_thread(ray.put, payload)]
 
-    async def lacks(self, asker: str, prefixes: list[bytes]) -> TransferTarget | None:
+    async def lacks(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
         """As the target: which of these prefixes are not here, and the bytes that there is room for."""
         if asker == self._id:
             return None
@@ -140,18 +159,18 @@ class KVTransfer:
             return None
         tally = Tally("Received", "from")
         payload: Payload = await sent[0]
-        tally.add("one that ends", payload.tokens, await self._import(payload, payload.tokens))
+        tally.add("one that ends", payload.prefix, await self._import(payload, payload.prefix))
         if tally.n_prefixes:
             logger.info("%s", tally)
         return tally.n_bytes
 
     # ---------------------------------------------------------------------------------------------
 
-    async def _import(self, payload: Payload, wanted: bytes) -> int:
+    async def _import(self, payload: Payload, wanted: Prefix) -> int:
         """Store what is wanted of a payload; returns the bytes of what is kept."""
         try:
             return await asyncio.to_thread(
-                self._prefixes.import_prefix, payload, state_format.n_tokens(wanted)
+                self._prefixes.import_prefix, payload, state_format.n_tokens(wanted.tokens)
             )
         except RefusedPrefixError as error:
             logger.warning("Another replica's prefix is refused: %s.", error)
@@ -167,19 +186,6 @@ class KVTransfer:
             )
         return [one for one in found if one.key == self._prefixes.key]
 
-    async def _ask_one(self, method: str, replica_id: str, *arguments: Any) -> Any:
-        answers = await self._ask_all(method, replica_id, *arguments)
-        said = (one for one in answers if one is not None and not isinstance(one, Exception))
-        return next(said, None)
-
-    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        try:
-            return await self._peers.broadcast(method, *arguments).results_async(
-                return_exceptions=True
-            )
-        except DeploymentUnavailableError:
-            return []  # nobody else is there
-
 
 class Tally:
     """What went from replica to replica, for the log."""
@@ -190,12 +196,12 @@ class Tally:
         self._replicas: set[str] = set()
         self.n_prefixes = self._n_tokens = self.n_bytes = 0
 
-    def add(self, replica_id: str, tokens: bytes, n_bytes: int) -> None:
-        """Count a prefix of these tokens, packed, if some of it was kept."""
+    def add(self, replica_id: str, prefix: Prefix, n_bytes: int) -> None:
+        """Count a prefix, if some of it was kept."""
         if n_bytes:
             self._replicas.add(replica_id)
             self.n_prefixes += 1
-            self._n_tokens += state_format.n_tokens(tokens)
+            self._n_tokens += state_format.n_tokens(prefix.tokens)
             self.n_bytes += n_bytes
 
     def __str__(self) -> str:
@@ -209,18 +215,18 @@ class Tally:
 
 
 def plan_pull(
-    offers: Iterable[Offer], held: Sequence[bytes], room_bytes: int
+    offers: Iterable[Offer], held: Sequence[Prefix], room_bytes: int
 ) -> list[tuple[HotPrefix, str]]:
     """What a new replica asks for, the hottest first, and the source that it asks: of several that have it,
     the one with the smallest state."""
-    n_begun, smallest = Counter[bytes](), dict[bytes, tuple[int, str]]()
+    n_begun, smallest = Counter[Prefix](), dict[Prefix, tuple[int, str]]()
     for offer in offers:
         for one in offer.prefixes:
-            n_begun[one.tokens] += one.n_begun
+            n_begun[one.prefix] += one.n_begun
             here = one.n_bytes, offer.replica_id
-            smallest[one.tokens] = min(smallest.get(one.tokens, here), here)
+            smallest[one.prefix] = min(smallest.get(one.prefix, here), here)
     offered = [HotPrefix(one, n_begun[one], n_bytes) for one, (n_bytes, _) in smallest.items()]
-    return [(one, smallest[one.tokens][1]) for one in hottest(offered, held, room_bytes)]
+    return [(one, smallest[one.prefix][1]) for one in hottest(offered, held, room_bytes)]
 
 
 def plan_push(

@@ -8,21 +8,25 @@ from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from zlib import crc32
 
+from serve_app.types import SHARED_GROUP
+
 BLOCK_TOKENS = 32
 """Tokens in a block. A shorter rest has no hash: it counts as not shared."""
 MAX_BLOCKS = 2048
 """Most blocks that a replica reports: 64 Ki tokens in 8 KiB."""
 
 Chain = tuple[int, ...]
-"""A hash for each whole block of a prompt, made of the block's tokens and the hash before: equal ones mean
-equal prompts up to there. 32 bits are enough, as a collision costs no more than a worse choice."""
+"""A hash for each whole block of a prompt, made of the block's tokens and the hash before, and at first of
+the cache group: equal ones mean equal prompts of one group up to there. 32 bits are enough, as a collision
+costs no more than a worse choice."""
 
 
-def chain(tokens: Sequence[int]) -> Chain:
-    """The chain of a prompt; the same in every process and on every machine."""
+def chain(tokens: Sequence[int], group: str = SHARED_GROUP) -> Chain:
+    """The chain of a prompt of that cache group; the same in every process and on every machine."""
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
     step = 4 * BLOCK_TOKENS
-    hashes, before = [], b""
+    hashes = []
+    before = b"" if group == SHARED_GROUP else blake2b(group.encode(), digest_size=16).digest()
     for end in range(step, len(packed) + 1, step):
         before = blake2b(before + packed[end - step : end], digest_size=4).digest()
         hashes.append(int.from_bytes(before, "little"))
@@ -53,19 +57,20 @@ class Inventory:
     """The blocks of changing sets of prompts; those of a prompt that stays are computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Sequence[int], Chain]] = {}
-        """By the prompt's `id`, which stays its own as long as it is kept here."""
+        self._known: dict[tuple[str, int], tuple[Sequence[int], Chain]] = {}
+        """By the cache group, and the prompt's `id`, which stays its own as long as it is kept here."""
 
-    def blocks(self, prompts: Iterable[Sequence[int]]) -> list[int]:
-        """The blocks of these prompts, the most important one first: as many as may be reported. Nobody may
-        change a prompt after it was seen here."""
+    def blocks(self, prompts: Iterable[tuple[str, Sequence[int]]]) -> list[int]:
+        """The blocks of these prompts, each with its cache group, the most important one first: as many as
+        may be reported. Nobody may change a prompt after it was seen here."""
         known, found = {}, dict[int, None]()
-        for tokens in prompts:
+        for group, tokens in prompts:
             room = MAX_BLOCKS - len(found)
             if room <= 0:
                 break
-            entry = self._known.get(id(tokens)) or (tokens, chain(tokens))
-            known[id(tokens)] = entry
+            key = group, id(tokens)
+            entry = self._known.get(key) or (tokens, chain(tokens, group))
+            known[key] = entry
             new = [block for block in entry[1] if block not in found]
             found.update(dict.fromkeys(new[:room]))
         self._known = known

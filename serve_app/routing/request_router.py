@@ -14,9 +14,13 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from serve_app.routing.blocks import chain, request_key
+from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key
+from serve_app.routing.broadcast import note_running
 from serve_app.routing.score import Fleet, Prompt, Report
 from serve_app.types import GenerationRequest
+
+_SYSTEM_TOKENS = 64 * BLOCK_TOKENS
+"""Of a prompt, the first tokens that are looked for among system prompts: longer ones are rare."""
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
@@ -44,6 +48,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             reports[replica.replica_id] = known
         self._reports = reports
         self._fleet.update({one: report for one, (_, report) in reports.items()}, _now())
+        note_running(self.app_name, self._deployment_id.name, (one.unique_id for one in reports))
         super().update_replicas(replicas)
 
     async def choose_replicas(
@@ -78,8 +83,14 @@ def prompt_of(pending: PendingRequest | None) -> Prompt:
     group, asked = pending.metadata.internal_request_id, _argument(pending)
     if isinstance(asked, GenerationRequest):
         most = math.inf if asked.sampling.max_tokens is None else asked.sampling.max_tokens
-        left = most - len(asked.generated)
-        return Prompt(_key(pending), len(asked.given), chain(asked.given), left, group)
+        return Prompt(
+            _key(pending),
+            len(asked.given),
+            chain(asked.given, asked.cache_group),
+            most - len(asked.generated),
+            group,
+            chain(asked.given[:_SYSTEM_TOKENS]),
+        )
     n_tokens = sum(len(text) for text in asked) if pending.metadata.call_method == "embed" else 0
     return Prompt(_key(pending), 1 + n_tokens, max_tokens=0, group=group)
 

@@ -68,6 +68,8 @@ class Prompt:
     max_tokens: float = float("inf")
     group: str = ""
     """Its HTTP request, by whose id Serve says that one of its parts has ended."""
+    shared: Chain = ()
+    """The chain that it would have if all cache groups could start from it: system prompts are held so."""
 
 
 @dataclass(slots=True)
@@ -134,7 +136,8 @@ class ReplicaView:
         report = self.report
         prompt_token_s = report.prompt_token_s or _UNMEASURED_S
         token_s = report.token_s or _UNMEASURED_S
-        n_held = min(BLOCK_TOKENS * n_leading(prompt.chain, self.held), prompt.n_tokens - 1)
+        n_blocks = max(n_leading(one, self.held) for one in (prompt.chain, prompt.shared))
+        n_held = min(BLOCK_TOKENS * n_blocks, prompt.n_tokens - 1)
         missing = prompt.n_tokens - n_held
         elapsed = now - self.at
         n_live, work_s = report.n_live, max(0.0, report.work_s - elapsed)

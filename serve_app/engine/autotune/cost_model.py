@@ -85,6 +85,10 @@ class CostModel:
         where kernels see all rows alike, of whatever sequences."""
         return self._prefill.at(n_rows, n_past)
 
+    def batch_s(self, n_rows: int, n_past: float) -> float:
+        """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was measured."""
+        return max(self.decode_s(n_rows, n_past), self.prefill_s(n_rows, n_past))
+
     @property
     def prompt_token_s(self) -> float:
         """Seconds that one more prompt token takes, in chunks as large as pays."""

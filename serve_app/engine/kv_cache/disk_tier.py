@@ -28,8 +28,8 @@ class DiskTier:
 
     `fingerprint` is all that a state depends on: the model, the context's parameters, llama.cpp's
     version. Several models may share `folder`, and several replicas of one model: each file is whole,
-    and good for all of them. What one discards, all have lost on disk, until they add it again.
-    Nobody but the owner can read the files: they hold what users wrote.
+    and good for all of them; it says which cache group it is for. What one discards, all have lost on
+    disk, until they add it again. Nobody but the owner can read the files: they hold what users wrote.
 
     One thread at a time may call, the decoder thread: `load` first, `close` last. Only `load` and
     `close` wait for the disk; the rest is done in order by a thread of this object's own. Raises
@@ -79,7 +79,7 @@ class DiskTier:
     def add(self, prefix: StoredPrefix) -> None:
         """Have it on disk soon, as the most recently used; if it is there already, that is all that
         changes. With too much to write already, it is left out, with a line in the log."""
-        name = self._name(prefix.tokens)
+        name = self._name(prefix)
         pending = list(self._pending.values())
         n_queued = len(pending) - pending.count(None)
         if n_queued >= _MAX_QUEUED and self._pending.get(name) is None:
@@ -89,7 +89,7 @@ class DiskTier:
 
     def discard(self, prefix: StoredPrefix) -> None:
         """Have it on disk no more; if it was not written yet, it never is. Idempotent."""
-        self._enqueue(self._name(prefix.tokens), None)
+        self._enqueue(self._name(prefix), None)
 
     def close(self) -> None:
         """Wait until everything is on disk. Idempotent; nothing may be added or discarded after."""
@@ -99,10 +99,11 @@ class DiskTier:
         self._pending[name] = prefix
         self._writer.submit(self._apply, name)
 
-    def _name(self, tokens: list[int]) -> str:
-        return (
-            blake2b(self._key + state_format.packed(tokens), digest_size=16).hexdigest() + ".prefix"
-        )
+    def _name(self, prefix: StoredPrefix) -> str:
+        """Of the prefix's file: one for each cache group that has these tokens."""
+        group = blake2b(prefix.group.encode()).digest()  # of one size, or tokens could pass for it
+        told = self._key + group + state_format.packed(prefix.tokens)
+        return blake2b(told, digest_size=16).hexdigest() + ".prefix"
 
     def _newest_first(self) -> list[Path]:
         """All files but unfinished ones; of those, remove what is abandoned."""
@@ -119,7 +120,7 @@ class DiskTier:
     def _read(self, path: Path, room_bytes: int) -> StoredPrefix | None:
         """See `state_format.read`."""
         prefix = state_format.read(path, self._key, room_bytes)
-        if prefix is not None and path.name != self._name(prefix.tokens):
+        if prefix is not None and path.name != self._name(prefix):
             raise RefusedFileError("it is not under its own name")
         return prefix
 

@@ -1,7 +1,7 @@
 """Finds the common beginnings of prompts that are worth most to another engine. Pure: no Ray, no model.
 
-Prompts are packed (`serve_app.engine.kv_cache.state_format.packed`), four bytes a token: sorted, those
-that begin alike stand together.
+Prompts are packed (`serve_app.engine.kv_cache.state_format.packed`), four bytes a token: sorted, those of
+one cache group that begin alike stand together.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from serve_app.engine.kv_cache.slots import common_prefix
 from serve_app.engine.kv_cache.state_format import TOKEN_BYTES
+from serve_app.types import SHARED_GROUP
 
 MAX_PREFIXES = 32
 """Most prefixes that one engine gets from others at once."""
@@ -20,42 +22,61 @@ MAX_PREFIXES = 32
 _LEAST_BYTES = 32 * TOKEN_BYTES
 
 
+class Prefix(NamedTuple):
+    """What prompts of one cache group begin with."""
+
+    group: str
+    """See `serve_app.types.GenerationRequest.cache_group`; SHARED_GROUP for what is pinned."""
+    tokens: bytes
+    """Packed."""
+
+    def cut(self, n_bytes: int) -> Prefix:
+        """Its first tokens."""
+        return Prefix(self.group, self.tokens[:n_bytes])
+
+    def serves(self, wanted: Prefix) -> bool:
+        """Whether a prompt that begins with those tokens finds them all here."""
+        return n_shared(wanted, self) == len(wanted.tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
     """A beginning of prompts, and what having it costs."""
 
-    tokens: bytes
+    prefix: Prefix
     n_begun: int
     """How many of the last prompts began with it."""
     n_bytes: int
     """Of the smallest state that it can be taken from."""
 
 
-def n_shared(a: bytes, b: bytes) -> int:
-    """Bytes of the first tokens that both have."""
-    n = common_prefix(a, b)
+def n_shared(wanted: Prefix, held: Prefix) -> int:
+    """Bytes of the first tokens that a prompt which begins with `wanted` finds in `held`."""
+    if held.group not in (wanted.group, SHARED_GROUP):
+        return 0
+    n = common_prefix(wanted.tokens, held.tokens)
     return n - n % TOKEN_BYTES
 
 
 def begun_with(
-    prompts: Iterable[bytes], held: Iterable[tuple[bytes, int]], least: int
+    prompts: Iterable[Prefix], held: Iterable[tuple[Prefix, int]], least: int
 ) -> list[HotPrefix]:
-    """Prompts, and what several of them have in common, as far as somebody holds it: those that at least
-    so many prompts began with. `held` are tokens, and the bytes of the state that has them."""
+    """Prompts, and what several of one cache group have in common, as far as a slot or a store of the group
+    holds it: those that at least so many prompts began with. `held` come with the bytes of their states."""
     begun, holders = sorted(prompts), sorted(held)
-    known = [tokens for tokens, _ in holders]
-    found = set(begun) | {one[: n_shared(one, other)] for one, other in pairwise(begun)}
+    known = [one for one, _ in holders]
+    found = set(begun) | {one.cut(n_shared(one, other)) for one, other in pairwise(begun)}
     hot = []
-    for tokens in {one[: _n_held(known, one)] for one in found}:
-        first, last = _range(begun, tokens)
-        if len(tokens) >= _LEAST_BYTES and last - first >= least:
-            smallest = min(n_bytes for _, n_bytes in holders[slice(*_range(known, tokens))])
-            hot.append(HotPrefix(tokens, last - first, smallest))
+    for prefix in {one.cut(_n_held(known, one)) for one in found}:
+        first, last = _range(begun, prefix)
+        if len(prefix.tokens) >= _LEAST_BYTES and last - first >= least:
+            smallest = min(n_bytes for _, n_bytes in holders[slice(*_range(known, prefix))])
+            hot.append(HotPrefix(prefix, last - first, smallest))
     return hot
 
 
 def hottest(
-    offered: Iterable[HotPrefix], held: Sequence[bytes], budget_bytes: int
+    offered: Iterable[HotPrefix], held: Sequence[Prefix], budget_bytes: int
 ) -> list[HotPrefix]:
     """What to take of that into so many bytes, the best first, by somebody who holds something already.
 
@@ -63,7 +84,7 @@ def hottest(
     often as prompts began with it lately. What a longer one has as well is not taken twice.
     """
     shared = {
-        one: max((n_shared(one.tokens, known) for known in held), default=0) for one in offered
+        one: max((n_shared(one.prefix, known) for known in held), default=0) for one in offered
     }
     chosen: list[HotPrefix] = []
     while len(chosen) < MAX_PREFIXES:
@@ -71,31 +92,33 @@ def hottest(
         shared = {
             one: n
             for one, n in shared.items()
-            if one.n_bytes <= room and len(one.tokens) - n >= _LEAST_BYTES
+            if one.n_bytes <= room and len(one.prefix.tokens) - n >= _LEAST_BYTES
         }
         if not shared:
             break
         best = max(
             shared,
             key=lambda one: (
-                one.n_begun * (len(one.tokens) - shared[one]) / max(1, one.n_bytes),
-                one.tokens,
+                one.n_begun * (len(one.prefix.tokens) - shared[one]) / max(1, one.n_bytes),
+                one.prefix,
             ),
         )
-        chosen = [one for one in chosen if not best.tokens.startswith(one.tokens)]
+        chosen = [one for one in chosen if not best.prefix.serves(one.prefix)]
         chosen.append(best)
         for one in shared:
-            shared[one] = max(shared[one], n_shared(one.tokens, best.tokens))
+            shared[one] = max(shared[one], n_shared(one.prefix, best.prefix))
     return sorted(chosen, key=lambda one: -one.n_begun)
 
 
-def _n_held(known: list[bytes], tokens: bytes) -> int:
-    """Bytes of the first tokens that somebody holds; `known` is sorted, so one of its neighbours does."""
-    i = bisect_left(known, tokens)
-    return max((n_shared(one, tokens) for one in known[max(0, i - 1) : i + 1]), default=0)
+def _n_held(known: list[Prefix], prefix: Prefix) -> int:
+    """Bytes of the first tokens that the group holds; `known` is sorted, so one of its neighbours does."""
+    i = bisect_left(known, prefix)
+    around = (one for one in known[max(0, i - 1) : i + 1] if one.group == prefix.group)
+    return max((n_shared(prefix, one) for one in around), default=0)
 
 
-def _range(ordered: list[bytes], tokens: bytes) -> tuple[int, int]:
+def _range(ordered: list[Prefix], prefix: Prefix) -> tuple[int, int]:
     """Where in a sorted list those are that begin with these tokens."""
-    first = bisect_left(ordered, tokens)
-    return first, bisect_right(ordered, tokens, lo=first, key=lambda one: one[: len(tokens)])
+    first = bisect_left(ordered, prefix)
+    n = len(prefix.tokens)
+    return first, bisect_right(ordered, prefix, lo=first, key=lambda one: one.cut(n))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.slots import Choice, Slot, SlotTable, Wait
 from serve_app.engine.kv_cache.state_format import packed
+from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
 
@@ -33,14 +34,6 @@ class Place(NamedTuple):
     """Of them, those that came from the memory tier."""
 
 
-class Held(NamedTuple):
-    """A prefix that prompts could start from."""
-
-    tokens: SequenceOf[int]
-    n_bytes: int
-    """Of its state, saved or not."""
-
-
 class KVCacheManager:
     """Carries out in the backend what `SlotTable` decides. Decoder thread only."""
 
@@ -49,8 +42,8 @@ class KVCacheManager:
         self.memory_tier = memory_tier
         self._backend = backend
         self._save_byte_s = _SAVE_BYTE_S
-        self.begun: deque[bytes] = deque(maxlen=_BEGUN_KEPT)
-        """The last prompts that got a slot, packed."""
+        self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
+        """The last prompts that got a slot."""
         self.transferred: Counter[str] = Counter()
         """What went to other engines and came from them, by the names that `EngineStats` has for it."""
 
@@ -68,20 +61,23 @@ class KVCacheManager:
         return not self._backend.unsettled
 
     @property
-    def prompts(self) -> list[SequenceOf[int]]:
+    def prompts(self) -> list[HeldPrompt]:
         """What prompts could start from: pinned, in slots, then stored; of each, what was used last first.
-        Nobody changes these lists any more."""
+        Nobody changes their tokens any more."""
         slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
-        return [*(slot.prompt for slot in slots), *self.memory_tier.newest]
+        return [
+            *(HeldPrompt(slot.group, slot.prompt) for slot in slots),
+            *(HeldPrompt(stored.group, stored.tokens) for stored in self.memory_tier.newest),
+        ]
 
     # -- coming and going -------------------------------------------------------------------------
 
     def place(self, sequence: Sequence) -> Place | Wait:
-        """Put a sequence into an idle slot, with its longest cached prefix there, unless it should wait
-        for one that is being computed. What is lost by that is stored first."""
-        tokens = sequence.reusable
-        n_stored, stored = self.memory_tier.longest(tokens)
-        choice = self.table.choose(tokens, n_stored)
+        """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
+        should wait for one that is being computed. What is lost by that is stored first."""
+        tokens, group = sequence.reusable, sequence.request.cache_group
+        n_stored, stored = self.memory_tier.longest(group, tokens)
+        choice = self.table.choose(group, tokens, n_stored)
         if isinstance(choice, Wait):
             return choice
         if choice.stored and stored is not None:
@@ -89,7 +85,7 @@ class KVCacheManager:
         self.store(choice.slot, self.table.loses(choice))
         n_cached = self._fill(choice, stored)
         if sequence.trace.admitted is None:  # one that was preempted was counted before
-            self.begun.append(packed(sequence.request.prompt))
+            self.begun.append(Prefix(group, packed(sequence.request.prompt)))
         return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
 
     def release(self, sequence: Sequence) -> None:
@@ -128,8 +124,8 @@ class KVCacheManager:
         there yet."""
         n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
         settled = slot.id not in self._backend.unsettled
-        if tokens and settled and self.memory_tier.wants(tokens, n_bytes):
-            self.memory_tier.put(tokens, self._backend.save(slot.id))
+        if tokens and settled and self.memory_tier.wants(slot.group, tokens, n_bytes):
+            self.memory_tier.put(slot.group, tokens, self._backend.save(slot.id))
 
     @property
     def behind(self) -> Slot | None:
@@ -141,7 +137,7 @@ class KVCacheManager:
             if (
                 free
                 and self.memory_tier.has_room(n_bytes)
-                and self.memory_tier.wants(slot.idle_tokens, n_bytes)
+                and self.memory_tier.wants(slot.group, slot.idle_tokens, n_bytes)
             ):
                 return slot
         return None
@@ -163,17 +159,18 @@ class KVCacheManager:
     def save(self, slot_id: int) -> StoredPrefix:
         """What an idle slot has. Raises InvalidRequestError, EngineUnavailableError like all of these."""
         slot = self._at_rest(slot_id)
-        return StoredPrefix(list(slot.idle_tokens), self._backend.save(slot.id))
+        return StoredPrefix(list(slot.idle_tokens), self._backend.save(slot.id), slot.group)
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
-        """Have a prefix in an idle slot; what is lost by that is stored first."""
+        """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by that is
+        stored first."""
         slot = self._at_rest(slot_id)
         self.erase(slot_id)
         try:
             self._backend.restore(slot.id, prefix.state)
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
-        slot.idle_tokens = list(prefix.tokens)
+        slot.idle_tokens, slot.group = list(prefix.tokens), prefix.group
 
     def erase(self, slot_id: int) -> int:
         """Empty an idle slot; returns the tokens that it had. The memory tier may have them still."""
@@ -185,23 +182,31 @@ class KVCacheManager:
     # -- for other engines ------------------------------------------------------------------------
 
     @property
-    def held(self) -> list[Held]:
-        """What prompts could start from now."""
+    def held(self) -> list[tuple[HeldPrompt, int]]:
+        """What prompts could start from now, and the bytes of its state, saved or not."""
         per_token = self._backend.memory.cache_bytes_per_token
         return [
-            *(Held(one.tokens[: one.n_past], one.n_past * per_token) for one in self.table.slots),
-            *(Held(one.tokens, len(one.state)) for one in self.memory_tier),
+            *(
+                (HeldPrompt(one.group, one.tokens[: one.n_past]), one.n_past * per_token)
+                for one in self.table.slots
+            ),
+            *((HeldPrompt(one.group, one.tokens), len(one.state)) for one in self.memory_tier),
         ]
 
-    def export_prefix(self, tokens: list[int], most_s: float | None) -> StoredPrefix | None:
-        """The shortest prefix that begins with these tokens. None if there is none any more, or if saving
-        it would probably keep running sequences waiting for longer than that."""
+    def export_prefix(
+        self, group: str, tokens: list[int], most_s: float | None
+    ) -> StoredPrefix | None:
+        """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
+        or if saving it would probably keep running sequences waiting for longer than that."""
         n = len(tokens)
-        stored = [one for one in self.memory_tier if one.tokens[:n] == tokens]
+        stored = [
+            one for one in self.memory_tier if one.group == group and one.tokens[:n] == tokens
+        ]
         slots = [
             one
             for one in self.table.slots
-            if one.id not in self._backend.unsettled
+            if one.group == group
+            and one.id not in self._backend.unsettled
             and one.n_past >= n
             and one.tokens[:n] == tokens
         ]
@@ -223,12 +228,12 @@ class KVCacheManager:
         began = time.monotonic()
         state = self._backend.save(slot.id)
         self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
-        return StoredPrefix(slot.tokens[: slot.n_past], state)
+        return StoredPrefix(slot.tokens[: slot.n_past], state, slot.group)
 
     def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
-        """Store another engine's prefix; returns what is stored, None if the store does not want it. If a
-        slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut off. Raises
-        DecodeError if the backend refuses the state then; else that shows when it is needed."""
+        """Store another engine's prefix for its cache group; returns what is stored, None if the store does
+        not want it. If a slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut
+        off. Raises DecodeError if the backend refuses the state then; else that shows when it is needed."""
         empty = [
             slot
             for slot in self.table.slots
@@ -236,9 +241,9 @@ class KVCacheManager:
         ]
         if n_wanted < len(prefix.tokens) and empty and not self.table.busy:
             prefix = self._cut(empty[0], prefix, n_wanted)
-        if not self.memory_tier.wants(prefix.tokens, len(prefix.state)):
+        if not self.memory_tier.wants(prefix.group, prefix.tokens, len(prefix.state)):
             return None
-        self.memory_tier.put(prefix.tokens, prefix.state)
+        self.memory_tier.put(prefix.group, prefix.tokens, prefix.state)
         self.transferred["received_prefixes"] += 1
         self.transferred["received_bytes"] += len(prefix.state)
         return prefix
@@ -248,7 +253,8 @@ class KVCacheManager:
         self._backend.restore(slot.id, prefix.state)
         n_kept = self._keep(slot, n_wanted)
         if n_kept:
-            prefix = StoredPrefix(prefix.tokens[:n_kept], self._backend.save(slot.id))
+            state = self._backend.save(slot.id)
+            prefix = StoredPrefix(prefix.tokens[:n_kept], state, prefix.group)
             self._backend.truncate(slot.id, 0)
         return prefix
 

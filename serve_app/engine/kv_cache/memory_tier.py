@@ -16,6 +16,8 @@ class StoredPrefix:
 
     tokens: list[int]
     state: State
+    group: str
+    """The cache group of the prompts that may start from it."""
 
 
 class Mirror(Protocol):
@@ -54,25 +56,27 @@ class MemoryTier:
         return sum(len(prefix.state) for prefix in self._prefixes)
 
     @property
-    def newest(self) -> Iterator[list[int]]:
-        """The tokens of every prefix, which nobody changes; the one used last first."""
-        return (prefix.tokens for prefix in reversed(self._prefixes))
+    def newest(self) -> Iterator[StoredPrefix]:
+        """Every prefix, whose tokens nobody changes; the one used last first."""
+        return reversed(self._prefixes)
 
-    def wants(self, tokens: list[int], n_bytes: int) -> bool:
-        """Whether to keep a state of that size for these tokens: it fits, and no other has them."""
+    def wants(self, group: str, tokens: list[int], n_bytes: int) -> bool:
+        """Whether to keep a state of that size for these tokens: it fits, and no other of the group has
+        them."""
         return n_bytes <= self._budget_bytes and not any(
-            common_prefix(known.tokens, tokens) == len(tokens) for known in self._prefixes
+            common_prefix(known.tokens, tokens) == len(tokens) for known in self._of(group)
         )
 
     def has_room(self, n_bytes: int) -> bool:
         """Whether a state of that size would fit without another one going."""
         return self.n_bytes + n_bytes <= self._budget_bytes
 
-    def put(self, tokens: list[int], state: State) -> None:
-        """Keep a prefix; those it continues go, and then the least recently used, for room."""
-        for known in [p for p in self._prefixes if p.tokens == tokens[: len(p.tokens)]]:
+    def put(self, group: str, tokens: list[int], state: State) -> None:
+        """Keep a prefix; those of its group that it continues go, and then the least recently used of all,
+        for room."""
+        for known in [p for p in self._of(group) if p.tokens == tokens[: len(p.tokens)]]:
             self._drop(known)
-        prefix = StoredPrefix(list(tokens), state)
+        prefix = StoredPrefix(list(tokens), state, group)
         self._prefixes.append(prefix)
         if self._mirror:
             self._mirror.add(prefix)
@@ -84,15 +88,18 @@ class MemoryTier:
         if self._mirror:
             self._mirror.discard(prefix)
 
-    def longest(self, prompt: list[int]) -> tuple[int, StoredPrefix | None]:
-        """How many of the prompt's first tokens the best prefix has, and that prefix. At least the
-        prompt's last token is left out."""
+    def longest(self, group: str, prompt: list[int]) -> tuple[int, StoredPrefix | None]:
+        """How many of the prompt's first tokens the best prefix of its group has, and that prefix. At least
+        the prompt's last token is left out."""
         best, found = 0, None
-        for prefix in self._prefixes:
+        for prefix in self._of(group):
             n_shared = min(common_prefix(prefix.tokens, prompt), len(prompt) - 1)
             if n_shared > best:
                 best, found = n_shared, prefix
         return best, found
+
+    def _of(self, group: str) -> Iterator[StoredPrefix]:
+        return (prefix for prefix in self._prefixes if prefix.group == group)
 
     def used(self, prefix: StoredPrefix) -> None:
         """Make it the most recently used."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from serve_app.engine.sequence import Sequence
+from serve_app.types import SHARED_GROUP
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class Slot:
     """First tokens whose cells are another slot's too, in a unified cache."""
     last_used: int = 0
     """Counts releases: the smallest is the least recently used; 0 was never used."""
+    group: str = ""
+    """The cache group of its tokens."""
 
     @property
     def idle(self) -> bool:
@@ -54,6 +57,10 @@ class Slot:
             return len(self.idle_tokens)
         n_exact = self.sequence.n_exact
         return self.sequence.n_past if n_exact is None else min(n_exact, self.sequence.n_past)
+
+    def serves(self, group: str) -> bool:
+        """Whether prompts of that cache group may start from its tokens."""
+        return self.group in (group, SHARED_GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,8 @@ class SlotTable:
     ) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
         self.slots += [
-            Slot(n_slots + i, list(tokens), pinned=True) for i, tokens in enumerate(pinned)
+            Slot(n_slots + i, list(tokens), pinned=True, group=SHARED_GROUP)
+            for i, tokens in enumerate(pinned)
         ]
         self._min_copy = min_copy
         self._consecutive = consecutive
@@ -127,9 +135,10 @@ class SlotTable:
         }
         return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
 
-    def choose(self, prompt: list[int], n_stored: int = 0) -> Choice | Wait:
+    def choose(self, group: str, prompt: list[int], n_stored: int = 0) -> Choice | Wait:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
-        Its first `n_stored` tokens can also be had from outside the slots.
+        Its first `n_stored` tokens can also be had from outside the slots. What slots of other cache groups
+        hold counts as nothing.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A
@@ -138,7 +147,10 @@ class SlotTable:
         so is one that is stored. At least the prompt's last token is left to decode. There must be an idle
         slot.
         """
-        shared = [min(common_prefix(s.tokens, prompt), len(prompt) - 1) for s in self.slots]
+        shared = [
+            min(common_prefix(slot.tokens, prompt), len(prompt) - 1) if slot.serves(group) else 0
+            for slot in self.slots
+        ]
         ready = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
         idle = [slot for slot in self.slots if slot.idle]
         in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *self._fits(slot)))
@@ -165,7 +177,7 @@ class SlotTable:
         n_kept = choice.n_cached if choice.in_place else 0
         if len(slot.idle_tokens) - n_kept < self._min_copy:
             return []
-        others = (other for other in self.slots if other is not slot)
+        others = (one for one in self.slots if one is not slot and one.serves(slot.group))
         kept = any(self._holds(other, slot.idle_tokens) for other in others)
         return [] if kept else slot.idle_tokens
 
@@ -177,6 +189,7 @@ class SlotTable:
     def occupy(self, slot: Slot, sequence: Sequence) -> None:
         """Hand an idle slot to a sequence."""
         slot.sequence, slot.idle_tokens = sequence, []
+        slot.group = sequence.request.cache_group
 
     def release(self, slot: Slot) -> None:
         """Take the slot back; it keeps what its sequence has in the cache for others to start from."""

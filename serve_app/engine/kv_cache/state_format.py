@@ -1,7 +1,7 @@
 """The file format of a prefix: its tokens, and llama.cpp's state of them.
 
-It is what `_FIELDS` names, a checksum of all the rest, the tokens, and the state. It is checked before
-any of it is used: llama.cpp believes what a state says.
+It is what `_FIELDS` names, a checksum of all the rest, the cache group, the tokens, and the state. It is
+checked before any of it is used: llama.cpp believes what a state says.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ UNFINISHED = ".unfinished"
 KEY_BYTES = 32
 
 _MAGIC = b"CorralPx"
-_VERSION = 1
-_FIELDS = struct.Struct("<8sI32sIQ")  # magic, version, fingerprint, tokens, bytes of state
+_VERSION = 2
+_FIELDS = struct.Struct(
+    "<8sI32sIQI"
+)  # magic, version, fingerprint, tokens, bytes of state, of group
 _DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 """Of a packed token."""
@@ -48,37 +50,39 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
         fields, checksum = file.read(_FIELDS.size), file.read(_DIGEST_BYTES)
         if len(checksum) < _DIGEST_BYTES or not fields.startswith(_MAGIC):
             raise RefusedFileError("it is not a stored prefix, or cut off in its header")
-        _, version, found_key, n_tokens, n_state = _FIELDS.unpack(fields)
+        _, version, found_key, n_tokens, n_state, n_group = _FIELDS.unpack(fields)
         if version != _VERSION:
             raise RefusedFileError(f"it is of version {version}, this program reads {_VERSION}")
         if found_key != key:
             raise RefusedFileError("it is of another model, context or version of llama.cpp")
-        n_bytes = _FIELDS.size + _DIGEST_BYTES + n_tokens * TOKEN_BYTES + n_state
+        n_bytes = _FIELDS.size + _DIGEST_BYTES + n_group + n_tokens * TOKEN_BYTES + n_state
         if status.st_size != n_bytes:
             raise RefusedFileError(f"it has {status.st_size} bytes, its header says {n_bytes}")
         if n_state > room_bytes:
             return None
-        tokens, state = file.read(n_tokens * TOKEN_BYTES), file.read(n_state)
-    if _checksum(fields, tokens, state) != checksum:
+        group, tokens = file.read(n_group), file.read(n_tokens * TOKEN_BYTES)
+        state = file.read(n_state)
+    if _checksum(fields, group, tokens, state) != checksum:
         raise RefusedFileError("its checksum is wrong")
-    return StoredPrefix(unpacked(tokens), state)
+    return StoredPrefix(unpacked(tokens), state, group.decode())
 
 
 def size_of(prefix: StoredPrefix) -> int:
     """Bytes of the file that `write` would make."""
-    return _FIELDS.size + _DIGEST_BYTES + len(prefix.tokens) * TOKEN_BYTES + len(prefix.state)
+    n_group, n_tokens = len(prefix.group.encode()), len(prefix.tokens)
+    return _FIELDS.size + _DIGEST_BYTES + n_group + n_tokens * TOKEN_BYTES + len(prefix.state)
 
 
 def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
     """Make a file, whole or not at all, which nobody but the owner can read; returns its bytes. Raises
     OSError."""
-    tokens = packed(prefix.tokens)
-    fields = _FIELDS.pack(_MAGIC, _VERSION, key, len(prefix.tokens), len(prefix.state))
-    checksum = _checksum(fields, tokens, prefix.state)
+    group, tokens = prefix.group.encode(), packed(prefix.tokens)
+    fields = _FIELDS.pack(_MAGIC, _VERSION, key, len(prefix.tokens), len(prefix.state), len(group))
+    checksum = _checksum(fields, group, tokens, prefix.state)
     descriptor, unfinished = tempfile.mkstemp(UNFINISHED, dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines((fields, checksum, tokens, prefix.state))
+            file.writelines((fields, checksum, group, tokens, prefix.state))
             file.flush()
             os.fsync(descriptor)
             n_bytes = file.tell()

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from serve_app.engine.commands import Command
 from serve_app.engine.kv_cache import state_format
-from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, begun_with
-from serve_app.engine.kv_cache.manager import Held, KVCacheManager
+from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, begun_with
+from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
 
@@ -28,8 +29,7 @@ class Payload:
 
     key: bytes
     """What its state depends on: see `state_format.key_of`."""
-    tokens: bytes
-    """Packed."""
+    prefix: Prefix
     state: NDArray[np.uint8]
 
 
@@ -53,28 +53,28 @@ class PrefixTransfer:
     def offers(self, least: int) -> list[HotPrefix]:
         """What it holds of that which at least so many of the last prompts began with."""
         begun, held = self._run(lambda cache: (list(cache.begun), cache.held))
-        priced = [(state_format.packed(one.tokens), one.n_bytes) for one in held]
-        return begun_with(begun, priced, least)
+        return begun_with(begun, [(_packed(one), n_bytes) for one, n_bytes in held], least)
 
-    def held(self) -> list[bytes]:
-        """The tokens of all that it holds, packed."""
-        held: list[Held] = self._run(lambda cache: cache.held)
-        return [state_format.packed(one.tokens) for one in held]
+    def held(self) -> list[Prefix]:
+        """All that it holds."""
+        return [_packed(one) for one, _ in self._run(lambda cache: cache.held)]
 
-    def lacks(self, prefixes: Sequence[bytes]) -> list[bool]:
+    def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:
         """For each of these beginnings of prompts, whether it would have to compute some of it."""
         held = self.held()
-        return [not any(one.startswith(wanted) for one in held) for wanted in prefixes]
+        return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
 
-    def export_prefix(self, tokens: bytes) -> Payload | None:
-        """The shortest prefix with these first tokens. None if it is gone, or if saving it would keep
-        running sequences waiting for longer than `max_stall_s`."""
-        wanted, most_s = state_format.unpacked(tokens), self._options.max_stall_s
-        found: StoredPrefix | None = self._run(lambda cache: cache.export_prefix(wanted, most_s))
+    def export_prefix(self, wanted: Prefix) -> Payload | None:
+        """The shortest prefix of that cache group with these first tokens. None if it is gone, or if saving
+        it would keep running sequences waiting for longer than `max_stall_s`."""
+        tokens, most_s = state_format.unpacked(wanted.tokens), self._options.max_stall_s
+        found: StoredPrefix | None = self._run(
+            lambda cache: cache.export_prefix(wanted.group, tokens, most_s)
+        )
         if found is None:
             return None
-        state = np.frombuffer(found.state, np.uint8)
-        return Payload(self.key, state_format.packed(found.tokens), state)
+        prefix = Prefix(found.group, state_format.packed(found.tokens))
+        return Payload(self.key, prefix, np.frombuffer(found.state, np.uint8))
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
         """Store another engine's prefix, of which the first `n_wanted` tokens are wanted: see
@@ -82,10 +82,10 @@ class PrefixTransfer:
         payload's memory may be freed then. Raises RefusedPrefixError if the payload cannot be used."""
         if payload.key != self.key:
             raise RefusedPrefixError("it is of another model, context or version of llama.cpp")
-        tokens = state_format.unpacked(payload.tokens)
+        tokens = state_format.unpacked(payload.prefix.tokens)
         if not 0 < n_wanted <= len(tokens) < self._options.n_ctx_slot:
             raise RefusedPrefixError(f"it has {len(tokens)} tokens")
-        prefix = StoredPrefix(tokens, payload.state.copy().data)
+        prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group)
         try:
             stored = self._run(lambda cache: cache.import_prefix(prefix, n_wanted))
         except DecodeError as error:
@@ -96,3 +96,7 @@ class PrefixTransfer:
         command = Command(run)
         self._run_between_steps(command)
         return command.future.result()
+
+
+def _packed(held: HeldPrompt) -> Prefix:
+    return Prefix(held.group, state_format.packed(held.tokens))

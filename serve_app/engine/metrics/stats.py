@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +138,21 @@ class EngineStats:
         )
 
 
+class HeldPrompt(NamedTuple):
+    """What prompts of one cache group could start from."""
+
+    group: str
+    """See `serve_app.types.GenerationRequest.cache_group`; SHARED_GROUP for what is pinned."""
+    tokens: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """Where new prompts could start from, at one moment. Immutable: any thread may look for as long as it
     likes."""
 
-    prompts: tuple[Sequence[int], ...] = ()
-    """Tokens that are in the cache, stored, or will be computed; those worth most first."""
+    prompts: tuple[HeldPrompt, ...] = ()
+    """What is in the cache, stored, or will be computed; those worth most first."""
     taken: tuple[str, ...] = ()
     """The requests that were taken in last, which statistics of the same moment include."""
 

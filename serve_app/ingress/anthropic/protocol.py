@@ -16,6 +16,7 @@ from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.strict import StrictModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.openai.protocol import (
+    CacheSalt,
     ChatCompletionRequest,
     NamedFunction,
     NamedToolChoice,
@@ -189,6 +190,8 @@ class MessagesRequest(CountTokensRequest):
     """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
     -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: Metadata | None = None
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -205,6 +208,7 @@ class MessagesRequest(CountTokensRequest):
             **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
             "user": self.metadata.user_id if self.metadata else None,
+            "cache_salt": self.cache_salt,
         }
 
 

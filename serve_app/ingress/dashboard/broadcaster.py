@@ -112,7 +112,8 @@ class Broadcaster:
             asyncio.gather(*(engine.stats() for engine in engines)),
         )
         self._board.look(
-            dict(zip(self._models, found, strict=True)),
+            {model: one.found for model, one in zip(self._models, found, strict=True)},
+            {model: one.missing for model, one in zip(self._models, found, strict=True)},
             dict(zip(self._models, states, strict=True)),
             time.monotonic(),
             time.time(),

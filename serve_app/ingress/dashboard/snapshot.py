@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 # Seconds over which rates are told, and those over which prompts are looked at for what caches had.
 _RATE_S = 3.0
 _HITS_S = 60.0
-# A replica that does not answer so many times in a row is gone.
+# A replica that does not answer so many times in a row is gone, unless Serve says that it runs.
 _MISSES = 3
 _N_EVENTS = 200
 # Counters of EngineStats whose growth is an event, and how that is told.
@@ -71,22 +71,25 @@ class Board:
     def look(
         self,
         found: Mapping[str, Iterable[ReplicaStats]],
+        missing: Mapping[str, Sequence[str]],
         states: Mapping[str, Mapping[str, int]],
         now: float,
         wall_s: float,
     ) -> None:
-        """What each model's replicas told at this moment, and how many are in which of Serve's states."""
+        """What each model's replicas told at this moment, which of them run and told nothing, and how many
+        are in which of Serve's states."""
         told = {stats.replica_id for of_model in found.values() for stats in of_model}
         for model, of_model in found.items():
             for stats in of_model:
                 self._saw(model, stats, now, wall_s)
         for replica_id in [one for one in self._replicas if one not in told]:
-            self._missed(replica_id, wall_s)
+            is_late = replica_id in missing.get(self._replicas[replica_id].model, ())
+            self._missed(replica_id, wall_s, is_late=is_late)
         self._follow_states(states, wall_s)
         self._began = True
         self.view = {
             "at": round(wall_s, 3),
-            "models": {model: self._model(model) for model in found},
+            "models": {model: self._model(model, missing.get(model, ())) for model in found},
             "replicas": {key: _told(one) for key, one in sorted(self._replicas.items())},
             "events": {str(event["n"]): event for event in self._events},
         }
@@ -106,10 +109,10 @@ class Board:
             self._note("draining", model, wall_s, stats.replica_id)
         known.saw(stats, now)
 
-    def _missed(self, replica_id: str, wall_s: float) -> None:
+    def _missed(self, replica_id: str, wall_s: float, *, is_late: bool) -> None:
         replica = self._replicas[replica_id]
         replica.misses += 1
-        if replica.misses >= _MISSES:
+        if replica.misses >= _MISSES and not is_late:
             del self._replicas[replica_id]
             self._note("gone", replica.model, wall_s, replica_id)
 
@@ -137,9 +140,10 @@ class Board:
             }
         )
 
-    def _model(self, model: str) -> Json:
+    def _model(self, model: str, missing: Sequence[str]) -> Json:
         latencies = [one.stats.latencies for one in self._replicas.values() if one.model == model]
-        return {"states": self._states.get(model, {}), **_quantiles(latencies)}
+        states = self._states.get(model, {})
+        return {"states": states, "missing": list(missing), **_quantiles(latencies)}
 
 
 def _told(replica: _Replica) -> Json:

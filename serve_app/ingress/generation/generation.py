@@ -36,6 +36,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             priority=wanted.priority,
             context_shift=wanted.context_shift,
             n_keep=wanted.n_keep,
+            cache_group=caller.cache_group(wanted.cache_salt),
         )
         for i, prompt in enumerate(wanted.prompts)
         for j in range(n)

@@ -28,6 +28,7 @@ class Generation:
     include_usage: bool
     timings: bool
     user: str | None
+    cache_salt: str | None
     priority: int
     context_shift: bool | None
     n_keep: int | None
@@ -79,6 +80,7 @@ def generation(
         include_usage=options is not None and options.include_usage,
         timings=params.timings,
         user=params.user,
+        cache_salt=params.cache_salt,
         priority=params.priority,
         context_shift=params.context_shift,
         n_keep=params.n_keep,

@@ -37,6 +37,8 @@ class ApiKey(BaseModel):
     """Of prompts and answers together."""
     max_prompt_tokens: PositiveInt | None = None
     """Of all prompts of a request together."""
+    cache_group: Annotated[str, Field(min_length=1)] | None = None
+    """Keys of one group start from each other's cached prefixes; by default it is the key's own name."""
     min_priority: int = 0
     """The lowest `priority`, which goes first, that its requests may have."""
     admin: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +33,15 @@ class Caller:
     def client(self, user: str | None) -> str:
         """Among whom slots are shared: API keys, or, without, users."""
         return (user or "") if self.account is None else self.account.key.name
+
+    def cache_group(self, salt: str | None) -> str:
+        """Among whom cached prefixes are shared: keys of one group, or, without keys, all; of them, those
+        who send the same `cache_salt`. Does not show what it is made of."""
+        key = None if self.account is None else self.account.key
+        parts = [None if key is None else key.cache_group or key.name, salt]
+        if parts == [None, None]:
+            return ""
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property
     def holder(self) -> str:

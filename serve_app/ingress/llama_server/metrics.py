@@ -25,16 +25,18 @@ _COUNTERS = {
 }
 
 
-def render(replicas: Sequence[ReplicaStats]) -> bytes:
-    """One model's metrics in Prometheus's text format, summed over its replicas."""
+def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
+    """One model's metrics in Prometheus's text format, summed over the replicas that answered; so many did
+    not."""
     registry = CollectorRegistry()
-    registry.register(_Collector([replica.engine for replica in replicas]))
+    registry.register(_Collector([replica.engine for replica in replicas], n_missing))
     return bytes(generate_latest(registry))
 
 
 class _Collector:
-    def __init__(self, engines: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, engines: Sequence[dict[str, Any]], n_missing: int) -> None:
         self._engines = engines
+        self._n_missing = n_missing
 
     def collect(self) -> Iterator[Metric]:
         for name, (field, what) in _COUNTERS.items():
@@ -50,6 +52,8 @@ class _Collector:
         busy = _rate(self._sum("busy_slots"), self._sum("batches"))
         what = "Average number of busy slots per llama_decode() call."
         yield _gauge("n_busy_slots_per_decode", what, busy)
+        what = "Replicas that run and are not in these numbers, as they did not answer in time."
+        yield GaugeMetricFamily("corral_replicas_missing", what, value=self._n_missing)
 
     def _sum(self, field: str) -> float:
         return float(sum(engine[field] for engine in self._engines))

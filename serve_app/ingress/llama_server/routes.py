@@ -96,13 +96,14 @@ def _written(answer: bytes) -> Response:
 def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/props")
     async def props(model: str | None = None) -> dict[str, Any]:
-        """What the model is served with; slots are those of all its replicas. Operators are told where its
-        file is."""
+        """What the model is served with; slots are those of all its replicas that answer in time, and
+        `missing` names the others. Operators are told where its file is."""
         path_of = str if request_context.current().is_operator else os.path.basename
         found = find(models, model)
         defaults = serving.generation_settings(SamplingParams(), found.n_ctx_slot, found.id)
         slots = await slots_of(found)
         return {
+            "missing": slots.missing,
             "default_generation_settings": {
                 "id": 0,
                 "id_task": -1,
@@ -112,7 +113,7 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
                 "params": defaults,
                 "prompt": "",
             },
-            "total_slots": len(slots),
+            "total_slots": len(slots.found),
             "model_alias": found.id,
             "model_path": path_of(found.tokenizer.path),
             "chat_template": found.tokenizer.chat_template or "",
@@ -126,5 +127,6 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(model: str | None = None) -> Response:
         """llama-server's metrics, summed over the replicas of the model."""
-        replicas = await find(models, model).engine.stats()
-        return Response(llama_metrics.render(replicas), media_type=CONTENT_TYPE_LATEST)
+        answers = await find(models, model).engine.stats()
+        text = llama_metrics.render(answers.found, len(answers.missing))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError
 from serve_app.ingress.http import request_context
 from serve_app.ingress.llama_server import preparation
-from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.model_registry import Answers, ServedModel, find
 from serve_app.ingress.workers.bodies import Bodies
 
 
@@ -25,12 +25,17 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
 
 def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.get("/slots")
-    async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
-        """The slots of all replicas of the model; what is in them, operators are told only."""
-        found = await slots_of(find(models, model))
-        if fail_on_no_slot and all(slot["is_processing"] for slot in found):
+    async def slots(
+        response: Response, model: str | None = None, fail_on_no_slot: int = 0
+    ) -> list[dict[str, Any]]:
+        """The slots of all replicas of the model; what is in them, operators are told only. The header
+        `x-corral-missing` names the replicas that did not answer in time."""
+        answers = await slots_of(find(models, model))
+        if fail_on_no_slot and all(slot["is_processing"] for slot in answers.found):
             raise EngineUnavailableError("No slot is free.")
-        return found
+        if answers.missing:
+            response.headers["x-corral-missing"] = ", ".join(answers.missing)
+        return list(answers.found)
 
     @app.post("/slots/{id_slot}")
     async def act_on_slot(
@@ -46,7 +51,8 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) 
         engine = find(models, model).engine
         if (action == "erase") is not (filename is None):
             raise InvalidRequestError("'filename' goes with save and restore.", "filename")
-        replicas = [replica.replica_id for replica in await engine.stats()]
+        answers = await engine.stats()
+        replicas = [*(replica.replica_id for replica in answers.found), *answers.missing]
         if replica_id not in replicas and (replica_id is not None or len(replicas) != 1):
             known = ", ".join(replicas) or "none"
             message = f"Name one of the replicas as replica_id; those are: {known}."
@@ -81,10 +87,11 @@ def _add_adapters(app: FastAPI, bodies: Bodies) -> None:
         return {"success": True}
 
 
-async def slots_of(model: ServedModel) -> list[dict[str, Any]]:
+async def slots_of(model: ServedModel) -> Answers[dict[str, Any]]:
     """All slots of a model, as llama-server tells them; what is in them, operators are told only."""
     is_operator = request_context.current().is_operator
-    return [
+    answers = await model.engine.stats()
+    slots = (
         {
             "id": slot["id"],
             "replica_id": replica.replica_id,
@@ -93,10 +100,11 @@ async def slots_of(model: ServedModel) -> list[dict[str, Any]]:
             "is_processing": slot["request_id"] is not None,
         }
         | (_content(slot) if is_operator else {})
-        for replica in await model.engine.stats()
+        for replica in answers.found
         for slot in replica.engine["slots"]
         if slot["state"] != "pinned"
-    ]
+    )
+    return Answers(tuple(slots), answers.missing)
 
 
 def _content(slot: Mapping[str, Any]) -> dict[str, Any]:

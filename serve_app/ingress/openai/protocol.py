@@ -27,6 +27,7 @@ MAX_LOGPROBS = 20
 PingInterval = Annotated[int, Field(ge=-1, le=3600)]
 
 Text = Annotated[str, Field(min_length=1)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Batch = Field(min_length=1, max_length=MAX_CHOICES)
 
@@ -76,6 +77,8 @@ class GenerationParams(StrictModel):
     """Whether to go on when the context is full, with its oldest tokens dropped, up to `max_tokens`."""
     n_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
     """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
     never. Without it, `ingress.sse_ping_interval_s` counts."""

@@ -15,6 +15,7 @@ from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.strict import StrictModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, Tool
 from serve_app.ingress.openai.protocol import (
+    CacheSalt,
     ChatCompletionRequest,
     NamedFunction,
     NamedSchema,
@@ -117,6 +118,8 @@ class ResponsesRequest(StrictModel):
     stream: bool = False
     user: str | None = None
     """Whose request it is: slots are shared fairly among users."""
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
     """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
     never. Without it, `ingress.sse_ping_interval_s` counts."""
@@ -146,5 +149,6 @@ class ResponsesRequest(StrictModel):
             tool_choice=choice.as_choice() if isinstance(choice, FunctionChoice) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
+            cache_salt=self.cache_salt,
             **given(self, Api.RESPONSES),
         )

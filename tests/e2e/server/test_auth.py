@@ -70,6 +70,19 @@ def test_a_key_is_demanded(guarded: Corral, ana: openai.OpenAI) -> None:
     assert httpx.get(f"{guarded.url}/health").status_code == 200
 
 
+def test_keys_and_salts_share_no_prefixes(ana: openai.OpenAI, ben: openai.OpenAI) -> None:
+    prompt = list(range(300, 320))
+    found = []
+    for who, salt in [(ana, None), (ana, None), (ben, None), (ben, "s"), (ben, "s"), (ben, "t")]:
+        answer = who.completions.create(
+            model="m", prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        found.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert found == [0, 19, 0, 0, 19, 0]
+
+
 def test_limits_of_a_key(guarded: Corral, ben: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ben.completions.create(model="m", prompt=[5] * 21, max_tokens=1)

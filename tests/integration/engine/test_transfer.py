@@ -64,9 +64,9 @@ async def sent(path: Path, **changed: Any) -> tuple[Payload, int]:
             await tell(source, SYSTEM + end)
         (hottest,) = source.prefixes.offers(2)
         payload: Payload = pickle.loads(
-            pickle.dumps(source.prefixes.export_prefix(hottest.tokens), protocol=5)
+            pickle.dumps(source.prefixes.export_prefix(hottest.prefix), protocol=5)
         )
-    return payload, len(hottest.tokens) // 4
+    return payload, len(hottest.prefix.tokens) // 4
 
 
 @pytest.mark.parametrize("kv_unified", [False, True])

@@ -46,6 +46,28 @@ def write_reranker(path: Path, *, template: str | None) -> None:
     finish(writer, {**tensors, "cls.output.weight": head})
 
 
+def write_t5(path: Path, architecture: str) -> None:
+    """The metadata of a T5 model, or of its encoder alone (`t5encoder`), without weights: enough to read
+    the vocabulary."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_relative_attn_buckets_count(32)
+    writer.add_tokenizer_model("t5")
+    special = ["<pad>", "</s>", "<unk>"]
+    writer.add_token_list([*special, "\u2581", *string.ascii_lowercase])
+    writer.add_token_scores([0.0] * (len(special) + 27))
+    writer.add_token_types([*[TokenType.CONTROL] * len(special), *[TokenType.NORMAL] * 27])
+    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(2)
+    finish(writer, {})
+
+
 def write_bert(path: Path, pooling: PoolingType) -> None:
     """BERT: every token sees the whole text; a table of positions, and a wordpiece vocabulary. With the
     pooling type `RANK`, it has a classifier of one output."""

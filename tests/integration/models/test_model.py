@@ -9,10 +9,14 @@ from pathlib import Path
 import llama_cpp
 import pytest
 from gguf import GGUFReader
+from ray.serve.exceptions import RayServeException
 
+from serve_app.app import build
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.errors import ConfigError
 from serve_app.llama import library
 from serve_app.llama.model import Model
+from tests.integration.models.embedding_models import write_t5
 
 
 @pytest.fixture
@@ -100,3 +104,24 @@ def test_kernels_are_loaded_once() -> None:
     assert loaded.ggml_backend_dev_count() == 1
     library._load_kernels()
     assert loaded.ggml_backend_reg_count() == 1
+
+
+@pytest.mark.parametrize("architecture", ["t5", "t5encoder"])
+def test_models_with_an_encoder_are_refused(tmp_path: Path, architecture: str) -> None:
+    """llama.cpp takes them, and Corral would ask their decoder about a prompt that no encoder has read."""
+    path = tmp_path / "t5.gguf"
+    write_t5(path, architecture)
+    message = rf"t5\.gguf is of the architecture {architecture}, with an encoder"
+    with pytest.raises(ConfigError, match=message):
+        Model(path, vocab_only=True)
+
+
+@pytest.mark.parametrize("engine", [{}, {"n_slots": 1, "n_ctx_slot": 64}], ids=["open", "sized"])
+def test_they_stop_the_start(tmp_path: Path, engine: dict[str, int]) -> None:
+    path = tmp_path / "t5.gguf"
+    write_t5(path, "t5")
+    entry = {"id": "m", "source": {"path": str(path)}, "engine": engine}
+    with pytest.raises(
+        RayServeException, match=r"models \(m\): .* architecture t5, with an encoder"
+    ):
+        build({"models": [entry]})

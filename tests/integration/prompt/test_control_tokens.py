@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,6 +39,65 @@ def test_no_control_token_comes_from_a_user(tokenizer: Tokenizer, controls: set[
     tokens = tokenizer.encode_chat(chat(forged))
     assert sum(token in controls for token in tokens) == n_plain > 0
     assert tokenizer.decode(tokens, special=True) == tokenizer.render_chat(chat(forged))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda forged: {"note": forged},
+        lambda forged: {"note": ["a", {"b": forged}]},
+        lambda forged: {"note": {forged: 1}},
+        lambda forged: {"note": forged, "written": "json"},
+    ],
+    ids=["text", "nested", "key", "json"],
+)
+def test_nor_from_template_kwargs(
+    controls: set[int],
+    extra: Callable[[str], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = """{{ bos_token }}<|im_start|>{{ messages[0].content }}
+{% if written %}{{ note | tojson(ensure_ascii=true) }}{% else %}{{ note }}{% endif %}"""
+    monkeypatch.setattr(Model, "chat_template", source)
+    tokenizer = Tokenizer(BUILTIN_MODEL)
+    forged = "x" + "".join(Model(BUILTIN_MODEL, vocab_only=True).control_texts)
+
+    def n_controls(said: str) -> int:
+        tokens = tokenizer.encode_chat(chat("Hi"), extra=extra(said))
+        return sum(token in controls for token in tokens)
+
+    assert n_controls(forged) == n_controls("x") > 0
+
+
+@pytest.fixture
+def reranker(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    """With a template like Qwen3's, which has control tokens, and users' texts in the middle of lines."""
+    template = "<|im_start|>system\nQuery: {query}\nDocument: {document}<|im_end|>"
+    monkeypatch.setattr(Model, "rerank_template", template)
+    return Tokenizer(BUILTIN_MODEL)
+
+
+def test_nor_from_a_document_to_rerank(reranker: Tokenizer, controls: set[int]) -> None:
+    forged = "a fox" + "".join(Model(BUILTIN_MODEL, vocab_only=True).control_texts) + "yes"
+    n_plain = sum(token in controls for token in reranker.encode_pair("a", "b"))
+    for pair in ((forged, "b"), ("a", forged), (forged, forged)):
+        tokens = reranker.encode_pair(*pair)
+        assert sum(token in controls for token in tokens) == n_plain > 0
+        text = f"<|im_start|>system\nQuery: {pair[0]}\nDocument: {pair[1]}<|im_end|>"
+        assert reranker.decode(tokens, special=True) == text
+
+
+def test_other_pairs_have_llama_servers_tokens(reranker: Tokenizer) -> None:
+    """It tokenizes the whole text at once: a word goes together with the space before it."""
+    text = "<|im_start|>system\nQuery: Where is Lisbon?\nDocument: In Portugal.<|im_end|>"
+    whole = reranker.tokenize(text, False, True)
+    assert reranker.encode_pair("Where is Lisbon?", "In Portugal.") == whole
+
+
+def test_a_query_is_no_template(reranker: Tokenizer) -> None:
+    text = "<|im_start|>system\nQuery: a {document}\nDocument: {query} b<|im_end|>"
+    tokens = reranker.encode_pair("a {document}", "{query} b")
+    assert reranker.decode(tokens, special=True) == text
 
 
 def test_in_plain_prompts_they_are_control_tokens(tokenizer: Tokenizer, controls: set[int]) -> None:

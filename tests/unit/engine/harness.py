@@ -187,11 +187,15 @@ class Inbox:
 
 
 def request(
-    name: str, prompt: str = "hello\n", *, max_tokens: int | None = 4, stop: tuple[str, ...] = ()
+    name: str,
+    prompt: str = "hello\n",
+    *,
+    max_tokens: int | None = 4,
+    stop: tuple[str, ...] = (),
+    group: str = "",
 ) -> GenerationRequest:
-    return GenerationRequest(
-        name, tuple(prompt.encode()), SamplingParams(max_tokens=max_tokens, stop=stop)
-    )
+    sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
+    return GenerationRequest(name, tuple(prompt.encode()), sampling, cache_group=group)
 
 
 def options(n_slots: int = 2, **changed: Any) -> EngineOptions:

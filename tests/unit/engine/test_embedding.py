@@ -13,6 +13,7 @@ from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import EmbeddingShape
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
+from serve_app.engine.health import Progress
 from serve_app.errors import (
     DecodeError,
     EngineClosedError,
@@ -73,11 +74,13 @@ def queue(
     seconds_a_row: float = 0.0,
     causal: bool = True,
     pooling: EmbeddingPooling = "mean",
+    fail_on: Sequence[int] = (),
 ) -> tuple[EmbeddingQueue, FakeBackend, list[Texts]]:
-    backend = FakeBackend(endless, n_slots=1)
+    backend = FakeBackend(endless, n_slots=1, fail_on=fail_on)
     backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling=pooling, causal=causal)
     prefill = {n: n * seconds_a_row for n in (1, 2, 4, 8, 16)} if seconds_a_row else {}
-    made = EmbeddingQueue(backend, CostModel(Profile(dict(prefill), prefill)), 0.25)
+    costs = CostModel(Profile(dict(prefill), prefill))
+    made = EmbeddingQueue(backend, costs, 0.25, Progress())
     texts = [Texts(tokens) for tokens in requests]
     made.add(texts)
     return made, backend, texts
@@ -143,6 +146,48 @@ def test_a_sequence_that_was_left_half_way_is_begun_anew() -> None:
     one.future.cancel()
     assert batches(made, backend) == [list(text(16)), [*text(16, 40)], [*text(4, 56)]]
     assert other.future.result().tolist() == [mean(text(20, 40))]
+
+
+def test_only_the_text_at_fault_ends() -> None:
+    requests = [(1,)], [(2,), (99,), (3,)], [text(4, 10)], [text(5, 20)]
+    made, backend, (first, bad, *others) = queue(*requests, fail_on=[99])
+    assert batches(made, backend) == [
+        [1, 2, *text(4, 10), *text(5, 20), 99, 3],
+        [1],
+        [2],
+        list(text(4, 10)),
+        list(text(5, 20)),
+        [99],
+    ]
+    assert isinstance(bad.future.exception(), DecodeError)
+    assert first.future.result().tolist() == [mean((1,))]
+    assert [one.future.result().tolist() for one in others] == [
+        [mean(text(4, 10))],
+        [mean(text(5, 20))],
+    ]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_long_text_beside_one_at_fault_is_begun_anew(pooling: EmbeddingPooling) -> None:
+    undisturbed, backend, (expected,) = queue([text(30)], pooling=pooling)
+    batches(undisturbed, backend)
+    made, backend, (good, bad) = queue([text(30)], [(99,)], pooling=pooling, fail_on=[99])
+    assert batches(made, backend) == [
+        list(text(16)),
+        [*text(14, 17), 99],
+        list(text(16)),
+        list(text(14, 17)),
+        [99],
+    ]
+    assert good.future.result().tolist() == expected.future.result().tolist()
+    assert isinstance(bad.future.exception(), DecodeError)
+
+
+def test_those_who_come_later_share_batches_again() -> None:
+    made, backend, _ = queue([(1,)], [(99,)], fail_on=[99])
+    batches(made, backend)
+    made.add([Texts([(5,)]), Texts([(6,)])])
+    assert batches(made, backend)[-1] == [5, 6]
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -225,15 +270,15 @@ def test_2048_texts_wait_at_most() -> None:
         again.result(PATIENCE_S)
 
 
-def test_a_failed_batch_ends_those_in_it_only() -> None:
+def test_a_failed_batch_ends_the_one_at_fault_only() -> None:
     backend = WatchedBackend(n_slots=1, fail_on=[7])
     with running(backend) as engine:
         backend.hold()
-        bad, good = (engine.embed([one]) for one in ((7,) * 16, (5,) * 16))
+        bad, good = (engine.embed([one]) for one in ((7,) * 8, (5,) * 8))
         backend.resume()
         with pytest.raises(DecodeError):
             bad.result(PATIENCE_S)
-        assert good.result(PATIENCE_S).tolist() == [mean((5,) * 16)]
+        assert good.result(PATIENCE_S).tolist() == [mean((5,) * 8)]
 
 
 def test_a_drain_finishes_what_was_accepted() -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.model_registry import Answers
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.formats import hermes
@@ -142,6 +143,8 @@ class ScriptedEngine:
         self.left_early = False
         self.busy = False
         self.n_replicas = 1
+        self.missing: tuple[str, ...] = ()
+        """Replicas that do not answer."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         self.requests.append(request)
@@ -168,8 +171,9 @@ class ScriptedEngine:
             raise self.refusal
         return SlotAction(slot_id, 17, 170, 0.25)
 
-    async def explain(self, wanted: str) -> list[RequestRecord]:
-        return [record for record in self.records if record.belongs_to(wanted)]
+    async def explain(self, wanted: str) -> Answers[RequestRecord]:
+        found = (record for record in self.records if record.belongs_to(wanted))
+        return Answers(tuple(found), self.missing)
 
     async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
         """Of each text: its last token, its length and a zero."""
@@ -181,7 +185,7 @@ class ScriptedEngine:
     async def replica_states(self) -> dict[str, int]:
         return {"RUNNING": self.n_replicas}
 
-    async def stats(self) -> list[ReplicaStats]:
+    async def stats(self) -> Answers[ReplicaStats]:
         slots = [
             {"id": 0, "state": "idle", "request_id": "cmpl-0" if self.busy else None},
             {"id": 1, "state": "decode", "request_id": "cmpl-1"},
@@ -190,7 +194,7 @@ class ScriptedEngine:
         numbers = {"n_past": 9, "n_prompt": 7, "n_generated": 3}
         counters = dict.fromkeys(COUNTERS, 2) | {"n_tokens_max": 50, "prefill_s": 0.5}
         engine = {"slots": [slot | numbers for slot in slots]} | counters
-        return [ReplicaStats("r1", "n1", engine)] * self.n_replicas
+        return Answers((ReplicaStats("r1", "n1", engine),) * self.n_replicas, self.missing)
 
 
 def chat(content: str = "Hi", **fields: Any) -> dict[str, Any]:

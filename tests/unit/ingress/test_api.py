@@ -99,6 +99,46 @@ async def test_parameters_reach_the_engine(
     assert {name: getattr(sampling, name) for name in fields} == expected
 
 
+async def test_cache_groups_reach_the_engine(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """Without API keys, all share but those who send a salt."""
+    salts = [None, "s", "t", "s"]
+    for path, body in [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", chat()),
+        ("/completion", {"prompt": "x"}),
+        ("/infill", {"input_prefix": "x", "input_suffix": "y"}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", chat(max_tokens=9)),
+    ]:
+        engine.requests.clear()
+        for salt in salts:
+            said = body if salt is None else body | {"cache_salt": salt}
+            answer = await client.post(path, json=said)
+            assert answer.status_code == 200, (path, answer.text)
+        none, one, other, again = (request.cache_group for request in engine.requests)
+        assert none == ""
+        assert one == again
+        assert len({none, one, other}) == 3
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257, 7, ["s"]])
+async def test_a_wrong_cache_salt_is_refused(client: httpx.AsyncClient, salt: object) -> None:
+    answer = await client.post("/v1/completions", json={"prompt": "x", "cache_salt": salt})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("cache_salt")
+
+
+async def test_all_answers_to_a_request_share_a_cache_group(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    body = {"prompt": ["x", "y"], "n": 2, "cache_salt": "s"}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert len(engine.requests) == 4
+    assert len({request.cache_group for request in engine.requests}) == 1
+
+
 async def test_client_and_priority_reach_the_engine(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
@@ -324,6 +364,16 @@ async def test_stats_of_every_model(client: httpx.AsyncClient) -> None:
     (replica,) = body["models"][0]["replicas"]
     assert (replica["replica_id"], replica["node_id"]) == ("r1", "n1")
     assert [slot["id"] for slot in replica["engine"]["slots"]] == [0, 1, 2]
+    assert body["models"][0]["missing"] == []
+
+
+async def test_stats_name_who_is_missing(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.missing = "r2", "r3"
+    answer = await client.get("/v1/stats")
+    assert answer.status_code == 200
+    for model in answer.json()["models"]:
+        assert model["missing"] == ["r2", "r3"]
+        assert [replica["replica_id"] for replica in model["replicas"]] == ["r1"]
 
 
 @pytest.mark.parametrize(

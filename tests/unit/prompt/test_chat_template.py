@@ -25,10 +25,37 @@ def render(source: str) -> str:
         ),
         ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
         ("{{ messages | tojson }}", '[{"role": "user", "content": "say \\"é\\""}]'),
+        (
+            "{{ [1, {'b': 2, 'a': 'é'}] | tojson(indent=1) }}",
+            '[\n 1,\n {\n  "b": 2,\n  "a": "é"\n }\n]',
+        ),
+        ("{{ {'b': 2, 'a': [1, 2]} | tojson(separators=(',', ':')) }}", '{"b":2,"a":[1,2]}'),
+        ("{{ {'b': 2, 'a': 'é'} | tojson(sort_keys=true) }}", '{"a": "é", "b": 2}'),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}", '"\\u00e9"'),
+        (
+            "{% for m in messages %}a{% generation %}{% if loop.first %}{{ m.role }}{% endif %}"
+            "{% endgeneration %}b{% endfor %}",
+            "auserb",
+        ),
+        ("{%- generation -%}\n  a\n{%- endgeneration %}", "a"),
+        ("{% set n = 1 %}{% generation %}{% set n = 2 %}{% endgeneration %}{{ n }}", "1"),
         ("{{ strftime_now('%') | length > 0 }}", "True"),
         ("{{ documents is defined }} {{ tools is none }}", "False True"),
     ],
-    ids=["special", "generation", "trim", "break", "tojson", "strftime", "undefined"],
+    ids=[
+        *(
+            "special",
+            "prompt",
+            "trim",
+            "break",
+            "tojson",
+            "indent",
+            "separators",
+            "sort_keys",
+            "ascii",
+        ),
+        *("generation", "generation-trim", "generation-scope", "strftime", "undefined"),
+    ],
 )
 def test_renders_as_transformers_does(source: str, expected: str) -> None:
     assert render(source) == expected
@@ -57,6 +84,42 @@ def test_so_is_whatever_goes_wrong_in_it(source: str) -> None:
 def test_templates_are_sandboxed(source: str) -> None:
     with pytest.raises(InvalidRequestError):
         render(source)
+
+
+BILLION = 10**9
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * n }}",
+        "{{ n * 'ab' }}",
+        "{{ [1] * n }}",
+        "{{ 9 ** n }}",
+        "{% for i in range(n) %}{% endfor %}",
+        "{% macro again(m) %}{{ again(m) }}{% endmacro %}{{ again(1) }}",
+        "{% for i in range(90000) %}{{ 'abcd' * 250 }}{% endfor %}",
+    ],
+    ids=["text", "reversed", "list", "power", "range", "recursion", "loop"],
+)
+def test_what_would_not_end_is_refused(source: str) -> None:
+    template = ChatTemplate(source, bos="", eos="")
+    with pytest.raises(InvalidRequestError, match="refuses these messages"):
+        template.render(MESSAGES, extra={"n": BILLION})
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ '=' * 9 }}", "=" * 9),
+        ("{{ 4 * n }} {{ 2 ** 10 }} {{ 2.5 * n }}", "12 1024 7.5"),
+        ("{{ [1, 2] * 2 }} {{ 'a' * -1 }}", "[1, 2, 1, 2] "),
+        ("{{ 2 ** -1 }} {{ nothing is defined }}", "0.5 False"),
+    ],
+)
+def test_what_ends_is_not(source: str, expected: str) -> None:
+    template = ChatTemplate(source, bos="", eos="")
+    assert template.render(MESSAGES, extra={"n": 3}) == expected
 
 
 def test_a_broken_template_stops_the_start() -> None:

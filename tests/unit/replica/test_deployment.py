@@ -1,4 +1,4 @@
-"""How a replica finds its threads and its cores. Everything else of it is tested end to end."""
+"""How a replica finds its threads and its cores, and when it ends. All else of it is tested end to end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from serve_app.app import resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.errors import ConfigError
-from serve_app.replica.deployment import settle_in
+from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.replica.deployment import EngineReplica, settle_in
 
 N_CORES = 4
 
@@ -120,3 +120,51 @@ def test_threads_that_llama_cpp_places_are_not_pinned(
     monkeypatch.setattr("serve_app.placement.topology.Topology.nodes", property(lambda _: (0, 1)))
     place, _ = settle_in(model(threads=1, numa=numa), reserved=1)
     assert (place.cores is not None) is pinned
+
+
+class EndedError(Exception):
+    """Instead of the process's end."""
+
+
+class Broken:
+    """A replica whose engine fails whatever is asked of it: what methods of EngineReplica see of it."""
+
+    def __init__(self) -> None:
+        self._engine = self
+
+    def check_health(self) -> None:
+        raise EngineFailedError("It hangs.")
+
+    def _refuse_strange_tokens(self, vocabulary_key: bytes) -> None:
+        pass
+
+    async def _embed(self, texts: object) -> None:
+        raise EngineFailedError("It hangs.")
+
+
+@pytest.fixture
+def _ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the process is an EndedError."""
+
+    def end(status: int) -> None:
+        raise EndedError(status)
+
+    monkeypatch.setattr("serve_app.replica.deployment.os._exit", end)
+
+
+SERVED: Any = EngineReplica
+
+
+@pytest.mark.usefixtures("_ends")
+def test_a_replica_whose_engine_is_not_healthy_ends_its_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR, "corral.replica"), pytest.raises(EndedError):
+        SERVED.func_or_class.check_health(Broken())
+    assert "The replica ends, as its engine failed: It hangs." in caplog.text
+
+
+@pytest.mark.usefixtures("_ends")
+async def test_so_does_one_that_cannot_embed() -> None:
+    with pytest.raises(EndedError):
+        await SERVED.func_or_class.embed(Broken(), ((1,),), b"key")

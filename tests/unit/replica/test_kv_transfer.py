@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.kv_cache.hot_prefixes import HotPrefix
+from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix
 from serve_app.engine.kv_cache.state_format import packed
 from serve_app.replica.kv_transfer import Offer, Tally, TransferTarget, plan_pull, plan_push
 
-A, B, C = (packed([n] * 40) for n in range(3))
+A, B, C = (Prefix("ours", packed([n] * 40)) for n in range(3))
 
 
-def hot(tokens: bytes, n_begun: int = 2, n_bytes: int = 10) -> HotPrefix:
-    return HotPrefix(tokens, n_begun, n_bytes)
+def hot(prefix: Prefix, n_begun: int = 2, n_bytes: int = 10) -> HotPrefix:
+    return HotPrefix(prefix, n_begun, n_bytes)
 
 
 def test_what_several_have_is_asked_of_the_one_with_the_smallest_state() -> None:
@@ -28,10 +28,17 @@ def test_what_several_have_is_asked_of_the_one_with_the_smallest_state() -> None
     ("held", "room", "asked"), [([], 10, [A]), ([A], 100, [B]), ([A, B], 100, []), ([], 9, [])]
 )
 def test_a_new_replica_asks_for_what_it_lacks_and_has_room_for(
-    held: list[bytes], room: int, asked: list[bytes]
+    held: list[Prefix], room: int, asked: list[Prefix]
 ) -> None:
     offers = [Offer("one", b"", [hot(A, 9), hot(B, 2)])]
-    assert [one.tokens for one, _ in plan_pull(offers, held, room)] == asked
+    assert [one.prefix for one, _ in plan_pull(offers, held, room)] == asked
+
+
+def test_what_two_cache_groups_begin_with_is_asked_for_each() -> None:
+    theirs = A._replace(group="theirs")
+    offers = [Offer("one", b"", [hot(A, 3)]), Offer("two", b"", [hot(theirs, 2)])]
+    assert plan_pull(offers, [], 100) == [(hot(A, 3), "one"), (hot(theirs, 2), "two")]
+    assert plan_pull(offers, [theirs], 100) == [(hot(A, 3), "one")]
 
 
 def test_without_sources_nobody_is_asked() -> None:
@@ -44,7 +51,7 @@ def test_what_one_leaves_goes_to_who_has_most_room() -> None:
         TransferTarget("one", b"", [True] * 3, 45),
         TransferTarget("two", b"", [True] * 3, 30),
     ]
-    assert [(one.tokens, target) for one, target in plan_push(offered, targets)] == [
+    assert [(one.prefix, target) for one, target in plan_push(offered, targets)] == [
         (A, "one"),
         (B, "two"),
         (C, "one"),
@@ -71,7 +78,7 @@ def test_what_fits_nobody_is_lost() -> None:
 
 def test_the_log_counts_what_was_kept() -> None:
     tally = Tally("Received", "from")
-    tally.add("one", bytes(4 * 1000), 2**20)
-    tally.add("two", bytes(4 * 204), 2**19)
-    tally.add("three", bytes(4 * 99), 0)  # refused
+    tally.add("one", Prefix("", bytes(4 * 1000)), 2**20)
+    tally.add("two", Prefix("", bytes(4 * 204)), 2**19)
+    tally.add("three", Prefix("", bytes(4 * 99)), 0)  # refused
     assert str(tally).startswith("Received 2 prefixes, 1,204 tokens, 1.5 MiB from 2 replicas in 0.")

@@ -35,6 +35,13 @@ def test_a_chain_is_the_same_everywhere() -> None:
     assert chain(range(64)) == (2342333368, 4288378450)
 
 
+def test_cache_groups_have_no_block_in_common() -> None:
+    tokens = range(64)
+    chains = [chain(tokens, group) for group in ("", "mine", "theirs")] + [chain(tokens)]
+    assert len({block for one in chains for block in one}) == 8
+    assert chain(tokens, "mine") == (2879001194, 2168492156)
+
+
 @pytest.mark.parametrize("n", range(6))
 def test_leading_blocks_are_counted(n: int) -> None:
     wanted = chain(range(5 * BLOCK_TOKENS))
@@ -48,20 +55,26 @@ def test_packing_keeps_all_bits() -> None:
 def test_an_inventory_has_every_block_once() -> None:
     shared = list(range(64))
     prompts = [shared + [1] * 32, shared + [2] * 32]
-    blocks = Inventory().blocks(prompts)
+    blocks = Inventory().blocks([("", one) for one in prompts])
     assert len(blocks) == len(set(blocks)) == 4
-    assert set(blocks) == {*chain(prompts[0]), *chain(prompts[1])}
+    assert set(blocks) == {*chain(prompts[0], ""), *chain(prompts[1], "")}
 
 
 def test_an_inventory_that_is_full_keeps_beginnings() -> None:
     first, second = range(BLOCK_TOKENS * (MAX_BLOCKS - 2)), range(1, 1 + BLOCK_TOKENS * 8)
-    blocks = Inventory().blocks([first, second, range(9, 999)])
+    blocks = Inventory().blocks([("", first), ("", second), ("", range(9, 999))])
     assert len(blocks) == MAX_BLOCKS
-    assert blocks[-2:] == list(chain(second)[:2])
+    assert blocks[-2:] == list(chain(second, "")[:2])
+
+
+def test_an_inventory_tells_cache_groups_apart() -> None:
+    inventory, tokens = Inventory(), tuple(range(64))
+    assert inventory.blocks([("mine", tokens)]) == list(chain(tokens, "mine"))
+    assert inventory.blocks([("theirs", tokens)]) == list(chain(tokens, "theirs"))
 
 
 def test_an_inventory_follows_what_changes() -> None:
     inventory = Inventory()
     for start in range(3):
         prompt = list(range(start, start + 64))
-        assert inventory.blocks([prompt]) == list(chain(prompt))
+        assert inventory.blocks([("", prompt)]) == list(chain(prompt, ""))

@@ -7,9 +7,11 @@ from typing import Any
 
 from serve_app.engine import EngineStats, Holdings, SlotStats
 from serve_app.engine.backends.fake import FakeBackend
+from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.routing.blocks import chain, request_key, unpack
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report
+from serve_app.types import SHARED_GROUP
 from tests.unit.engine.harness import ask, endless, options, request, running, start, until
 
 LONG = "once upon a time there was a fox that" + "!" * 60 + "\n"
@@ -35,7 +37,7 @@ def test_an_engine_holds_prompts_that_wait_run_and_have_ended() -> None:
         until(lambda: engine.holdings().taken == ("ended", "0", "1", "2"))
         held = blocks_of(engine.holdings())
         for text in texts[1:]:
-            assert set(chain(list(text.encode()))) <= held
+            assert set(chain(list(text.encode()), "")) <= held
 
 
 def test_what_lost_its_slot_is_held_while_it_is_stored() -> None:
@@ -43,7 +45,7 @@ def test_what_lost_its_slot_is_held_while_it_is_stored() -> None:
     with running(backend, replace(options(1), n_ctx_slot=256, cache_ram_bytes=9999)) as engine:
         ask(engine, request("a", "a" * 64))
         ask(engine, request("b", "b" * 64))
-        assert {*chain(b"a" * 64), *chain(b"b" * 64)} <= blocks_of(engine.holdings())
+        assert {*chain(b"a" * 64, ""), *chain(b"b" * 64, "")} <= blocks_of(engine.holdings())
 
 
 def test_what_is_pinned_is_held_from_the_start() -> None:
@@ -51,6 +53,22 @@ def test_what_is_pinned_is_held_from_the_start() -> None:
     backend = FakeBackend(endless, n_slots=3)
     with running(backend, replace(options(2), n_ctx_slot=256, pinned=(pinned,))) as engine:
         assert set(chain(pinned)) <= blocks_of(engine.holdings())
+
+
+def test_what_a_cache_group_began_is_held_for_it_only() -> None:
+    backend = FakeBackend(endless, n_slots=1)
+    with running(backend, replace(options(1), n_ctx_slot=256, cache_ram_bytes=9999)) as engine:
+        ask(engine, request("stored", "a" * 64, group="mine"))
+        ask(engine, request("in a slot", "b" * 64, group="mine"))
+        backend.hold()
+        start(engine, *(request(f"{i}", "c" * 64, group="mine") for i in range(2)))
+        until(lambda: len(engine.holdings().taken) == 4)
+        held = blocks_of(engine.holdings())
+    for letter in b"abc":
+        tokens = bytes([letter]) * 64
+        assert set(chain(tokens, "mine")) <= held
+        for group in ("theirs", "", SHARED_GROUP):
+            assert not set(chain(tokens, group)) & held
 
 
 def test_a_report_says_how_fast_and_how_busy() -> None:
@@ -64,11 +82,11 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
         token_s=0.005,
         answer_tokens=40.0,
     )
-    said = Reporter().report(stats, Holdings((tuple(range(64)),), ("x",)))
+    said = Reporter().report(stats, Holdings((HeldPrompt("mine", tuple(range(64))),), ("x",)))
     assert Report(**said) == Report(
         4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, Report(**said).blocks, Report(**said).requests
     )
-    assert unpack(said["blocks"]) == chain(range(64))
+    assert unpack(said["blocks"]) == chain(range(64), "mine")
     assert unpack(said["requests"]) == (request_key("x"),)
     assert {type(value) for value in said.values()} == {int, float, bytes}
 

@@ -24,13 +24,13 @@ KEY = request_key("http")
         pytest.param(
             "generate",
             (GenerationRequest("a.1", TOKENS, SamplingParams(max_tokens=9)),),
-            Prompt(request_key("a.1"), 70, chain(TOKENS), 9, "http"),
+            Prompt(request_key("a.1"), 70, chain(TOKENS, ""), 9, "http", chain(TOKENS)),
             id="a prompt and the most that it may get",
         ),
         pytest.param(
             "generate",
-            (GenerationRequest("a", TOKENS),),
-            Prompt(request_key("a"), 70, chain(TOKENS), math.inf, "http"),
+            (GenerationRequest("a", TOKENS, cache_group="mine"),),
+            Prompt(request_key("a"), 70, chain(TOKENS, "mine"), math.inf, "http", chain(TOKENS)),
             id="a prompt",
         ),
         pytest.param(

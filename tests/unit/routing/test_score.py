@@ -48,6 +48,21 @@ def send(router: Fleet[int], asked: Prompt, now: float = 0.0) -> int:
 SYSTEM = tokens("system", 512)
 
 
+def test_what_all_cache_groups_share_is_found_like_a_prefix_of_ones_own() -> None:
+    asked = SYSTEM + tokens("own", 64)
+    own, shared = chain(asked, "mine"), chain(asked)
+    for held, n_found in [
+        (shared[:16], 512),
+        (own[:4], 128),
+        (own[:4] + shared[:16], 512),
+        (own[:17] + shared[:16], 544),
+        (chain(asked, "theirs"), 0),
+    ]:
+        router = fleet(report(blocks=pack(held)))
+        prompt = Prompt(1, len(asked), own, shared=shared)
+        assert router[0].forecast(prompt, 0.0).missing == len(asked) - n_found
+
+
 @pytest.mark.parametrize(
     ("reports", "chosen"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,12 @@ from serve_app.engine import (
     Engine,
     EngineFailedError,
     FinishReason,
+    TokenStream,
 )
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
+from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.errors import CorralError
 from tests.unit.engine.harness import (
     PATIENCE_S,
     SteppedBackend,
@@ -56,6 +60,31 @@ def test_decode_error_in_the_middle_of_a_text() -> None:
     assert isinstance(bad.end.error, DecodeError)
     assert bad.token_ids == continuation(b"abc", 2)
     assert good.token_ids == continuation(innocent, 4)
+
+
+async def test_a_request_that_cannot_be_begun_is_refused_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resume = EngineSequence.resume
+
+    def fail(sequence: EngineSequence, *arguments: Any) -> None:
+        if sequence.id == "bad":
+            raise ZeroDivisionError
+        resume(sequence, *arguments)
+
+    monkeypatch.setattr(EngineSequence, "resume", fail)
+    with running(WatchedBackend(n_slots=2)) as engine:
+        first, bad, last = engine.submit_many([request(name) for name in ("a", "bad", "b")])
+        assert isinstance(bad, CorralError)
+        assert (type(bad), bad.message) == (
+            CorralError,
+            "The request cannot be begun (ZeroDivisionError).",
+        )
+        assert "Request bad cannot be begun." in caplog.text
+        for stream in (first, last):
+            assert isinstance(stream, TokenStream)
+            assert (await read(stream)).token_ids == continuation(b"hello\n", 4)
+        assert ask(engine, request("bad2")).token_ids == continuation(b"hello\n", 4)
 
 
 async def test_decode_error_is_raised_by_the_stream() -> None:

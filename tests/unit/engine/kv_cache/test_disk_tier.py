@@ -20,8 +20,8 @@ from serve_app.errors import ConfigError
 HEADER = state_format._FIELDS.size + state_format._DIGEST_BYTES
 
 
-def prefix(text: str, n_bytes: int = 100) -> StoredPrefix:
-    return StoredPrefix(list(text.encode()), text[0].encode() * n_bytes)
+def prefix(text: str, n_bytes: int = 100, group: str = "") -> StoredPrefix:
+    return StoredPrefix(list(text.encode()), text[0].encode() * n_bytes, group)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def test_a_restart_finds_what_was_added_and_not_what_was_discarded(tmp_path: Pat
 
 def test_an_empty_state_and_tokens_of_all_sizes(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
-        files.add(StoredPrefix([0, 2**31 - 1, -1], b""))
+        files.add(StoredPrefix([0, 2**31 - 1, -1], b"", ""))
     with opened(tmp_path) as files:
         (found,) = files.load(0)
     assert (found.tokens, found.state) == ([0, 2**31 - 1, -1], b"")
@@ -177,7 +177,8 @@ def flip(at: int) -> Callable[[bytes], bytes]:
         (flip(44), "bytes, its header says"),
         (flip(47), "bytes, its header says"),  # four billion tokens
         (flip(55), "bytes, its header says"),  # exabytes of state
-        (flip(56), "checksum"),
+        (flip(59), "bytes, its header says"),  # gigabytes of cache group
+        (flip(60), "checksum"),
         (flip(HEADER), "checksum"),
         (flip(-2), "checksum"),
         # A token less and four bytes of state more: the size fits.
@@ -241,6 +242,52 @@ def test_only_unfinished_files_that_nobody_writes_any_more_are_removed(
     assert loaded(tmp_path) == ["a"]
     assert on_disk(tmp_path) == {path, fresh}
     assert caplog.messages == []
+
+
+# -- cache groups ---------------------------------------------------------------------------------
+
+
+def test_each_cache_group_has_its_own_file_and_a_restart_keeps_them_apart(tmp_path: Path) -> None:
+    with opened(tmp_path) as files:
+        for group in ("", "mine", "theirs", "mine"):
+            files.add(prefix("a chat", group=group))
+    assert len(on_disk(tmp_path)) == 3
+    with opened(tmp_path) as files:
+        found = files.load(10_000)
+        files.discard(prefix("a chat", group="theirs"))
+    assert sorted(one.group for one in found) == ["", "mine", "theirs"]
+    assert {bytes(one.tokens) for one in found} == {b"a chat"}
+    with opened(tmp_path) as files:
+        assert sorted(one.group for one in files.load(10_000)) == ["", "mine"]
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_file_of_another_cache_group_is_not_taken_for_ones_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, renamed: bool
+) -> None:
+    """Neither under the name that it would have, nor with the group in it replaced."""
+    with opened(tmp_path) as files:
+        files.add(prefix("a", group="mine"))
+    (mine,) = on_disk(tmp_path)
+    with opened(tmp_path) as files:
+        files.add(prefix("a", group="evil"))
+    (evil,) = on_disk(tmp_path) - {mine}
+    data = evil.read_bytes()
+    assert data[HEADER:].startswith(b"evil")
+    mine.write_bytes(data if renamed else data[:HEADER] + b"mine" + data[HEADER + 4 :])
+    evil.unlink()
+    with opened(tmp_path) as files:
+        assert files.load(10_000) == []
+    assert ("not under its own name" if renamed else "checksum") in caplog.text
+
+
+def test_tokens_cannot_pass_for_a_cache_group(tmp_path: Path) -> None:
+    """What is hashed to a name tells where the group ends."""
+    packed = state_format.packed([7]).decode()
+    with opened(tmp_path) as files:
+        files.add(StoredPrefix([7, 8], b"", ""))
+        files.add(StoredPrefix([8], b"", packed))
+    assert len(on_disk(tmp_path)) == 2
 
 
 # -- several replicas -----------------------------------------------------------------------------

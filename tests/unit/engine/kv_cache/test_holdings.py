@@ -21,12 +21,12 @@ def test_what_was_published_does_not_change() -> None:
             inbox = Inbox()
             engine.submit_callback(request(str(i), prompt, max_tokens=5 + 4 * i), inbox)
             held = engine.holdings()
-            seen.append((held, [tuple(tokens) for tokens in held.prompts]))
+            seen.append((held, [tuple(one.tokens) for one in held.prompts]))
             if i % 3 == 2:
                 inbox.wait()
     assert any(len(held.prompts) > 2 for held, _ in seen)
     for held, copied in seen:
-        assert [tuple(tokens) for tokens in held.prompts] == copied
+        assert [tuple(one.tokens) for one in held.prompts] == copied
 
 
 def test_the_last_requests_are_named() -> None:

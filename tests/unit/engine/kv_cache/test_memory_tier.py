@@ -29,7 +29,7 @@ def store(budget: int, *texts: str) -> MemoryTier:
     """Each text's state has ten bytes a letter."""
     made = MemoryTier(budget)
     for text in texts:
-        made.put(tokens(text), bytes(10 * len(text)))
+        made.put("", tokens(text), bytes(10 * len(text)))
     return made
 
 
@@ -45,19 +45,19 @@ def store(budget: int, *texts: str) -> MemoryTier:
     ],
 )
 def test_longest(texts: list[str], prompt: str, n_shared: int, found: str | None) -> None:
-    n, prefix = store(1000, *texts).longest(tokens(prompt))
+    n, prefix = store(1000, *texts).longest("", tokens(prompt))
     assert n == n_shared
     assert (prefix.tokens if prefix else None) == (tokens(found) if found else None)
 
 
 def test_the_least_recently_used_make_room() -> None:
     made = store(100, "aaaa", "bbbb")
-    _, prefix = made.longest(tokens("aaaa!"))
+    _, prefix = made.longest("", tokens("aaaa!"))
     assert prefix is not None
     made.used(prefix)
-    made.put(tokens("cccc"), bytes(40))
+    made.put("", tokens("cccc"), bytes(40))
     assert made.n_bytes == 80
-    assert [made.longest(tokens(f"{letter * 4}!"))[0] for letter in "abc"] == [4, 0, 4]
+    assert [made.longest("", tokens(f"{letter * 4}!"))[0] for letter in "abc"] == [4, 0, 4]
 
 
 def test_a_longer_prefix_takes_the_shorter_ones_place() -> None:
@@ -77,7 +77,29 @@ def test_a_longer_prefix_takes_the_shorter_ones_place() -> None:
     ],
 )
 def test_wants(text: str, n_bytes: int, expected: bool) -> None:
-    assert store(100, "abcd").wants(tokens(text), n_bytes) is expected
+    assert store(100, "abcd").wants("", tokens(text), n_bytes) is expected
+
+
+@pytest.mark.parametrize(("group", "n_found"), [("mine", 4), ("theirs", 2), ("", 0)])
+def test_each_cache_group_finds_its_own(group: str, n_found: int) -> None:
+    made = MemoryTier(1000)
+    made.put("mine", tokens("abcd"), bytes(40))
+    made.put("theirs", tokens("ab"), bytes(20))
+    n, prefix = made.longest(group, tokens("abcde"))
+    assert n == n_found
+    assert (prefix.group if prefix else "") == group
+    assert made.wants(group, tokens("abcd"), 40) is (n_found < 4)
+
+
+def test_a_longer_prefix_takes_no_other_cache_groups_place() -> None:
+    made = MemoryTier(1000)
+    made.put("mine", tokens("ab"), bytes(20))
+    made.put("theirs", tokens("abcd"), bytes(40))
+    made.put("mine", tokens("abc"), bytes(30))
+    assert [(one.group, bytes(one.tokens)) for one in made.newest] == [
+        ("mine", b"abc"),
+        ("theirs", b"abcd"),
+    ]
 
 
 # -- in the engine: one slot, several chats -------------------------------------------------------

@@ -85,11 +85,12 @@ def test_it_is_refused_without_a_folder() -> None:
             engine.slot_files.erase(0)
 
 
-def test_files_have_a_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", ["", "grüppe"])
+def test_files_have_a_bound(tmp_path: Path, group: str) -> None:
     folder = tmp_path / "slots"
     opts = options(2, slot_folder=folder, slot_folder_max_bytes=2000)
     with running(WatchedBackend(n_slots=2), opts) as engine:
-        ask(engine, request("a", PROMPT))
+        ask(engine, request("a", PROMPT, group=group))
         slot, _ = slot_of(engine)
         size = engine.slot_files.save(slot, "a.bin").n_bytes
         others = 2000 - 2 * size

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait, common_prefix
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest
+from serve_app.types import SHARED_GROUP, GenerationRequest
 
 BUSY = None
 SlotState = tuple[list[int], int] | None
 """An idle slot's tokens and when it was last used; or BUSY."""
 
 
-def sequence(prompt: list[int]) -> Sequence:
-    return Sequence(GenerationRequest("a", tuple(prompt)), lambda delta: None)
+def sequence(prompt: list[int], group: str = "") -> Sequence:
+    request = GenerationRequest("a", tuple(prompt), cache_group=group)
+    return Sequence(request, lambda delta: None)
 
 
 def table(states: list[SlotState], min_copy: int = 99, *, consecutive: bool = False) -> SlotTable:
@@ -53,7 +56,7 @@ def table(states: list[SlotState], min_copy: int = 99, *, consecutive: bool = Fa
 )
 def test_choose(states: list[SlotState], prompt: list[int], chosen: int, n_cached: int) -> None:
     slots = table(states)
-    assert slots.choose(prompt) == Choice(slots.slots[chosen], n_cached)
+    assert slots.choose("", prompt) == Choice(slots.slots[chosen], n_cached)
 
 
 def busy(tokens: list[int], n_past: int) -> Sequence:
@@ -101,13 +104,95 @@ def test_prefixes_of_other_slots(
             slots.occupy(slot, state)
         else:
             slot.idle_tokens, slot.last_used = state, len(state)
-    choice = slots.choose(prompt)
+    choice = slots.choose("", prompt)
     if isinstance(expected, int):
         assert choice == Wait(slots.slots[0], expected)
         return
     assert isinstance(choice, Choice)
     source = None if choice.copy_from is None else choice.copy_from.id
     assert (choice.slot.id, choice.n_cached, source) == expected
+
+
+MINE, THEIRS = "mine", "theirs"
+
+
+@pytest.mark.parametrize(
+    ("groups", "held", "expected"),
+    [
+        pytest.param([MINE, MINE], [[1, 2, 3, 4], [9]], (0, 4, None), id="one's own, in place"),
+        pytest.param(
+            [THEIRS, MINE], [[1, 2, 3, 4], [9]], (0, 0, None), id="another's is no prefix"
+        ),
+        pytest.param([THEIRS, ""], [[1, 2, 3, 4], [1, 2, 3, 4]], (0, 0, None), id="nor anybody's"),
+        pytest.param(
+            [THEIRS, MINE], [[1, 2, 3, 4], [1, 2, 3]], (1, 3, None), id="one's own before a longer"
+        ),
+        pytest.param([THEIRS], [[1, 2, 3, 4]], (0, 0, None), id="another's slot is emptied"),
+        pytest.param(
+            [MINE, THEIRS],
+            [busy([1, 2, 3, 4], 4), [7]],
+            (1, 4, 0),
+            id="copied from one's own that runs, into another's",
+        ),
+        pytest.param(
+            [THEIRS, MINE],
+            [busy([1, 2, 3, 4], 4), []],
+            (1, 0, None),
+            id="not copied from another's that runs",
+        ),
+        pytest.param(
+            [THEIRS, MINE], [busy([1, 2, 3, 4], 0), []], (1, 0, None), id="nor waited for there"
+        ),
+        pytest.param([MINE, MINE], [busy([1, 2, 3, 4], 0), []], 4, id="waited for in one's own"),
+    ],
+)
+def test_slots_of_other_cache_groups_hold_nothing(
+    groups: list[str],
+    held: list[list[int] | Sequence],
+    expected: tuple[int, int, int | None] | int,
+) -> None:
+    slots = SlotTable(len(groups), min_copy=3)
+    for age, (slot, group, one) in enumerate(zip(slots.slots, groups, held, strict=True)):
+        if isinstance(one, Sequence):
+            one.request = replace(one.request, cache_group=group)
+            slots.occupy(slot, one)
+        else:
+            slot.group, slot.idle_tokens, slot.last_used = group, one, age
+    choice = slots.choose(MINE, [1, 2, 3, 4, 5])
+    if isinstance(choice, Wait):
+        assert choice == Wait(slots.slots[0], expected)  # type: ignore[arg-type]
+        return
+    source = None if choice.copy_from is None else choice.copy_from.id
+    assert (choice.slot.id, choice.n_cached, source) == expected
+
+
+@pytest.mark.parametrize("group", ["", MINE, THEIRS])
+def test_what_is_pinned_is_for_every_cache_group(group: str) -> None:
+    slots = SlotTable(1, min_copy=3, pinned=((1, 2, 3),))
+    choice = slots.choose(group, [1, 2, 3, 4])
+    assert choice == Choice(slots.slots[0], 3, copy_from=slots.slots[1])
+
+
+def test_a_slot_belongs_to_the_cache_group_that_had_it_last() -> None:
+    slots = SlotTable(1, min_copy=3)
+    slot = slots.slots[0]
+    for group in (MINE, THEIRS):
+        ended = sequence([1, 2, 3], group)
+        ended.n_past = 2
+        slots.occupy(slot, ended)
+        slots.release(slot)
+        assert slots.choose(group, [1, 2, 3]) == Choice(slot, 2)
+    assert slots.choose(MINE, [1, 2, 3]) == Choice(slot, 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "lost"), [(MINE, []), (THEIRS, [5, 6, 7]), (SHARED_GROUP, [])], ids=repr
+)
+def test_what_only_another_cache_group_holds_is_lost(other: str, lost: list[int]) -> None:
+    slots = SlotTable(2, min_copy=3)
+    for slot, group in zip(slots.slots, (MINE, other), strict=True):
+        slot.group, slot.idle_tokens = group, [5, 6, 7]
+    assert slots.loses(Choice(slots.slots[0], 0)) == lost
 
 
 def test_no_slot_when_all_are_busy() -> None:
@@ -134,7 +219,7 @@ def test_releases_make_the_order_of_age() -> None:
         slots.release(slots.slots[i])
     order = []
     for _ in range(3):
-        choice = slots.choose([9])
+        choice = slots.choose("", [9])
         assert isinstance(choice, Choice)
         slots.occupy(choice.slot, sequence([9]))
         order.append(choice.slot.id)
@@ -171,10 +256,10 @@ def test_busy_slots_are_kept_together(
     states: list[SlotState], prompt: list[int], chosen: int
 ) -> None:
     slots = table(states, consecutive=True)
-    choice = slots.choose(prompt)
+    choice = slots.choose("", prompt)
     assert isinstance(choice, Choice)
     assert choice.slot.id == chosen
-    apart = table(states).choose([1])
+    apart = table(states).choose("", [1])
     assert isinstance(apart, Choice)
     assert apart.slot.last_used == min(state[1] for state in states if state)
 

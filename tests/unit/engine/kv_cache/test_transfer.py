@@ -15,6 +15,7 @@ import pytest
 from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
 from serve_app.engine.backends.fake import FakeBackend
+from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.state_format import packed
 from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
 from serve_app.errors import EngineClosedError
@@ -34,24 +35,24 @@ SHARED = "what all requests of this application begin with. "
 OPTIONS = options(2, n_ctx_slot=256, cache_ram_bytes=10_000)
 
 
-def tokens(text: str) -> bytes:
-    return packed(list(text.encode()))
+def prefix(text: str, group: str = "") -> Prefix:
+    return Prefix(group, packed(list(text.encode())))
 
 
 def fake(n_slots: int = 2) -> FakeBackend:
     return FakeBackend(endless, n_slots=n_slots)
 
 
-def told(engine: Engine, text: str) -> int:
+def told(engine: Engine, text: str, group: str = "") -> int:
     """Run a prompt; returns how many of its tokens were cached."""
-    inbox = ask(engine, request(text, text))
+    inbox = ask(engine, request(text, text, group=group))
     assert inbox.token_ids == continuation(text.encode(), 4)
     return inbox.end.usage.cached_tokens
 
 
-def payload(engine: Engine, text: str = SHARED) -> Payload:
+def payload(engine: Engine, text: str = SHARED, group: str = "") -> Payload:
     """From one process to another."""
-    exported = engine.prefixes.export_prefix(tokens(text))
+    exported = engine.prefixes.export_prefix(prefix(text, group))
     assert exported is not None
     moved: Payload = pickle.loads(pickle.dumps(exported, protocol=5))
     return moved
@@ -62,7 +63,7 @@ def test_a_fresh_engine_starts_from_what_another_one_computed() -> None:
         for name in "AB":
             told(source, SHARED + name)
         (offered,) = source.prefixes.offers(2)
-        assert (offered.tokens, offered.n_begun) == (tokens(SHARED), 2)
+        assert (offered.prefix, offered.n_begun) == (prefix(SHARED), 2)
         sent = payload(source)
         assert fresh.prefixes.import_prefix(sent, len(SHARED)) == 4 * len(SHARED)
         assert told(fresh, SHARED + "C") == len(SHARED)
@@ -77,15 +78,52 @@ def test_what_is_taken_whole_keeps_its_end() -> None:
     with running(fake(), OPTIONS) as source, running(fake(), OPTIONS) as target:
         told(source, SHARED + "A")
         sent = payload(source)
-        assert target.prefixes.import_prefix(sent, len(sent.tokens) // 4) == sent.state.size
+        assert target.prefixes.import_prefix(sent, len(sent.prefix.tokens) // 4) == sent.state.size
         assert (
-            told(target, SHARED + "A" + endless_text(SHARED + "A") + "!") == len(sent.tokens) // 4
+            told(target, SHARED + "A" + endless_text(SHARED + "A") + "!")
+            == len(sent.prefix.tokens) // 4
         )
 
 
 def endless_text(prompt: str) -> str:
     """What was answered to a prompt, as far as it was fed."""
     return bytes(continuation(prompt.encode(), 3)).decode()
+
+
+def test_what_is_transferred_stays_in_its_cache_group() -> None:
+    with running(fake(), OPTIONS) as source, running(fake(), OPTIONS) as fresh:
+        for name in "AB":
+            told(source, SHARED + name, "mine")
+        (offered,) = source.prefixes.offers(2)
+        assert offered.prefix == prefix(SHARED, "mine")
+        assert source.prefixes.lacks([prefix(SHARED, "mine"), prefix(SHARED)]) == [False, True]
+        assert source.prefixes.export_prefix(prefix(SHARED, "theirs")) is None
+        assert source.prefixes.export_prefix(prefix(SHARED)) is None
+        sent = payload(source, group="mine")
+        assert fresh.prefixes.import_prefix(sent, len(SHARED)) > 0
+        assert told(fresh, SHARED + "C", "theirs") == 0
+        assert told(fresh, SHARED + "D") == 0
+        assert told(fresh, SHARED + "E", "mine") == len(SHARED)
+
+
+def test_what_two_cache_groups_begin_with_is_not_what_several_prompts_share() -> None:
+    with running(fake(), OPTIONS) as source:
+        told(source, SHARED + "A", "mine")
+        told(source, SHARED + "B", "theirs")
+        assert source.prefixes.offers(2) == []
+        told(source, SHARED + "C", "theirs")
+        assert [(one.prefix.group, one.n_begun) for one in source.prefixes.offers(2)] == [
+            ("theirs", 2)
+        ]
+
+
+def test_what_is_in_memory_is_exported_to_its_cache_group_only() -> None:
+    with running(fake(1), replace(OPTIONS, n_slots=1)) as source:
+        told(source, SHARED + "A", "mine")
+        told(source, "something else that takes the slot, and is kept in memory", "theirs")
+        assert source.stats().stored_prefixes == 1
+        assert source.prefixes.export_prefix(prefix(SHARED, "theirs")) is None
+        assert payload(source, group="mine").prefix.group == "mine"
 
 
 def test_offers_are_of_the_last_prompts_only() -> None:
@@ -101,9 +139,9 @@ def test_offers_are_of_the_last_prompts_only() -> None:
 def test_what_it_lacks() -> None:
     with running(fake(), OPTIONS) as engine:
         told(engine, SHARED + "A")
-        wanted = [tokens(SHARED), tokens(SHARED + "B"), tokens("else")]
+        wanted = [prefix(SHARED), prefix(SHARED + "B"), prefix("else")]
         assert engine.prefixes.lacks(wanted) == [False, True, True]
-        assert engine.prefixes.export_prefix(tokens("else")) is None
+        assert engine.prefixes.export_prefix(prefix("else")) is None
 
 
 def test_a_small_store_does_not_take_what_does_not_fit() -> None:
@@ -137,7 +175,9 @@ def test_another_models_prefix_is_refused() -> None:
 @pytest.mark.parametrize(("n_tokens", "n_wanted"), [(0, 0), (256, 256), (10, 0), (10, 11)])
 def test_a_prefix_of_the_wrong_length_is_refused(n_tokens: int, n_wanted: int) -> None:
     with running(fake(), OPTIONS) as engine:
-        odd = Payload(engine.prefixes.key, packed([7] * n_tokens), np.zeros(4, np.uint8))
+        odd = Payload(
+            engine.prefixes.key, Prefix("", packed([7] * n_tokens)), np.zeros(4, np.uint8)
+        )
         with pytest.raises(RefusedPrefixError, match="tokens"):
             engine.prefixes.import_prefix(odd, n_wanted)
 
@@ -183,17 +223,17 @@ def test_nobody_waits_for_a_state_that_takes_long_to_save(
         (inbox,) = start(engine, request("runs", SHARED))
         backend.wait_for_batch()
         backend.step()  # the prompt is computed
-        exported = pool.submit(engine.prefixes.export_prefix, tokens(SHARED))
+        exported = pool.submit(engine.prefixes.export_prefix, prefix(SHARED))
         assert asked.wait(PATIENCE_S)
         backend.step()
         assert exported.result(PATIENCE_S) is None
         backend.resume()
         inbox.wait()
-        assert engine.prefixes.export_prefix(tokens(SHARED)) is not None
+        assert engine.prefixes.export_prefix(prefix(SHARED)) is not None
 
 
 def test_a_closed_engine_gives_nothing() -> None:
     with running(fake(), OPTIONS) as engine:
         pass
     with pytest.raises(EngineClosedError):
-        engine.prefixes.export_prefix(tokens(SHARED))
+        engine.prefixes.export_prefix(prefix(SHARED))

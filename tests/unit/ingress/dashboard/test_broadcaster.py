@@ -12,7 +12,7 @@ import pytest
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.broadcaster import MAX_VIEWERS, N_FRAMES, Broadcaster
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.types import ReplicaStats
 from tests.unit.ingress.dashboard.test_snapshot import merged, replica
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
@@ -26,11 +26,11 @@ class Engine(ScriptedEngine):
         self.n_looks = 0
         self.stopped = self.broken = False
 
-    async def stats(self) -> list[ReplicaStats]:
+    async def stats(self) -> Answers[ReplicaStats]:
         if self.broken:
             raise KeyError("Nobody knows.")
         self.n_looks += 1
-        return [replica(generated_tokens=self.n_looks)]
+        return Answers((replica(generated_tokens=self.n_looks),))
 
     async def replica_states(self) -> dict[str, int]:
         if self.stopped:

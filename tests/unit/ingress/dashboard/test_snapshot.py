@@ -42,10 +42,12 @@ class Seen:
     def __init__(self) -> None:
         self.board = Board()
         self.now = 0.0
+        self.missing: list[str] = []
 
     def look(self, *replicas: ReplicaStats, **states: int) -> Json:
         self.now += 1
-        self.board.look({"m": replicas}, {"m": states}, self.now, 1000 + self.now)
+        missing = {"m": self.missing}
+        self.board.look({"m": replicas}, missing, {"m": states}, self.now, 1000 + self.now)
         return self.board.view
 
     @property
@@ -118,6 +120,19 @@ def test_replicas_come_and_go() -> None:
         assert seen.look(replica("b"))["replicas"]["a"]["state"] == "silent"
     assert "a" not in seen.look(replica("b"))["replicas"]
     assert seen.events == [("came", "b", 1), ("gone", "a", 1)]
+
+
+def test_who_runs_and_does_not_answer_is_not_gone() -> None:
+    seen = Seen()
+    seen.look(replica("a"))
+    seen.missing = ["a"]
+    for _ in range(9):
+        view = seen.look()
+    assert view["replicas"]["a"]["state"] == "silent"
+    assert view["models"]["m"]["missing"] == ["a"]
+    seen.missing = []
+    assert seen.look()["replicas"] == {}
+    assert seen.events == [("gone", "a", 1)]
 
 
 def test_who_misses_one_look_is_not_gone() -> None:

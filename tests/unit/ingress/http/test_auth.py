@@ -118,6 +118,26 @@ async def test_slots_are_shared_among_keys_not_users(
     assert [request.client for request in engine.requests] == ["ben", "somebody"]
 
 
+async def test_keys_share_prefixes_within_their_cache_group(
+    connect: Open, tmp_path: Path, engine: ScriptedEngine
+) -> None:
+    secrets = {name: f"{name}-secret-0123456789" for name in ("ana", "ben", "cai", "dan")}
+    entries = [{"name": name, "key": secret} for name, secret in secrets.items()]
+    entries[1]["cache_group"] = entries[2]["cache_group"] = "team"
+    entries[3]["cache_group"] = "ana"  # the group that ana's key is in by its name
+    file = tmp_path / "groups.yaml"
+    file.write_text(yaml.safe_dump({"keys": entries}))
+    client = connect(Access(file))
+    for salt in ({}, {"cache_salt": "s"}):
+        engine.requests.clear()
+        for secret in secrets.values():
+            await client.post(CHAT, json=chat(user="u", **salt), headers=bearer(secret))
+        ana, ben, cai, dan = (request.cache_group for request in engine.requests)
+        assert (ben, dan) == (cai, ana)
+        assert len({ana, ben, ""}) == 3
+        assert not any(name in found for name in ("ana", "team") for found in (ana, ben))
+
+
 async def test_a_keys_largest_prompt(connect: Open, keys: Path, engine: ScriptedEngine) -> None:
     client = connect(Access(keys))
     body = {"prompt": ["123456", "12345"]}
@@ -278,6 +298,18 @@ async def test_explain(connect: Open, engine: ScriptedEngine) -> None:
     assert told == {"queue_ms": 1000, "stalled_ms": 250, "preempted_ms": 125}
     assert (ended["timings"]["preemptions"], ended["timings"]["mean_batch"]) == (1, 3.5)
     assert ended["timings"]["cache_n"] == 5
+
+
+async def test_explain_with_a_replica_missing(connect: Open, engine: ScriptedEngine) -> None:
+    engine.records = [RequestRecord("cmpl-a", "web-1", "", "decode", None, "r1", "n1")]
+    engine.missing = ("r2",)
+    client = connect(Access())
+    found = (await client.get("/v1/requests/cmpl-a")).json()
+    assert [one["id"] for one in found["sequences"]] == ["cmpl-a"]
+    assert found["missing"] == ["r2"]
+    unknown = await client.get("/v1/requests/cmpl-b")
+    assert unknown.status_code == 404
+    assert "These replicas did not answer: r2." in unknown.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("wanted", ["cmpl", "cmpl-", "nobody"])

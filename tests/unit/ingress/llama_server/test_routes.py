@@ -280,8 +280,36 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
         "llamacpp:n_tokens_max": 50,
         "llamacpp:spec_decode_num_draft_tokens_total": 4,
         "llamacpp:spec_decode_num_accepted_tokens_total": 4,
+        "corral_replicas_missing": 0,
     }
     assert "# TYPE llamacpp:prompt_tokens_total counter" in response.text
+
+
+async def test_missing_replicas_are_told_of(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    assert "x-corral-missing" not in (await client.get("/slots")).headers
+    assert (await client.get("/props")).json()["missing"] == []
+    engine.missing = "r2", "r3"
+    slots = await client.get("/slots")
+    assert (slots.status_code, len(slots.json())) == (200, 2)
+    assert slots.headers["x-corral-missing"] == "r2, r3"
+    props = (await client.get("/props")).json()
+    assert (props["total_slots"], props["missing"]) == (2, ["r2", "r3"])
+    metrics = (await client.get("/metrics")).text.splitlines()
+    assert "corral_replicas_missing 2.0" in metrics
+    assert "llamacpp:n_decode_total 2.0" in metrics
+
+
+async def test_a_missing_replica_may_be_meant(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.missing = ("r2",)
+    answer = await client.post("/slots/3?action=erase")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "replica_id")
+    assert "r1, r2" in answer.json()["error"]["message"]
+    assert (await client.post("/slots/3?action=erase&replica_id=r2")).status_code == 200
+    assert engine.slot_actions == [("r2", "erase", 3, "")]
 
 
 async def test_metrics_without_replicas(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

@@ -1,0 +1,93 @@
+"""Questions to all replicas of a deployment: who answers in time is heard, whoever else does not.
+
+Serve's own `results_async` raises a TimeoutError for a single late replica, and loses what others said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger("corral.routing")
+
+_running: dict[tuple[str, str], frozenset[str]] = {}
+
+
+def note_running(app: str, deployment: str, replica_ids: Iterable[str]) -> None:
+    """Remember who runs. Any thread: Serve tells each process's router."""
+    _running[app, deployment] = frozenset(replica_ids)
+
+
+def running(handle: DeploymentHandle[Any]) -> frozenset[str]:
+    """The ids of the replicas behind a handle, as far as this process has been told. Any thread."""
+    return _running.get((handle.app_name, handle.deployment_name), frozenset())
+
+
+async def ask_all(
+    handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float
+) -> list[Any]:
+    """What the replicas answered within so many seconds, the first one first. Those that are late, or fail,
+    are left out. Raises nothing."""
+    answers = _answers(handle, method, arguments, timeout_s)
+    return [answer async for answer in answers]
+
+
+async def ask_one(
+    handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float
+) -> Any:
+    """The first answer that is not None, as soon as it is there; None if there is none within so many
+    seconds. For questions that only one replica answers: others are not waited for. Raises nothing."""
+    async with aclosing(_answers(handle, method, arguments, timeout_s)) as answers:
+        async for answer in answers:
+            if answer is not None:
+                return answer
+    return None
+
+
+async def _answers(
+    handle: DeploymentHandle[Any], method: str, arguments: tuple[Any, ...], timeout_s: float
+) -> AsyncGenerator[Any]:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    asked = {
+        asyncio.ensure_future(call.get_async()): call
+        for call in await _sent(handle, method, arguments, deadline)
+    }
+    waiting = set(asked)
+    try:
+        while waiting:
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            done, waiting = await asyncio.wait(
+                waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                return
+            for one in done:
+                if not one.cancelled() and one.exception() is None:
+                    yield one.result()
+    finally:
+        for one in waiting:
+            one.cancel()
+            with suppress(Exception):  # or questions pile up at a replica that does not answer
+                asked[one].cancel()
+
+
+async def _sent(
+    handle: DeploymentHandle[Any], method: str, arguments: tuple[Any, ...], deadline: float
+) -> list[Any]:
+    """The calls, one for each replica; none if Serve cannot tell in time who runs."""
+    try:
+        response: Any = handle.broadcast(method, *arguments)
+        async with asyncio.timeout_at(deadline):
+            # Not public, as of Serve 2.60: what is public waits for all.
+            return list(await response._fetch_replica_results_async())
+    except (DeploymentUnavailableError, TimeoutError):
+        return []
+    except Exception as error:  # of any kind, if a replica is lost while Serve sends it
+        logger.warning("%s: the replicas cannot be asked: %r.", method, error)
+        return []
