@@ -1,4 +1,4 @@
-"""The fair queue: whose request gets the next slot. Pure: no model, no threads, no clock.
+"""Who is next for a slot: fair among clients. Pure: no model, no threads, no clock.
 
 Start-time fair queueing: every client has a virtual time that grows by what its requests cost, and the
 request whose client has the least goes first. Source: Goyal, Vin and Cheng, "Start-time Fair Queueing",
