@@ -1,1 +1,1 @@
-"""What the benchmarks share."""
+"""Parts that several benchmarks share: prompts, servers, rounds, tables and plots."""

@@ -1,4 +1,4 @@
-"""What the benchmarks share: prompts, percentiles, facts of the machine, and arguments."""
+"""Prompts, percentiles, facts of the machine, tables, and the types of arguments."""
 
 from __future__ import annotations
 

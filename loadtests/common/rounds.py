@@ -1,4 +1,4 @@
-"""Ways to do the same work, measured in turns, and how they compare. Pure but for what is measured.
+"""Measures ways to do the same work in turns, and compares them. Pure but for what is measured.
 
 A machine that others use as well changes its speed from minute to minute, so only what is close together is
 compared: the ways of one round. They take turns (A B C, C B A, ...), so that no drift favours one of them.

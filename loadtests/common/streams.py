@@ -1,4 +1,4 @@
-"""What the bytes of a streamed completion say. Pure: no network, no clock."""
+"""Parses the bytes of a streamed completion. Pure: no network, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to an engine of this process: when their tokens came."""
+"""Reads a request's answer from an engine of this process, and notes when its tokens came."""
 
 from __future__ import annotations
 

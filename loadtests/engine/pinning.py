@@ -1,4 +1,4 @@
-"""What it gains that replicas on one machine keep to cores of their own. No Ray, no HTTP.
+"""Measures what replicas on one machine gain from cores of their own. No Ray, no HTTP.
 
     python -m loadtests.engine.pinning --model PATH [--replicas 2] [--sequences 4] [--seconds 20]
         [--lead-s 3] [--rounds 3]

@@ -1,4 +1,4 @@
-"""What is measured, opened in a process of its own, which is asked by calls that are sent there.
+"""Opens an engine, or what else is measured, in a process of its own, and sends it calls.
 
 Processes have a peak of memory of their own, and threads: libgomp counts every thread that a process ever
 started a team from; once there are more than cores, all of its teams sleep at every barrier instead of

@@ -1,4 +1,4 @@
-"""What `loadtests.engine` makes of its runs: medians, ratios, the table and the plot."""
+"""The table and the plot of `loadtests.engine`: medians and ratios of its runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one run of `loadtests.engine` gives: the figures of one mode, once."""
+"""The figures of one run of `loadtests.engine`."""
 
 from __future__ import annotations
 

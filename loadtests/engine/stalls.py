@@ -1,4 +1,4 @@
-"""What running streams and a long prompt cost each other. No Ray, no HTTP.
+"""Measures what running streams and a long prompt cost each other. No Ray, no HTTP.
 
     python -m loadtests.engine.stalls --model PATH [--bounds 250,none] [--streams 2] [--prompt-tokens 2048]
         [--rounds 3] [--threads N] [--flash-attn auto|on|off] [--kv-unified auto|on|off]

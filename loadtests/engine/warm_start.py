@@ -1,4 +1,4 @@
-"""The first request of a fresh engine that got other engines' prefixes. No Ray, no HTTP.
+"""Measures the first request of a fresh engine that got other engines' prefixes. No Ray, no HTTP.
 
     python -m loadtests.engine.warm_start --model PATH [--shared 512] [--own 32] [--rounds 5]
 

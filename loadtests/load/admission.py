@@ -1,4 +1,4 @@
-"""What the admission window (`batch_wait_timeout_s`) costs a lone request and gains a burst.
+"""Measures what the admission window (`batch_wait_timeout_s`) costs a lone request and gains a burst.
 
     python -m loadtests.load.admission --model PATH [--windows 0,2,5,10] [--rounds 3]
 

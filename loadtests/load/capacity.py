@@ -1,4 +1,4 @@
-"""How many users a deployment holds.
+"""Measures how many users a deployment holds.
 
     python -m loadtests.load.capacity --slo ttft_p95=2s,itl_p95=150ms (--url URL | --configs FILE ...)
         [--mix chat=1] [--think 5] [--seconds 60] [--most 256] [--seed 20] [--model NAME]

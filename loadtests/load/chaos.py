@@ -1,4 +1,4 @@
-"""Whether a server keeps its books when it is treated badly: overload, lost replicas, hours.
+"""Checks a server's books when it is treated badly: overload, lost replicas, hours of load.
 
     python -m loadtests.load.chaos SCENARIO (--url URL | --config FILE) [--capacity USERS] [--seconds N]
 

@@ -1,4 +1,4 @@
-"""What it costs the users of a server that somebody watches it (`GET /v1/live`, as the page does).
+"""Measures what viewers of the live page (`GET /v1/live`) cost a server's users.
 
     python -m loadtests.load.live_overhead --model PATH [--users 8] [--viewers 3] [--pairs 5]
 

@@ -1,4 +1,4 @@
-"""What a server looks like under load: its own statistics, and memory and open files by the kernel."""
+"""Records a server under load: its own statistics, and memory and open files by the kernel."""
 
 from __future__ import annotations
 

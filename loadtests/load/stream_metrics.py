@@ -1,4 +1,4 @@
-"""What became of a load test's requests, and the figures that it adds up to. Pure."""
+"""The ends of a load test's requests, and the figures that they add up to. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configured source to a GGUF file on this node."""
+"""Finds a configured model's GGUF file on this node; downloads it first where it has to."""
 
 from __future__ import annotations
 

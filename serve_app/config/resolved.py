@@ -1,4 +1,4 @@
-"""What the deployments are made with: the configuration, with nothing left open."""
+"""The resolved configuration, with nothing left open: what the deployments are made with."""
 
 from __future__ import annotations
 

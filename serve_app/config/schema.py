@@ -1,4 +1,4 @@
-"""Every knob, once: what `applications[0].args` in serve_config.yaml may hold.
+"""The fields of the configuration: what `applications[0].args` in serve_config.yaml may hold.
 
 Unknown fields and impossible values are refused by name. `python -m serve_app.config FILE` checks a
 file without starting anything.

@@ -1,4 +1,4 @@
-"""Slots, context and threads that fit a model and a machine, where the configuration leaves them open."""
+"""Chooses slots, context and threads that fit a model and a machine, where the configuration names none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation errors in one line."""
+"""Writes pydantic's validation errors in one line."""
 
 from __future__ import annotations
 

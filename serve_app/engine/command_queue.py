@@ -1,4 +1,4 @@
-"""Where other threads leave commands for the decoder thread, behind the only lock that it takes."""
+"""The queue from other threads to the decoder thread. Requests are accepted or refused here."""
 
 from __future__ import annotations
 

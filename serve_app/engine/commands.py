@@ -1,4 +1,4 @@
-"""What other threads want done with the KV cache, between two steps."""
+"""Commands: work on the KV cache that other threads ask for, and that is done between two steps."""
 
 from __future__ import annotations
 

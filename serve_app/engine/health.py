@@ -1,4 +1,4 @@
-"""Whether the decoder thread still gets on, by what its batch was forecast to take.
+"""The health of the decoder thread: whether its batch takes longer than was forecast.
 
 llama.cpp can hang inside a decode (llama.cpp issue 27388): the thread lives, and nothing comes any more.
 """

@@ -1,4 +1,4 @@
-"""What an engine is made with: plain numbers, all decided."""
+"""The engine's options: plain numbers, all decided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How deltas leave the decoder thread: an async stream, or callbacks on a thread of their own."""
+"""Streams of deltas out of the decoder thread: async, or as callbacks on a thread of their own."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's API in front of the engines."""
+"""The ingress: the HTTP server, its APIs, and its way to the engines."""

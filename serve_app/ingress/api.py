@@ -1,4 +1,4 @@
-"""The routes, over any engine: nothing in here knows Ray."""
+"""The FastAPI application with all routes, over any engine. It knows no Ray."""
 
 from __future__ import annotations
 

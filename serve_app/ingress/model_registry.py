@@ -1,4 +1,4 @@
-"""The models as the ingress knows them, and the way to their engines."""
+"""The models that the ingress serves, and the protocol of a client of their engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One look for many who ask the same at the same time."""
+"""Shares one look among many who ask the same at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sequence's text must match: an llguidance grammar over a model's tokens."""
+"""Grammar constraints: what a sequence's text must match, by llguidance over a model's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second context on a model's weights: it reads texts, and writes none."""
+"""The second context on a model's weights, which computes embeddings."""
 
 from __future__ import annotations
 

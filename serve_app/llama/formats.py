@@ -1,4 +1,4 @@
-"""What may be asked of llama.cpp, by llama-server's names. Does not load llama.cpp."""
+"""The values of llama.cpp's options, by llama-server's names. Does not load llama.cpp."""
 
 from __future__ import annotations
 

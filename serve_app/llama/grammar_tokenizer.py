@@ -1,4 +1,4 @@
-"""llguidance's view of a vocabulary, whose forced texts are tokenized in short pieces.
+"""The vocabulary as llguidance sees it, whose forced texts are tokenized in short pieces.
 
 Source: llguidance's `lltokenizer_from_vocab`, but for the pieces.
 """

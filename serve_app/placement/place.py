@@ -1,4 +1,4 @@
-"""Where a replica computes: on cores of its own, if it can have them."""
+"""Pins a replica to cores of its own, if it can have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells when a CPU quota slows this process down: nothing else does."""
+"""Detects that a CPU quota slows this process down: nothing else tells."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From what a client says to the tokens that the model reads."""
+"""Chat templates, tokenization and grammars, and what models' answers are split into."""

@@ -1,4 +1,4 @@
-"""What a request wants its text to match, as an llguidance grammar: the form that the engine takes.
+"""Translates what a request wants its text to match into an llguidance grammar, the engine's form.
 
 Every function raises InvalidRequestError that says what is wrong, and names `param`.
 """

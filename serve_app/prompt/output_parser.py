@@ -1,4 +1,4 @@
-"""What a model says, as reasoning, content and tool calls.
+"""Splits what a model says into reasoning, content and tool calls.
 
 Reasoning is what is between `<think>` and `</think>` at the beginning of an answer, as Qwen3 and
 DeepSeek-R1 write it; some templates write the first tag into the prompt.

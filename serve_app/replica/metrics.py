@@ -1,4 +1,4 @@
-"""What a replica tells Prometheus, through Ray's metrics API: `ray_corral_*`, by model."""
+"""A replica's Prometheus metrics, through Ray's metrics API: `ray_corral_*`, by model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many replicas an engine's deployment needs, by the work that they have.
+"""Serve's autoscaling policy: how many replicas an engine needs, by the work that they have.
 
 Serve calls `by_pressure` in its controller, and applies its own options to what it says: the least and the
 most replicas, the delays up and down, and that requests wake up a deployment without replicas.

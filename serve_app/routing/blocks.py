@@ -1,4 +1,4 @@
-"""Prefixes as chains of hashes. Pure: no Ray, no model, no threads."""
+"""Prefixes as chains of block hashes. Pure: no Ray, no model, no threads."""
 
 from __future__ import annotations
 

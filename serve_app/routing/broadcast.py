@@ -1,4 +1,4 @@
-"""Questions to all replicas of a deployment: who answers in time is heard, whoever else does not.
+"""Asks all replicas of a deployment a question, and leaves out those that do not answer in time.
 
 Serve's own `results_async` raises a TimeoutError for a single late replica, and loses what others said.
 """

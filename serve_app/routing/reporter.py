@@ -1,4 +1,4 @@
-"""What a replica tells the routers and the autoscaler, in the form that goes through Serve's controller."""
+"""Makes a replica's reports to the routers and the autoscaler, which go through Serve's controller."""
 
 from __future__ import annotations
 

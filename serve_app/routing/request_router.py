@@ -1,4 +1,4 @@
-"""Where Ray Serve asks which replica gets a request. The decision itself is `serve_app.routing.score`."""
+"""Serve's request router: takes the replica for each request that `serve_app.routing.score` chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica answers a prompt soonest. Pure: no Ray, no threads, no clock.
+"""Scores replicas by how soon they would answer a prompt. Pure: no Ray, no threads, no clock.
 
 The expected time to the first token is the wait for a slot, then what prompts before it and the prompt's
 own missing part take to compute, at the speed that this replica measured. A prefix that a replica holds

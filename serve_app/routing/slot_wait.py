@@ -1,4 +1,4 @@
-"""How long it takes until a slot is free: what engines forecast, and routers. Pure."""
+"""Forecasts how long it takes until a slot is free, for engines and routers. Pure."""
 
 from __future__ import annotations
 

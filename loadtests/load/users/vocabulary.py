@@ -1,4 +1,4 @@
-"""What the load tests' users write with: words, lines of code, a system prompt with tools."""
+"""The texts of the load tests' users: words, lines of code, a system prompt with tools."""
 
 from __future__ import annotations
 

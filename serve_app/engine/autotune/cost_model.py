@@ -1,4 +1,4 @@
-"""How long a batch takes, on this machine with this model. Pure: no model, no threads, no clock.
+"""The cost model: how long a batch takes with this model on this machine. Pure: no model, no clock.
 
 Measured at the start and corrected while running. A batch is either some tokens of each of some decoding
 sequences, or a chunk of one prompt, and a step's time is their sum; in a unified cache the two share one.

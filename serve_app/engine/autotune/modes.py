@@ -1,4 +1,4 @@
-"""Which kind of attention and of KV cache is faster here. Pure: no model, no threads, no clock."""
+"""Chooses the faster kind of attention and of KV cache. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the engine needs of a model: the protocol, llama.cpp, and the scripted fake."""
+"""The backend protocol, which is what the engine needs of a model; llama.cpp; and the scripted fake."""

@@ -1,4 +1,4 @@
-"""What the engine needs of a model. `llama_cpp` is the real one, `fake` a scripted one.
+"""The backend protocol: what the engine needs of a model. `llama_cpp` is the real one, `fake` is scripted.
 
 Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
 """

@@ -1,1 +1,1 @@
-"""From tokens to text, and from text to drafts."""
+"""What surrounds a decode: drafts before it; sampled tokens and their text after it."""

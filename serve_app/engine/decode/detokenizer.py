@@ -1,4 +1,4 @@
-"""From token bytes to text: whole characters only, and stop strings found across token borders."""
+"""The detokenizer: token bytes become whole characters, and stop strings are found across tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from a sequence's own tokens. Pure: no model, no threads, no clock.
+"""Prompt lookup: drafts tokens from a sequence's own text. Pure: no model, no threads, no clock.
 
 What followed the last three tokens the last time they occurred may follow again: in answers that quote,
 edit or repeat. Source: Saxena, "Prompt Lookup Decoding", 2023.

@@ -1,4 +1,4 @@
-"""Which tokens follow a computed chunk. Pure but for the sequence's sampler."""
+"""Samples the tokens that follow a computed chunk. Pure but for the sequence's sampler."""
 
 from __future__ import annotations
 

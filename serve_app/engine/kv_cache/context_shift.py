@@ -1,4 +1,4 @@
-"""What a context that is full goes on without; pure."""
+"""Context shifts: which tokens a full context keeps. Pure."""
 
 from __future__ import annotations
 

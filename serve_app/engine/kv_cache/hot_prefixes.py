@@ -1,4 +1,4 @@
-"""Which beginnings of prompts are worth most to another engine. Pure: no Ray, no model, no threads.
+"""Finds the common beginnings of prompts that are worth most to another engine. Pure: no Ray, no model.
 
 Prompts are packed (`serve_app.engine.kv_cache.state_format.packed`), four bytes a token: sorted, those of
 one cache group that begin alike stand together.

@@ -1,4 +1,4 @@
-"""What happens to the slots of the KV cache when sequences come, grow and go."""
+"""The KV cache's manager: what happens to slots when sequences come, grow and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots saved to files, and filled from them, when somebody asks for it."""
+"""Saves slots to files and restores them, when a client asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slots of the KV cache, and which one suits a new prompt."""
+"""The slot table, which chooses the slot and the cached prefix that a new prompt starts from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefix's file: its tokens, and what llama.cpp knows of them.
+"""The file format of a prefix: its tokens, and llama.cpp's state of them.
 
 It is what `_FIELDS` names, a checksum of all the rest, the cache group, the tokens, and the state. It is
 checked before any of it is used: llama.cpp believes what a state says.

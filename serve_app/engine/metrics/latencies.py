@@ -1,4 +1,4 @@
-"""How long first tokens, and gaps between tokens, took lately."""
+"""Histograms of recent times to the first token, and of gaps between tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that have ended lately, to be asked about."""
+"""The log of requests that ended lately, which clients may ask about."""
 
 from __future__ import annotations
 

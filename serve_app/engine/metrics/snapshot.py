@@ -1,4 +1,4 @@
-"""An engine's statistics at one moment, made of the parts that know them. Decoder thread only."""
+"""Collects an engine's statistics at one moment from the parts that know them. Decoder thread only."""
 
 from __future__ import annotations
 

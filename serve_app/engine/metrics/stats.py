@@ -1,4 +1,4 @@
-"""What an engine tells about itself."""
+"""The types of an engine's statistics."""
 
 from __future__ import annotations
 

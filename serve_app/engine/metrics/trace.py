@@ -1,4 +1,4 @@
-"""Where one sequence's time goes."""
+"""The trace of one sequence: where its time goes."""
 
 from __future__ import annotations
 

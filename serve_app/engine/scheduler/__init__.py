@@ -1,1 +1,1 @@
-"""What each step computes, and who is next for a slot."""
+"""The scheduler: which rows a step computes, and which request gets the next slot."""

@@ -1,4 +1,4 @@
-"""How much work there is, in seconds. Pure: no model, no threads, no clock."""
+"""The backlog: seconds of work that are queued. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows are laid out for the backend. Pure: no model, no threads, no clock."""
+"""Batches: lays out rows for the backend. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows go into the next batches. Pure: no model, no threads, no clock."""
+"""The scheduler: chooses the rows of the next batches. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 

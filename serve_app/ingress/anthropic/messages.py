@@ -1,4 +1,4 @@
-"""A chat's turns, as Anthropic's clients send them.
+"""The turns of a chat as Anthropic's clients send them.
 
 Source: Anthropic's API reference, "Messages".
 """

@@ -1,4 +1,4 @@
-"""Anthropic's bodies, read: what the engine and the answer need of them. For workers."""
+"""Turns bodies of Anthropic's requests into what the engine and the answer need. Runs in workers."""
 
 from __future__ import annotations
 

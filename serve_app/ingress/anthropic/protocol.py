@@ -1,4 +1,4 @@
-"""Anthropic's requests as types, and as the chats that they are.
+"""The types of Anthropic's requests, and their translation to OpenAI's chat.
 
 Source: Anthropic's API reference, "Messages" and "Count tokens in a Message".
 """

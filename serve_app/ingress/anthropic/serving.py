@@ -1,4 +1,4 @@
-"""A sequence's deltas as Anthropic's message: whole, or as server-sent events.
+"""Turns a sequence's deltas into Anthropic's message: whole, or as server-sent events.
 
 Source: Anthropic's API reference, "Messages" and "Streaming Messages".
 """

@@ -1,4 +1,4 @@
-"""What the replicas do, broadcast to all viewers, who share one look a second."""
+"""Broadcasts what the replicas do to all viewers, who share one look a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests for embeddings and rankings, read. For workers."""
+"""Turns bodies of requests for embeddings and rankings into what engines need. Runs in workers."""
 
 from __future__ import annotations
 

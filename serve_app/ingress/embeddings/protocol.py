@@ -1,4 +1,4 @@
-"""Requests for embeddings and rankings as types.
+"""The types of requests for embeddings and rankings.
 
 Sources: OpenAI's API reference, "Embeddings"; llama.cpp, tools/server/README.md; Jina's reranker API.
 """

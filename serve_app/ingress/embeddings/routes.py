@@ -1,4 +1,4 @@
-"""Embeddings and rankings, OpenAI's way and llama-server's."""
+"""The routes for embeddings and rankings, OpenAI's way and llama-server's."""
 
 from __future__ import annotations
 

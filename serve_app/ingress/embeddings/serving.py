@@ -1,4 +1,4 @@
-"""Vectors as answers to requests for embeddings. For workers: an answer may be as long as a book."""
+"""Writes answers to requests for embeddings. Runs in workers: an answer may be as long as a book."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From an answer's deltas to content, reasoning and calls, for every chat protocol."""
+"""Splits answers into content, reasoning and tool calls, for every chat protocol."""
 
 from __future__ import annotations
 

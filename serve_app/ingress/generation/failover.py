@@ -1,4 +1,4 @@
-"""A request goes on elsewhere when the replica that had it is lost."""
+"""Failover: a request goes on elsewhere when its replica is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a request asks for to streams of deltas: what every protocol's routes share."""
+"""Makes the engine's requests, starts them, and merges their streams of deltas, for every protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks an engine for, made of its body, whatever its protocol. For workers."""
+"""Makes prompts and parameters for the engine from a request of any protocol. Runs in workers."""
 
 from __future__ import annotations
 

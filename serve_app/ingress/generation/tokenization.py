@@ -1,4 +1,4 @@
-"""Prompts made of texts, and checked before anything is computed. For workers."""
+"""Tokenizes texts, and refuses those that cannot fit before it does. Runs in workers."""
 
 from __future__ import annotations
 

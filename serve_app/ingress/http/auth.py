@@ -1,4 +1,4 @@
-"""What stands before all routes: where a request comes from, its API key, and then its body."""
+"""The middleware before all routes: checks the network and the API key, and then reads the body."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Access:
 class AccessMiddleware:
     """ASGI middleware. Lets those in who may, with their bodies read; all others get an error.
 
-    What costs least is asked first: the network, the key, the route, what the key has running, and only
-    then is a body read, of those routes that have one."""
+    What costs least is checked first: the network, the key, what the key has running. Only then is a body
+    read, if there is a route for it."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         """Raises ConfigError for a key file that cannot be used."""

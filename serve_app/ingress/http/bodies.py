@@ -1,4 +1,4 @@
-"""Bodies of requests, read within bounds: how large, how slow, how many at once and how much in all."""
+"""Receives the bytes of bodies within bounds: how large, how slow, how many at once, how much in all."""
 
 from __future__ import annotations
 

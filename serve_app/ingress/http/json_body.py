@@ -1,4 +1,4 @@
-"""Clients' JSON, read within bounds and by the standard, and as the request that it is. For workers.
+"""Parses JSON bodies into requests, within bounds and by the standard. Runs in workers.
 
 What Python's own reader takes besides (NaN, half a surrogate pair, nesting up to its stack's end) would
 fail later, in a place that cannot say why.

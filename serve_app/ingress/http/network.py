@@ -1,4 +1,4 @@
-"""Who may ask by the network alone: by the address asked, proxies on the way, and browsers' pages.
+"""Checks who may ask by the network alone: the address asked, proxies on the way, browsers' pages.
 
 Sources: OWASP, "DNS Rebinding"; W3C, "Fetch Metadata Request Headers".
 """

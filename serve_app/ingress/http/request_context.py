@@ -1,4 +1,4 @@
-"""Who sent the request that the current task answers, and what that is charged."""
+"""The caller of the request that the current task answers, and what the caller is charged."""
 
 from __future__ import annotations
 

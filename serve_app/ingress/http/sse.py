@@ -1,4 +1,4 @@
-"""Answers as server-sent events.
+"""Writes answers as server-sent events.
 
 Source: the HTML standard, "Server-sent events".
 """

@@ -1,4 +1,4 @@
-"""Requests that are honoured or refused, field by field."""
+"""The base of all request types: each field is honoured, or refused by its name."""
 
 from __future__ import annotations
 

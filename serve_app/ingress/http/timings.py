@@ -1,4 +1,4 @@
-"""Where a request's time went, as clients are told.
+"""Where a request's time went, as answers tell it.
 
 Source of the first fields: llama.cpp, tools/server/README.md, `timings`.
 """

@@ -1,4 +1,4 @@
-"""llama-server's own requests as types.
+"""The types of llama-server's own requests.
 
 Source: llama.cpp, tools/server/README.md.
 """

@@ -1,4 +1,4 @@
-"""Sequences' deltas as llama-server's own answers.
+"""Turns sequences' deltas into llama-server's own answers.
 
 Source: llama.cpp, tools/server/README.md, "POST /completion".
 """

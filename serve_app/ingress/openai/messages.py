@@ -1,4 +1,4 @@
-"""A chat's turns and tools, as OpenAI's clients send them.
+"""The turns and tools of a chat as OpenAI's clients send them.
 
 Source: OpenAI's API reference, "Chat".
 """

@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers as types.
+"""The types of OpenAI's requests and answers.
 
 Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters are declared in
 `serve_app.sampling`.

@@ -1,4 +1,4 @@
-"""OpenAI's completions, chat completions and models.
+"""The routes of OpenAI's completions, chat completions and models.
 
 Source: OpenAI's API reference, "Completions", "Chat" and "Models".
 """

@@ -1,4 +1,4 @@
-"""Sequences' deltas as OpenAI's answers: whole, or as server-sent events."""
+"""Turns sequences' deltas into OpenAI's answers: whole, or as server-sent events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m serve_app.ingress.openapi.reference README.md` writes its table of sampling parameters."""
+"""Writes README's parameter table: `python -m serve_app.ingress.openapi.reference README.md`."""
 
 from __future__ import annotations
 

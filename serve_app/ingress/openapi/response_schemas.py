@@ -1,4 +1,4 @@
-"""What answers look like, for the API's description only.
+"""The schemas of answers, for the API's description only.
 
 Nothing is checked against these at run time; tests compare them with real answers.
 

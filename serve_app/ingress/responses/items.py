@@ -1,4 +1,4 @@
-"""What a response is asked about: messages, calls and their outputs, as items of one list.
+"""The items of a response's input: messages, calls and their outputs.
 
 Source: OpenAI's API reference, "Responses", `input`.
 """

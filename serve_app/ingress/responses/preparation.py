@@ -1,4 +1,4 @@
-"""The body of a request for a response, read: what the engine and the answer need of it. For workers."""
+"""Turns bodies of requests for responses into what the engine and the answer need. Runs in workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's requests for responses as types, and as the chats that they are.
+"""The types of OpenAI's requests for responses, and their translation to a chat.
 
 Source: OpenAI's API reference, "Responses". Nothing is stored, so nothing stored can be asked for.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's responses, without a memory of them.
+"""The route of OpenAI's responses. None is stored.
 
 Source: OpenAI's API reference, "Responses".
 """

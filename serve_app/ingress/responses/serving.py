@@ -1,4 +1,4 @@
-"""A sequence's deltas as OpenAI's response: whole, or as server-sent events.
+"""Turns a sequence's deltas into OpenAI's response: whole, or as server-sent events.
 
 Source: OpenAI's API reference, "Responses" and its streaming events.
 """

@@ -1,1 +1,1 @@
-"""Processes that handle what clients send, so that a client can at most cost its own request."""
+"""Worker processes that read what clients send, so that a client can at most cost its own request."""

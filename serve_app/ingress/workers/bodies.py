@@ -1,4 +1,4 @@
-"""Requests' bodies, read by workers."""
+"""Hands the bodies of requests to workers, for the routes."""
 
 from __future__ import annotations
 

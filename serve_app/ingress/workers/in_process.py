@@ -1,4 +1,4 @@
-"""Workers that are none: bodies are read in this process."""
+"""A stand-in for workers that reads bodies in this process, for tests."""
 
 from __future__ import annotations
 

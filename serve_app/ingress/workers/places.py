@@ -1,4 +1,4 @@
-"""Places for a few at a time, in turns by client. Pure but for asyncio's futures."""
+"""A semaphore that clients enter in turns. Pure but for asyncio's futures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker: does one thing after the other that clients have sent, within bounds on time and memory."""
+"""A worker: reads one client's body after the other, within bounds on time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call, and how one is made of what a format says."""
+"""A tool call, and how one is made from the JSON that a model wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module of `formats` declares: how a model writes calls."""
+"""The type that each module of `formats` declares: how a model writes calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How calls are found in a text that arrives in pieces, in whatever format."""
+"""The base of the formats' parsers: finds calls in a text that arrives in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text that arrives in pieces, read piece by piece: what was looked at once is not looked at again."""
+"""Reads a text that arrives in pieces, without looking at any part of it twice."""
 
 from __future__ import annotations
 

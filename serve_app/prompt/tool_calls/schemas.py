@@ -1,4 +1,4 @@
-"""Of what type a value is that a format writes without quotes, by its JSON schema."""
+"""Reads values that a format writes without quotes, by their JSON schema."""
 
 from __future__ import annotations
 
