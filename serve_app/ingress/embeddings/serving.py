@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from serve_app.ingress.workers.worker import Models
@@ -46,7 +46,7 @@ def openai(models: Models, found: bytes) -> bytes:
                 {
                     "object": "embedding",
                     "index": i,
-                    "embedding": in_base64(vector) if told.as_base64 else vector.tolist(),
+                    "embedding": in_base64(vector) if told.as_base64 else vector.astype(np.float64),
                 }
                 for i, vector in enumerate(vectors)
             ],
@@ -59,7 +59,9 @@ def llama(models: Models, found: bytes) -> bytes:
     """The answer to POST /embedding with a packed `Found`, as JSON."""
     told: Found = pickle.loads(found)
     vectors = normalized(told.vectors, told.norm)
-    return _json([{"index": i, "embedding": [one.tolist()]} for i, one in enumerate(vectors)])
+    return _json(
+        [{"index": i, "embedding": [one.astype(np.float64)]} for i, one in enumerate(vectors)]
+    )
 
 
 def usage(n_tokens: int) -> dict[str, int]:
@@ -68,7 +70,7 @@ def usage(n_tokens: int) -> dict[str, int]:
 
 
 def _json(answer: Any) -> bytes:
-    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def normalized(vectors: Vectors, kind: int) -> Vectors:

@@ -94,7 +94,9 @@ class AccessMiddleware:
                 return
             if body is not None:
                 request_context.enter(caller)
-                await self._app(scope, replay(body, receive), _noting_status(caller, send))
+                replayed = replay(body, receive)
+                del body  # an answer may take long, and bodies may be large
+                await self._app(scope, replayed, _noting_status(caller, send))
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
         """Who sends this. Raises CorralError for who may not."""

@@ -16,13 +16,17 @@ from serve_app.errors import CorralError, InvalidRequestError
 logger = logging.getLogger("corral.ingress")
 
 
+MAX_CHARS = 2000
+"""What is told of an error; messages may repeat what a client sent."""
+
+
 def error_body(error: CorralError) -> dict[str, Any]:
     """OpenAI's error object."""
     return {
         "error": {
-            "message": error.message,
+            "message": _cut(error.message),
             "type": error.type,
-            "param": error.param,
+            "param": None if error.param is None else _cut(error.param),
             "code": error.code,
         }
     }
@@ -42,7 +46,11 @@ def anthropic_error_body(error: CorralError, status: int) -> dict[str, Any]:
     """Anthropic's error object. Source: Anthropic's API reference, "Errors"."""
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(status, otherwise)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": _cut(error.message)}}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
 
 
 def install(app: FastAPI) -> None:

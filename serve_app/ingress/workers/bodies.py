@@ -26,7 +26,7 @@ class Bodies:
     ) -> T:
         """What a worker makes of the request's body, of JSON unless it is `optional` and empty. Raises
         CorralError."""
-        body = await request.body()
+        body = b"".join([part async for part in request.stream()])  # `body()` would keep a copy
         if not _is_json(request.headers.get("content-type", "")) and (body or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
         return await self.work(prepare, body)

@@ -33,6 +33,8 @@ STUCK_S = 10.0
 """Work that has not ended after so long counts as slow, however little of the processor it took."""
 WALL_S = 120.0
 """Longest time that a request's work may take, however little of the processor it gets."""
+DEADLY_S = 600.0
+"""Seconds for which a body that ended two workers is refused at once."""
 MAX_SLOW_WAITING = 8
 """Requests of one client that may wait for a place for slow work."""
 
@@ -76,12 +78,12 @@ class WorkerPool:
         self._is_closed = False
         self._idle: list[Worker] = []
         self.at_work: set[Worker] = set()
-        self._deadly: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of bodies that ended two workers."""
+        self._deadly: OrderedDict[tuple[int, bytes], float] = OrderedDict()
+        """Lengths and digests of bodies that ended two workers, and when."""
 
     async def run(self, client: str, work: Callable[[Models, bytes], T], body: bytes) -> T:
         """See Workers."""
-        if self._deadly and _digest(work, body) in self._deadly:
+        if self._is_deadly(work, body):
             raise _deadly()
         message = wire.packed((work, body))
         for _ in range(_N_TRIES):
@@ -96,10 +98,18 @@ class WorkerPool:
             if isinstance(outcome, CorralError):
                 raise outcome
             return cast(T, outcome)
-        self._deadly[_digest(work, body)] = None
+        self._deadly[(len(body), _digest(work, body))] = time.monotonic()
         if len(self._deadly) > _DEADLY_KEPT:
             self._deadly.popitem(last=False)
         raise _deadly()
+
+    def _is_deadly(self, work: Work, body: bytes) -> bool:
+        """Whether it ended two workers lately. Only bodies of such a length are digested."""
+        oldest = time.monotonic() - DEADLY_S
+        while self._deadly and next(iter(self._deadly.values())) < oldest:
+            self._deadly.popitem(last=False)
+        alike = any(length == len(body) for length, _ in self._deadly)
+        return alike and (len(body), _digest(work, body)) in self._deadly
 
     async def _attempt(self, client: str, message: bytes) -> Any:
         """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
@@ -225,7 +235,9 @@ async def _is_quick(worker: Worker, doing: asyncio.Future[Any]) -> bool:
 
 
 def _digest(work: Work, body: bytes) -> bytes:
-    return blake2b(body, digest_size=16, key=work.__qualname__.encode()[:64]).digest()
+    digest = blake2b(f"{work.__module__}.{work.__qualname__} ".encode(), digest_size=16)
+    digest.update(body)
+    return digest.digest()
 
 
 def _deadly() -> InvalidRequestError:

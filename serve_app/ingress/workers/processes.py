@@ -13,8 +13,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from serve_app.errors import EngineUnavailableError
 from serve_app.ingress.workers import wire
-from serve_app.ingress.workers.zygote import PID, Start
+from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
 SLOW_NICENESS = 10
 """What is added to the niceness of slow work: beside a thread that decodes, it gets a thirtieth of
@@ -100,7 +101,8 @@ class Zygote:
         self._reader: asyncio.StreamReader | None = None
 
     async def fork(self) -> Worker:
-        """A new worker. Raises CorralError if the models cannot be read, EOFError if the zygote is gone."""
+        """A new worker. Raises CorralError if there can be none, WorkerDiedError if it is gone again, and
+        EOFError if the zygote is gone."""
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self._control)
             refusal = await wire.received(self._reader)
@@ -114,7 +116,15 @@ class Zygote:
         except (OSError, asyncio.IncompleteReadError) as error:
             ours.close()
             raise EOFError from error
-        return Worker(pid, *await asyncio.open_connection(sock=ours))
+        if pid == NO_PID:
+            ours.close()
+            raise EngineUnavailableError("No process can be started to read this request.")
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            return Worker(pid, reader, writer)
+        except OSError as error:  # it is gone, or there is no descriptor for it
+            writer.close()
+            raise WorkerDiedError from error
 
     def close(self) -> None:
         """End it; its workers end when they have nothing to do. Idempotent."""

@@ -7,6 +7,7 @@ import math
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def _answer(work: Work, models: Models, body: bytes) -> bytes:
     except CorralError as error:
         return wire.packed(error)
     except (MemoryError, RecursionError):
-        return wire.packed(InvalidRequestError("This request takes too much memory to be read."))
+        return wire.packed(InvalidRequestError("This request takes too much memory."))
     except Exception:
         logger.exception("%s failed", work.__qualname__)
         return wire.packed(CorralError("The server failed to handle this request."))
@@ -88,16 +89,19 @@ def _answer(work: Work, models: Models, body: bytes) -> bytes:
 def _limit(n_bytes: int) -> None:
     """Bound what a body of so many bytes may take from now on. Beyond the CPU time, the kernel ends the
     process; beyond the memory, allocations fail."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + CPU_S), hard))
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() + MEMORY_BYTES + 10 * n_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_S))
+    _set_limit(resource.RLIMIT_DATA, _data_bytes() + MEMORY_BYTES + 10 * n_bytes)
 
 
 def _unlimit_memory() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    _set_limit(resource.RLIMIT_DATA, sys.maxsize)
+
+
+def _set_limit(which: int, limit: int) -> None:
+    """The soft limit, which can be changed again."""
+    _, hard = resource.getrlimit(which)
+    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(which, (soft, hard))
 
 
 def _data_bytes() -> int:

@@ -33,6 +33,9 @@ NICENESS = 5
 """What workers add to the ingress's niceness: beside a thread that decodes, one gets a quarter of
 a core."""
 PID = struct.Struct("<i")
+NO_PID = -1
+"""What is answered where no worker could be forked."""
+logger = logging.getLogger("corral.ingress")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,11 @@ def _models(start: Start) -> worker.Models | CorralError:
 
 def _fork(control: socket.socket, connection: socket.socket, models: worker.Models) -> None:
     with connection:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes
+            logger.warning("No worker can be started: %s", error)
+            pid = NO_PID
         if pid:
             control.sendall(PID.pack(pid))
             return

@@ -113,7 +113,10 @@ async def test_answers_that_cannot_be_packed_are_told_and_cost_no_worker(
     assert await pool.run("a", work.pid, b"") == first
 
 
-async def test_what_one_body_took_is_no_bound_for_the_next_to_come(pool: WorkerPool) -> None:
+async def test_what_one_body_took_is_no_bound_for_the_next_to_come(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "QUICK_S", 60.0)  # so that the worker is used again
     first = await pool.run("a", work.pid, b"")
     await pool.run("a", work.keep_memory, b"")
     assert await pool.run("b", work.size, bytes(8 * 2**20)) == 8 * 2**20
