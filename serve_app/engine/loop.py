@@ -25,6 +25,7 @@ from serve_app.engine.metrics.request_log import RequestLog
 from serve_app.engine.metrics.snapshot import engine_stats
 from serve_app.engine.metrics.stats import Counts, EngineStats, Holdings
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
@@ -67,7 +68,8 @@ class DecoderLoop:
         self._command_queue = CommandQueue(
             options.n_slots + options.max_waiting, options.max_wait_s
         )
-        self._waiting = FairQueue(self._cost)
+        self._accounts = Accounts()
+        self._waiting = FairQueue(self._cost, self._accounts)
         self._admission_paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
@@ -228,9 +230,10 @@ class DecoderLoop:
             self._learn(plan, decoded - began)
         self._counts.batches += 1
         self._counts.busy_slots += len(plan.chunks)
-        for chunk in plan.chunks:
+        for chunk, seconds in zip(plan.chunks, plan.shared_s(decoded - began), strict=True):
             chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
-        sampled = [sample(chunk) for chunk in plan.chunks]
+            self._waiting.charge(chunk.sequence, seconds)
+        sampled = [self._sample(chunk) for chunk in plan.chunks]
         self._counts.decode_s += decoded - began
         self._counts.sample_s += time.monotonic() - decoded
         self._failed_steps = 0
@@ -240,6 +243,13 @@ class DecoderLoop:
                 self._end(chunk.sequence, FinishReason.ERROR, found)
             else:
                 self._advance(chunk, found)
+
+    def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
+        """See `sample`: its client is charged for grammars and log-probabilities, too."""
+        began = time.monotonic()
+        sampled = sample(chunk)
+        self._waiting.charge(chunk.sequence, time.monotonic() - began)
+        return sampled
 
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         """Book what a sequence computed, and take its sampled tokens."""

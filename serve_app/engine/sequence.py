@@ -68,6 +68,10 @@ class Sequence:
         anew, for others to start from."""
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
+        self.spent_s = 0.0
+        """Seconds that the decoder worked for it."""
+        self.gave_way = False
+        """Whether it waits because another client's request got its slot."""
         self.proposer = NgramProposer()
         self.trace = Trace()
         self._sampler: Sampler | None = None
