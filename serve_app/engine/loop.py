@@ -29,6 +29,7 @@ from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.places import Places
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
 from serve_app.errors import (
@@ -65,9 +66,8 @@ class DecoderLoop:
 
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
-        self._command_queue = CommandQueue(
-            options.n_slots + options.max_waiting, options.max_wait_s
-        )
+        n_places = options.n_slots + options.max_waiting
+        self._command_queue = CommandQueue(Places(n_places, options.n_slots), options.max_wait_s)
         self._accounts = Accounts()
         self._waiting = FairQueue(self._cost, self._accounts)
         self._admission_paused = False
@@ -335,7 +335,7 @@ class DecoderLoop:
     def _carry_out(self, pending: PendingCommands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
         self._embeddings.add(pending.texts)
-        asked = pending.submitted or pending.commands or pending.aborted
+        asked = pending.submitted or pending.commands or pending.aborted or pending.displaced
         if not asked and pending.deadline is None:
             return True
         for command in pending.commands:
@@ -347,6 +347,9 @@ class DecoderLoop:
         for request_id in pending.aborted:
             if request_id in live:
                 self._end(live[request_id], FinishReason.ABORT)
+        for request_id, refusal in pending.displaced.items():
+            if request_id in live and live[request_id].trace.admitted is None:
+                self._end(live[request_id], FinishReason.ERROR, refusal)
         self._draining = pending.deadline is not None
         if pending.deadline is not None and time.monotonic() >= pending.deadline:
             error = EngineClosedError("The engine shut down before this request was done.")
@@ -363,10 +366,10 @@ class DecoderLoop:
             sequence.n_awaited = 0
         if self._admission_paused:
             return
-        n_awaiting = 0
+        n_awaiting, started = 0, list[Sequence]()
         for sequence in self._waiting:
             if not self._cache.table.has_idle:
-                return
+                break
             place = self._cache.place(sequence)
             if isinstance(place, Wait):
                 n_awaiting += 1
@@ -378,6 +381,7 @@ class DecoderLoop:
                 sampler = self._backend.sampler(
                     sequence.request.sampling, sequence.request.given, sequence.constraint
                 )
+                started.append(sequence)
             # Until here it waits: a backend that breaks above ends it with all the others.
             self._waiting.admit(sequence)
             sequence.admit(place.slot.id, place.n_cached, sampler)
@@ -385,7 +389,10 @@ class DecoderLoop:
             self._scheduler.add(sequence)
             self._counts.cached_tokens += place.n_cached
             self._counts.restored_tokens += place.n_restored
-        self._cache.make_way(n_awaiting)
+        else:
+            self._cache.make_way(n_awaiting)
+        if started:
+            self._command_queue.started(started)
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
