@@ -29,6 +29,7 @@ from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.giving_way import GivingWay
 from serve_app.engine.scheduler.places import Places
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
@@ -70,6 +71,7 @@ class DecoderLoop:
         self._command_queue = CommandQueue(Places(n_places, options.n_slots), options.max_wait_s)
         self._accounts = Accounts()
         self._waiting = FairQueue(self._cost, self._accounts)
+        self._giving_way = GivingWay()
         self._admission_paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
@@ -322,13 +324,34 @@ class DecoderLoop:
         if len(running) == 1:
             self._end(plan.chunks[0].sequence, FinishReason.ERROR, error)
             return False
-        youngest = max(running, key=lambda one: one.trace.admitted or 0.0)
-        self._scheduler.remove(youngest)
-        self._cache.preempt(youngest)
-        self._waiting.put_back(youngest)
+        self._preempt(max(running, key=lambda one: one.trace.admitted or 0.0))
         self._admission_paused = True
-        self._counts.preemptions += 1
         return False
+
+    def _preempt(self, sequence: Sequence, *, gave_way: bool = False) -> None:
+        """Take its slot away; it waits for another one."""
+        self._scheduler.remove(sequence)
+        self._cache.preempt(sequence)
+        self._waiting.put_back(sequence, gave_way=gave_way)
+        self._counts.preemptions += 1
+
+    # -- when a client is over its share ----------------------------------------------------------
+
+    def _give_way(self) -> None:
+        """Have one sequence give way to another client's request, if that is fair and pays."""
+        if self._accounts.active < 2 or self._cache.table.has_idle:
+            return
+        running, now = self._scheduler.running, time.monotonic()
+        sequence = self._giving_way.find(self._waiting, running, self._giving_way_s, now)
+        if sequence is not None:
+            self._preempt(sequence, gave_way=True)
+
+    def _giving_way_s(self, sequence: Sequence) -> float | None:
+        """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
+        n_kept, save_s = self._cache.would_keep(sequence)
+        if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:
+            return None
+        return 2 * save_s + self._costs.prefill_s(sequence.n_past - n_kept, n_kept)
 
     # -- commands, admission and ends -------------------------------------------------------------
 
@@ -365,6 +388,9 @@ class DecoderLoop:
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
         if self._admission_paused:
+            return
+        self._give_way()
+        if not self._cache.table.has_idle:
             return
         n_awaiting, started = 0, list[Sequence]()
         for sequence in self._waiting:

@@ -54,13 +54,13 @@ class FairQueue:
         ahead_s: dict[str, float] = {}
         for sequence in self._running:
             client = sequence.request.client
-            ahead_s[client] = ahead_s.get(client, 0.0) + self._outstanding_s(sequence)
+            ahead_s[client] = ahead_s.get(client, 0.0) + sequence.outstanding_s
         ranked: list[tuple[_Rank, Sequence]] = []
         had_slot_first = sorted(self._waiting, key=lambda one: one.trace.admitted is None)
         for arrival, sequence in enumerate(had_slot_first):
             client = sequence.request.client
             ahead = ahead_s.get(client, 0.0)
-            ahead_s[client] = ahead + self._outstanding_s(sequence)
+            ahead_s[client] = ahead + sequence.outstanding_s
             due_s = self._accounts[client] + ahead
             is_new = sequence.gave_way or not (
                 sequence.trace.admitted is not None or sequence.request.n_failovers
@@ -73,13 +73,16 @@ class FairQueue:
         """What a client was charged, and what those of its requests that run will probably cost besides;
         as if `without` did not run."""
         running = (one for one in self._running if one.request.client == client)
-        outstanding = sum(self._outstanding_s(one) for one in running if one is not without)
-        return self._accounts[client] + outstanding
+        outstanding_s = sum(one.outstanding_s for one in running if one is not without)
+        return self._accounts[client] + outstanding_s
 
     def extend(self, sequences: Iterable[Sequence]) -> None:
         """Requests came."""
         for sequence in sequences:
             self._accounts.enter(sequence.request.client)
+            most = sequence.request.sampling.max_tokens
+            most = _EXPECTED_TOKENS if most is None else min(most, _EXPECTED_TOKENS)
+            sequence.expected_s = self._cost(sequence.n_prompt, most)
             self._waiting.append(sequence)
 
     def put_back(self, sequence: Sequence, *, gave_way: bool = False) -> None:
@@ -103,8 +106,3 @@ class FairQueue:
         """It ended, with a slot or without."""
         (self._waiting if sequence in self._waiting else self._running).remove(sequence)
         self._accounts.leave(sequence.request.client)
-
-    def _outstanding_s(self, sequence: Sequence) -> float:
-        most = sequence.request.sampling.max_tokens
-        most = _EXPECTED_TOKENS if most is None else min(most, _EXPECTED_TOKENS)
-        return max(0.0, self._cost(sequence.n_prompt, most) - sequence.spent_s)

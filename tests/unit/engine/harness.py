@@ -125,9 +125,13 @@ class SteppedBackend(WatchedBackend):
         """Until the next batch is planned and about to be decoded."""
         assert self._entered.acquire(timeout=PATIENCE_S)
 
+    def release(self) -> None:
+        """Decode the batch that waits."""
+        self._permits.release()
+
     def step(self) -> None:
         """Decode the batch that waits, and wait for the next one to be planned."""
-        self._permits.release()
+        self.release()
         self.wait_for_batch()
 
     def step_if_any(self) -> None:
