@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from serve_app.engine.commands import Command
 from serve_app.engine.embedding import Texts
 from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.scheduler.places import Places, Verdict
+from serve_app.engine.scheduler.places import Places, Verdict, may_embed
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     CorralError,
@@ -20,9 +21,6 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.types import RequestRecord
-
-MAX_TEXTS = 2048
-"""While so many texts wait to be embedded, no request with more is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,8 @@ class CommandQueue:
         self._live: dict[str, RequestRecord] = {}
         self._submitted: list[Sequence] = []
         self._texts: list[Texts] = []
-        self._n_texts = 0
+        self._held_texts: Counter[str] = Counter()
+        """Texts that are not all embedded, by client."""
         self._commands: list[Command] = []
         self._aborted: set[str] = set()
         self._deadline: float | None = None
@@ -76,13 +75,14 @@ class CommandQueue:
         return refusals
 
     def _accept_texts(self, request: Texts) -> CorralError | None:
-        if self._n_texts >= MAX_TEXTS:
+        client, n_texts = request.client, len(request.tokens)
+        if not may_embed(self._held_texts, client, n_texts):
             return QueueFullError("Too many texts wait to be embedded.", 1)
         if closed := self._closed():
             return closed
-        self._n_texts += len(request.tokens)
+        self._held_texts[client] += n_texts
         self._texts.append(request)
-        request.future.add_done_callback(lambda _: self._forget_texts(len(request.tokens)))
+        request.future.add_done_callback(lambda _: self._forget_texts(client, n_texts))
         return None
 
     def run_between_steps(self, command: Command) -> None:
@@ -95,9 +95,11 @@ class CommandQueue:
         if refusal is not None:
             command.refuse(refusal)
 
-    def _forget_texts(self, n_texts: int) -> None:
+    def _forget_texts(self, client: str, n_texts: int) -> None:
         with self._changed:
-            self._n_texts -= n_texts
+            self._held_texts[client] -= n_texts
+            if not self._held_texts[client]:
+                del self._held_texts[client]
 
     def _closed(self) -> CorralError | None:
         if self._failed:

@@ -18,6 +18,7 @@ from serve_app.engine.decode.sampling import sample
 from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.disk_tier import DiskTier
+from serve_app.engine.kv_cache.manager import Place
 from serve_app.engine.kv_cache.opening import open_cache
 from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
@@ -181,7 +182,7 @@ class DecoderLoop:
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
-        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s)
+        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s, self._accounts)
         self.stats = self._snapshot()
         self.holdings = self._hold()
 
@@ -189,7 +190,7 @@ class DecoderLoop:
         """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
         began = time.monotonic()
         self._admit()
-        self._embeddings.step(beside=bool(self._scheduler.running))
+        self._embeddings.step(self._scheduler.running)
         embed_s = time.monotonic() - began
         table = self._cache.table
         ends = table.slot_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
@@ -390,8 +391,6 @@ class DecoderLoop:
         if self._admission_paused:
             return
         self._give_way()
-        if not self._cache.table.has_idle:
-            return
         n_awaiting, started = 0, list[Sequence]()
         for sequence in self._waiting:
             if not self._cache.table.has_idle:
@@ -402,23 +401,28 @@ class DecoderLoop:
                 if (owner := place.slot.sequence) is not None:
                     owner.n_awaited = max(owner.n_awaited, place.n_tokens)
                 continue
-            sampler = None
-            if sequence.trace.admitted is None:  # one that was preempted goes on with its own
-                sampler = self._backend.sampler(
-                    sequence.request.sampling, sequence.request.given, sequence.constraint
-                )
+            if sequence.trace.admitted is None:
                 started.append(sequence)
-            # Until here it waits: a backend that breaks above ends it with all the others.
-            self._waiting.admit(sequence)
-            sequence.admit(place.slot.id, place.n_cached, sampler)
-            self._cache.table.occupy(place.slot, sequence)
-            self._scheduler.add(sequence)
-            self._counts.cached_tokens += place.n_cached
-            self._counts.restored_tokens += place.n_restored
+            self._occupy(sequence, place)
         else:
             self._cache.make_way(n_awaiting)
         if started:
             self._command_queue.started(started)
+
+    def _occupy(self, sequence: Sequence, place: Place) -> None:
+        """Let a sequence run in its slot."""
+        sampler = None
+        if sequence.trace.admitted is None:  # one that was preempted goes on with its own
+            sampler = self._backend.sampler(
+                sequence.request.sampling, sequence.request.given, sequence.constraint
+            )
+        # Until here it waits: a backend that breaks above ends it with all the others.
+        self._waiting.admit(sequence)
+        sequence.admit(place.slot.id, place.n_cached, sampler)
+        self._cache.table.occupy(place.slot, sequence)
+        self._scheduler.add(sequence)
+        self._counts.cached_tokens += place.n_cached
+        self._counts.restored_tokens += place.n_restored
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""

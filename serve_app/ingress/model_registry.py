@@ -22,9 +22,9 @@ class EngineClient(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
         """Run a request; raises CorralError. Closing the generator ends the request."""
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
-        """A vector, not normalised, for each text, given as tokens; of a reranking model, one score each.
-        Raises CorralError. Cancelling it ends the request."""
+    async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
+        """A vector, not normalised, for each text of a client, given as tokens; of a reranking model, one
+        score each. Raises CorralError. Cancelling it ends the request."""
 
     async def stats(self) -> list[ReplicaStats]:
         """What each replica tells about itself. Raises EngineUnavailableError if one does not answer."""

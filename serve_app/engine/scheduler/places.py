@@ -6,6 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+MAX_TEXTS = 2048
+"""Texts that may wait to be embedded before clients are held to their shares."""
+# Those that may wait in all: what comes is bounded, however many clients bring one list each.
+_MOST_TEXTS = 4 * MAX_TEXTS
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -80,3 +85,14 @@ class Places:
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
+
+
+def may_embed(held: Mapping[str, int], client: str, n_texts: int) -> bool:
+    """Whether a client's request with so many texts is accepted beside those that wait: as long as they
+    are few; then if the client has none, as a list is never cut; or within its share of them."""
+    n_waiting = sum(held.values())
+    if n_waiting < MAX_TEXTS:
+        return True
+    if client not in held:
+        return n_waiting < _MOST_TEXTS
+    return held[client] + n_texts <= MAX_TEXTS // len(held)

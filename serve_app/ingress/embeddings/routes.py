@@ -46,7 +46,7 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             raise InvalidRequestError(message, "dimensions")
         texts = await _encode(model, body.texts)
         _admit(model, texts, "input")
-        vectors = await model.engine.embed(texts)
+        vectors = await model.engine.embed(texts, _client(body.user))
         shortened = normalized(vectors[:, : body.dimensions], 2)
         as_base64 = body.encoding_format == "base64"
         return JSONResponse(
@@ -73,7 +73,7 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         _check_makes_embeddings(model)
         texts = tuple([await routes.encode(model, text, "content") for text in body.texts])
         _admit(model, texts, "content")
-        vectors = normalized(await model.engine.embed(texts), body.embd_normalize)
+        vectors = normalized(await model.engine.embed(texts, _client()), body.embd_normalize)
         return JSONResponse(
             [{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)]
         )
@@ -99,7 +99,7 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
 
         texts = await apart(sum(map(len, body.documents)), encode)
         _admit(model, texts, "documents")
-        scores = (await model.engine.embed(texts))[:, 0]
+        scores = (await model.engine.embed(texts, _client()))[:, 0]
         ranked = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
         return JSONResponse(
@@ -134,6 +134,10 @@ def _admit(model: ServedModel, texts: Texts, field: str) -> None:
     if longest > model.n_ctx_slot:
         raise TextTooLongError(longest, model.n_ctx_slot, field)
     request_context.current().admit(texts)
+
+
+def _client(user: str | None = None) -> str:
+    return request_context.current().client(user)
 
 
 def _usage(texts: Texts) -> dict[str, Any]:

@@ -246,9 +246,10 @@ def test_every_accepted_request_has_exactly_one_end(
         for n, (client, max_tokens, n_steps) in enumerate(arrivals):
             wanted = of(client, f"{client}{n}", max_tokens=max_tokens)
             try:
-                accepted.append((wanted, *start(engine, wanted)))
+                (inbox,) = start(engine, wanted)
             except QueueFullError:
                 continue
+            accepted.append((wanted, inbox))
             for _ in range(n_steps):
                 backend.step_if_any()
         backend.resume()
