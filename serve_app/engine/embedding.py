@@ -166,11 +166,12 @@ class EmbeddingQueue:
         return [entry[-1] for entry in first]
 
     def _gives_way(self, client: str, running: Sequence[EngineSequence]) -> bool:
-        """Whether its texts wait in this step for those who have less due: for their prompts, and every
-        other time for their streams, which cannot use all of the decoder however little they have had."""
-        behind = [
-            one for one in running if self._accounts[one.request.client] < self._accounts[client]
-        ]
+        """Whether its texts wait in this step for clients that were not served more: for their prompts, and
+        every other time for their streams, which cannot use all of the decoder however little they have
+        had."""
+        spent_s = self._accounts[client]
+        others = (one for one in running if one.request.client != client)
+        behind = [one for one in others if self._accounts[one.request.client] <= spent_s]
         prompts = any(one.n_pending > 1 for one in behind)
         return prompts or (bool(behind) and time.monotonic() < self._not_before)
 

@@ -216,7 +216,7 @@ def test_texts_are_no_clients_when_they_are_gone() -> None:
         pytest.param("texts", 9, False, id="a prompt of who has less goes first"),
         pytest.param("texts", 1, True, id="a stream does not stop them"),
         pytest.param("runs", 9, True, id="a prompt of who has more waits for them"),
-        pytest.param("", 9, True, id="as much"),
+        pytest.param("", 9, False, id="as much: a prompt goes first"),
     ],
 )
 def test_texts_and_prompts_take_turns(charged: str, n_pending: int, computed: bool) -> None:
