@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,8 @@ Vectors = NDArray[np.float32]
 
 # Of the stall budget, what a batch over texts may take beside running sequences; prompts get the rest.
 _SHARE = 0.5
+# The same for so many seconds after another client's sequences ran: its next prompt may come during a batch.
+_SHARE_AMONG_CLIENTS, _AMONG_CLIENTS_S = 0.05, 10.0
 # A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
 # it follows what batches take.
 _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
@@ -117,6 +120,8 @@ class EmbeddingQueue:
         self._waiting: list[_Text] = []
         self._live: set[Texts] = set()
         self._ended: list[tuple[Texts, CorralError | None]] = []
+        self._others_ran = -math.inf
+        """When sequences of other clients than of the first text's ran last."""
         self._not_before = 0.0
         """When streams of those who have less due have had as much of the decoder as the last batch."""
 
@@ -143,9 +148,8 @@ class EmbeddingQueue:
         texts = self._first()
         if not texts or self._gives_way(texts[0].owner.client, running):
             return
-        beside = bool(running)
         pending = [text.n_pending for text in texts]
-        packed = pack(pending, self._limit(pending, beside), whole=not self._shape.causal)
+        packed = pack(pending, self._limit(pending, bool(running)), whole=not self._shape.causal)
         batch = list(zip(texts, packed, strict=False))
         try:
             self._forward(batch)
@@ -169,17 +173,21 @@ class EmbeddingQueue:
         """Whether its texts wait in this step for clients that were not served more: for their prompts, and
         every other time for their streams, which cannot use all of the decoder however little they have
         had."""
-        spent_s = self._accounts[client]
-        others = (one for one in running if one.request.client != client)
+        spent_s, now = self._accounts[client], time.monotonic()
+        others = [one for one in running if one.request.client != client]
+        if others:
+            self._others_ran = now
         behind = [one for one in others if self._accounts[one.request.client] <= spent_s]
         prompts = any(one.n_pending > 1 for one in behind)
-        return prompts or (bool(behind) and time.monotonic() < self._not_before)
+        return prompts or (bool(behind) and now < self._not_before)
 
     def _limit(self, pending: list[int], beside: bool) -> int:
         n_rows = min(self._shape.n_rows, sum(pending))
-        if not (beside and self._max_stall_s and self._costs):
+        among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
+        if not ((beside or among_clients) and self._max_stall_s and self._costs):
             return n_rows
-        within_s = _SHARE * self._max_stall_s / self._slowdown
+        share = _SHARE_AMONG_CLIENTS if among_clients else _SHARE
+        within_s = share * self._max_stall_s / self._slowdown
         fitting = self._costs.chunk(n_rows, self._waiting[0].n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows)
 
