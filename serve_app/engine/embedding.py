@@ -23,7 +23,7 @@ Vectors = NDArray[np.float32]
 
 # Of the stall budget, what a batch over texts may take beside running sequences; prompts get the rest.
 _SHARE = 0.5
-# The same for so many seconds after another client's sequences ran: its next prompt may come during a batch.
+# The same for some seconds after another client's sequences ran: its next prompt may come during a batch.
 _SHARE_AMONG_CLIENTS, _AMONG_CLIENTS_S = 0.05, 10.0
 # A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
 # it follows what batches take.

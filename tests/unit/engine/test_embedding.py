@@ -256,6 +256,23 @@ def test_streams_of_who_has_less_get_half_of_the_time(monkeypatch: pytest.Monkey
     assert len(backend.embed_batches) == 3
 
 
+def test_batches_are_short_while_other_clients_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes two hundredths of a second, and a twentieth of the stall budget is less."""
+    now = [0.0]
+    monkeypatch.setattr("serve_app.engine.embedding.time.monotonic", lambda: now[0])
+    accounts = Accounts()
+    made, backend = shared(accounts, of("texts", *range(1, 9)))
+    accounts.enter("runs")
+    one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
+    made.step(())
+    made.step([one])
+    now[0] = 9.0
+    made.step(())
+    now[0] = 11.0
+    made.step(())
+    assert [len(batch) for batch in backend.embed_batches] == [4, 1, 1, 4]
+
+
 @pytest.mark.parametrize(
     ("held", "client", "n_texts", "accepted"),
     [
