@@ -94,7 +94,8 @@ class Timings:
     stalled_s: float = 0.0
     """Of `decode_s`, the time in which others were computed, or nobody, but not this request."""
     preempted_s: float = 0.0
-    """Of `prefill_s` and `decode_s`, the time without a slot, because the cache was full."""
+    """Of `prefill_s` and `decode_s`, the time without a slot: the cache was full, or its client had more
+    than its share."""
     n_preemptions: int = 0
     mean_batch: float = 0.0
     """Sequences that were computed together with this one, itself among them, on average."""

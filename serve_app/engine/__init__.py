@@ -1,5 +1,6 @@
 """The batched engine, usable as a library."""
 
+from serve_app.engine.embedding import Texts
 from serve_app.engine.engine import Engine
 from serve_app.engine.metrics.stats import EngineStats, Holdings, SlotStats
 from serve_app.engine.options import EngineOptions
@@ -42,6 +43,7 @@ __all__ = [
     "SamplingParams",
     "SequenceEnd",
     "SlotStats",
+    "Texts",
     "Timings",
     "TokenDelta",
     "TokenStream",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from serve_app.engine.commands import Command
 from serve_app.engine.embedding import Texts
 from serve_app.engine.scheduler.backlog import Forecast
+from serve_app.engine.scheduler.places import Places, Verdict, may_embed
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     CorralError,
@@ -19,9 +22,6 @@ from serve_app.errors import (
 )
 from serve_app.types import RequestRecord
 
-MAX_TEXTS = 2048
-"""While so many texts wait to be embedded, no request with more is accepted."""
-
 
 @dataclass(frozen=True, slots=True)
 class PendingCommands:
@@ -31,6 +31,8 @@ class PendingCommands:
     texts: list[Texts]
     commands: list[Command]
     aborted: set[str]
+    displaced: dict[str, QueueFullError]
+    """Requests whose place another client's got, and what they end with: those that still wait."""
     deadline: float | None
     """When a drain must be over, on `time.monotonic`; None while the engine is open."""
 
@@ -39,17 +41,19 @@ class CommandQueue:
     """Where other threads leave commands, and where admission is decided.
 
     Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
-    caller's thread. What another engine had accepted is never one too many.
+    caller's thread. What another engine had accepted is never one too many. See `Places` for who is.
     """
 
-    def __init__(self, max_live: int, max_wait_s: float | None) -> None:
+    def __init__(self, places: Places, max_wait_s: float | None) -> None:
         self._changed = threading.Condition()
-        self._max_live = max_live
+        self._places = places
+        self._displaced: dict[str, QueueFullError] = {}
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._live: dict[str, RequestRecord] = {}
         self._submitted: list[Sequence] = []
         self._texts: list[Texts] = []
-        self._n_texts = 0
+        self._held_texts: Counter[str] = Counter()
+        """Texts that are not all embedded, by client."""
         self._commands: list[Command] = []
         self._aborted: set[str] = set()
         self._deadline: float | None = None
@@ -71,13 +75,14 @@ class CommandQueue:
         return refusals
 
     def _accept_texts(self, request: Texts) -> CorralError | None:
-        if self._n_texts >= MAX_TEXTS:
+        client, n_texts = request.client, len(request.tokens)
+        if not may_embed(self._held_texts, client, n_texts):
             return QueueFullError("Too many texts wait to be embedded.", 1)
         if closed := self._closed():
             return closed
-        self._n_texts += len(request.tokens)
+        self._held_texts[client] += n_texts
         self._texts.append(request)
-        request.future.add_done_callback(lambda _: self._forget_texts(len(request.tokens)))
+        request.future.add_done_callback(lambda _: self._forget_texts(client, n_texts))
         return None
 
     def run_between_steps(self, command: Command) -> None:
@@ -90,9 +95,11 @@ class CommandQueue:
         if refusal is not None:
             command.refuse(refusal)
 
-    def _forget_texts(self, n_texts: int) -> None:
+    def _forget_texts(self, client: str, n_texts: int) -> None:
         with self._changed:
-            self._n_texts -= n_texts
+            self._held_texts[client] -= n_texts
+            if not self._held_texts[client]:
+                del self._held_texts[client]
 
     def _closed(self) -> CorralError | None:
         if self._failed:
@@ -107,20 +114,25 @@ class CommandQueue:
         if sequence.id in self._live:
             return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
         request = sequence.request
-        if not request.n_failovers and (refusal := self._overload(forecast)):
-            return refusal
+        if not request.n_failovers:
+            verdict = self._places.ask(request.client)
+            if refusal := self._overload(request.client, verdict, forecast):
+                return refusal
+            if verdict.displaced is not None:
+                self._displace(verdict.displaced, forecast)
+        self._places.take(request.id, request.client, may_be_displaced=not request.n_failovers)
         self._live[request.id] = RequestRecord(
             request.id, request.http_id, request.client, "waiting"
         )
         self._submitted.append(sequence)
         return None
 
-    def _overload(self, forecast: Forecast) -> QueueFullError | None:
-        n_live = len(self._live)
-        if n_live >= self._max_live:
-            retry_after_s = forecast.place_free_s(n_live, self._submitted)
+    def _overload(self, client: str, verdict: Verdict, forecast: Forecast) -> QueueFullError | None:
+        held = self._places.held
+        if not verdict.accepted:
+            retry_after_s = forecast.place_free_s(client, held, self._submitted)
             return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
-        wait_s = forecast.wait_s(n_live, self._submitted)
+        wait_s = forecast.wait_s(client, held, self._submitted)
         if wait_s > self._max_wait_s:
             return QueueFullError(
                 f"A slot would be free after {wait_s:.0f} seconds; {self._max_wait_s:.0f} are the most "
@@ -128,6 +140,15 @@ class CommandQueue:
                 math.ceil(wait_s),
             )
         return None
+
+    def _displace(self, request_id: str, forecast: Forecast) -> None:
+        client = self._live[request_id].client
+        retry_after_s = forecast.place_free_s(client, self._places.held, self._submitted)
+        self._displaced[request_id] = QueueFullError(
+            "All slots and the waiting queue are full, and other clients have fewer requests there.",
+            retry_after_s,
+        )
+        self._places.displace(request_id)
 
     def find(self, wanted: str) -> list[RequestRecord]:
         """Any thread: what was accepted of that request and has not ended."""
@@ -157,22 +178,40 @@ class CommandQueue:
                     or self._texts
                     or self._commands
                     or self._aborted
+                    or self._displaced
                     or self._deadline is not None
                 ),
                 wait_s,
             )
             pending = PendingCommands(
-                self._submitted, self._texts, self._commands, self._aborted, self._deadline
+                self._submitted,
+                self._texts,
+                self._commands,
+                self._aborted,
+                self._displaced,
+                self._deadline,
             )
-            self._submitted, self._texts, self._commands, self._aborted = [], [], [], set()
+            self._submitted, self._texts, self._commands = [], [], []
+            self._aborted, self._displaced = set(), {}
             return pending
+
+    def started(self, sequences: Iterable[Sequence]) -> None:
+        """Decoder thread: these have got their first slot, and nobody may displace them any more. One that
+        was displaced in the same moment runs all the same."""
+        with self._changed:
+            for sequence in sequences:
+                self._places.started(sequence.id, sequence.request.client)
+                self._displaced.pop(sequence.id, None)
 
     def forget(self, request_id: str) -> None:
         """Decoder thread: the request has ended; its place and its id are free. An abort that came
         too late for it must not hit the next request of that id."""
         with self._changed:
-            self._live.pop(request_id, None)
+            record = self._live.pop(request_id, None)
+            if record is not None:
+                self._places.leave(request_id, record.client)
             self._aborted.discard(request_id)
+            self._displaced.pop(request_id, None)
 
     def fail(self) -> PendingCommands:
         """Decoder thread: refuse everything from now on; returns what was never taken."""

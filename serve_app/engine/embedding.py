@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from heapq import nsmallest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ from numpy.typing import NDArray
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
 from serve_app.engine.health import Progress
+from serve_app.engine.scheduler.accounts import Accounts
+from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError, DecodeError
 
 Vectors = NDArray[np.float32]
@@ -20,6 +24,8 @@ Vectors = NDArray[np.float32]
 
 # Of the stall budget, what a batch over texts may take beside running sequences; prompts get the rest.
 _SHARE = 0.5
+# The same for some seconds after another client's sequences ran: its next prompt may come during a batch.
+_SHARE_AMONG_CLIENTS, _AMONG_CLIENTS_S = 0.05, 10.0
 # A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
 # it follows what batches take.
 _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
@@ -29,8 +35,9 @@ class Texts:
     """One request's texts, and the way to their vectors. Cancelling `future` spares what was not yet
     computed."""
 
-    def __init__(self, tokens: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, tokens: Sequence[tuple[int, ...]], client: str = "") -> None:
         self.tokens = tokens
+        self.client = client
         self.future: Future[Vectors] = Future()
         self._vectors: dict[int, NDArray[np.float64]] = {}
 
@@ -102,12 +109,18 @@ def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
 class EmbeddingQueue:
     """The texts that wait, and batches over them. Decoder thread only.
 
-    Requests take turns, text by text, so that a long list does not hold a short one up. A text that is
-    longer than a batch goes on in the next one, if the model's tokens see only those before them.
+    The text goes first whose client has least due: what it was charged, and its texts before this one. A
+    client's requests take turns, text by text, so that a long list does not hold a short one up. A text
+    that is longer than a batch goes on in the next one, if the model's tokens see only those before them.
     """
 
     def __init__(
-        self, backend: Backend, costs: CostModel, max_stall_s: float | None, progress: Progress
+        self,
+        backend: Backend,
+        costs: CostModel,
+        max_stall_s: float | None,
+        progress: Progress,
+        accounts: Accounts,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._backend = backend
@@ -115,10 +128,15 @@ class EmbeddingQueue:
         self._costs = costs
         self._max_stall_s = max_stall_s
         self._progress = progress
+        self._accounts = accounts
         self._slowdown = _FIRST_SLOWDOWN
         self._waiting: list[_Text] = []
+        self._live: set[Texts] = set()
         self._ended: list[tuple[Texts, CorralError | None]] = []
-        self._turn = 0
+        self._others_ran = -math.inf
+        """When sequences of other clients than of the first text's ran last."""
+        self._not_before = 0.0
+        """When streams of those who have less due have had as much of the decoder as the last batch."""
 
     def __bool__(self) -> bool:
         """Whether any text waits."""
@@ -127,19 +145,24 @@ class EmbeddingQueue:
     def add(self, requests: Iterable[Texts]) -> None:
         """Queue texts."""
         for request in requests:
-            self._waiting += [_Text(request, i, self._turn + i) for i in range(len(request.tokens))]
-        self._waiting.sort(key=lambda text: text.turn)
+            self._accounts.enter(request.client)
+            self._live.add(request)
+            turns = (text.turn for text in self._waiting if text.owner.client == request.client)
+            turn = next(turns, 0)
+            self._waiting += [_Text(request, i, turn + i) for i in range(len(request.tokens))]
+            self._waiting.sort(key=lambda text: text.turn)
 
-    def step(self, *, beside: bool) -> None:
-        """Compute a batch, if any text waits: `beside` running sequences, within its share of the stall
-        budget by the cost model. Whoever ends is told by `deliver`."""
-        self._waiting = [text for text in self._waiting if not text.owner.future.cancelled()]
-        if not self._waiting:
+    def step(self, running: Sequence[EngineSequence]) -> None:
+        """Compute a batch, if any text waits and those of `running` do not go before it: beside them,
+        within its share of the stall budget by the cost model. Whoever ends is told by `deliver`."""
+        for request in [one for one in self._live if one.future.cancelled()]:
+            self._leave(request)
+        self._waiting = [text for text in self._waiting if text.owner in self._live]
+        texts = self._first()
+        if not texts or self._gives_way(texts[0].owner.client, running):
             return
-        suspects = [text for text in self._waiting if text.is_suspect]
-        texts = suspects[:1] or self._waiting[: self._shape.n_seq_max]
         pending = [text.n_pending for text in texts]
-        limit = self._limit(pending, texts[0].n_past, beside)
+        limit = self._limit(pending, texts[0].n_past, bool(running))
         packed = pack(pending, limit, whole=not self._shape.causal)
         batch = list(zip(texts, packed, strict=False))
         try:
@@ -157,11 +180,40 @@ class EmbeddingQueue:
             text.is_suspect = True
             text.begin()
 
+    def _first(self) -> list[_Text]:
+        """As many texts as a batch may have, by turns; one that may be at fault is alone."""
+        if suspects := [text for text in self._waiting if text.is_suspect]:
+            return suspects[:1]
+        row_s = self._slowdown * self._costs.prompt_token_s or 1.0
+        due_s: dict[str, float] = {}
+        ranked: list[tuple[bool, float, int, _Text]] = []
+        for number, text in enumerate(self._waiting):
+            client = text.owner.client
+            due = due_s.get(client, self._accounts[client])
+            due_s[client] = due + text.n_pending * row_s
+            ranked.append((text.n_past == 0, due, number, text))  # who has begun goes on
+        first = nsmallest(self._shape.n_seq_max, ranked, key=lambda entry: entry[:3])
+        return [entry[-1] for entry in first]
+
+    def _gives_way(self, client: str, running: Sequence[EngineSequence]) -> bool:
+        """Whether its texts wait in this step for clients that were not served more: for their prompts, and
+        every other time for their streams, which cannot use all of the decoder however little they have
+        had."""
+        spent_s, now = self._accounts[client], time.monotonic()
+        others = [one for one in running if one.request.client != client]
+        if others:
+            self._others_ran = now
+        behind = [one for one in others if self._accounts[one.request.client] <= spent_s]
+        prompts = any(one.n_pending > 1 for one in behind)
+        return prompts or (bool(behind) and now < self._not_before)
+
     def _limit(self, pending: list[int], n_past: int, beside: bool) -> int:
         n_rows = min(self._shape.n_rows, sum(pending))
-        if not (beside and self._max_stall_s and self._costs):
+        among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
+        if not ((beside or among_clients) and self._max_stall_s and self._costs):
             return n_rows
-        within_s = _SHARE * self._max_stall_s / self._slowdown
+        share = _SHARE_AMONG_CLIENTS if among_clients else _SHARE
+        within_s = share * self._max_stall_s / self._slowdown
         fitting = self._costs.chunk(n_rows, n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows)
 
@@ -171,13 +223,15 @@ class EmbeddingQueue:
         rows = [row for seq_id, (text, n) in enumerate(batch) for row in text.rows(seq_id, n)]
         with self._progress.computing(self._slowdown * self._costs.batch_s(len(rows), depth)):
             vectors = self._backend.embed(rows)
-        self._learn(len(rows), depth, time.monotonic() - began)
+        ended = time.monotonic()
+        self._not_before = ended + (ended - began)
+        self._learn(len(rows), depth, ended - began)
         start = 0
         for text, n_rows in batch:
+            self._accounts.charge(text.owner.client, (ended - began) * n_rows / len(rows))
             if text.advance(vectors[start : start + n_rows], self._shape.pooling):
-                self._ended.append((text.owner, None))
+                self._finish(text.owner)
             start += n_rows
-        self._turn = batch[-1][0].turn
         self._waiting = [text for text in self._waiting if text.n_pending]
         self.counts["batches"] += 1
         self.counts["tokens"] += len(rows)
@@ -192,7 +246,17 @@ class EmbeddingQueue:
 
     def _drop(self, requests: set[Texts], error: CorralError) -> None:
         self._waiting = [text for text in self._waiting if text.owner not in requests]
-        self._ended += [(request, error) for request in requests]
+        for request in requests:
+            self._finish(request, error)
+
+    def _finish(self, request: Texts, error: CorralError | None = None) -> None:
+        self._ended.append((request, error))
+        self._leave(request)
+
+    def _leave(self, request: Texts) -> None:
+        if request in self._live:
+            self._live.remove(request)
+            self._accounts.leave(request.client)
 
     def end(self, error: CorralError) -> None:
         """End all that wait."""

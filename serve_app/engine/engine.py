@@ -101,23 +101,20 @@ class Engine:
         if refusal is not None:
             raise refusal
 
-    def embed(self, texts: Sequence[tuple[int, ...]]) -> Future[Vectors]:
-        """Vectors of texts, given as tokens: float32, one row each, not normalised; of a reranking model,
-        one score each. Cancelling the future spares what was not yet computed. Raises like `submit`,
-        TextTooLongError instead of PromptTooLongError."""
-        (outcome,) = self.embed_many([texts])
+    def embed(self, texts: Sequence[tuple[int, ...]], client: str = "") -> Future[Vectors]:
+        """Vectors of a client's texts, given as tokens: float32, one row each, not normalised; of a
+        reranking model, one score each. Cancelling the future spares what was not yet computed. Raises like
+        `submit`, TextTooLongError instead of PromptTooLongError."""
+        (outcome,) = self.embed_many([Texts(texts, client)])
         if isinstance(outcome, CorralError):
             raise outcome
         return outcome
 
-    def embed_many(
-        self, requests: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[Future[Vectors] | CorralError]:
+    def embed_many(self, requests: Sequence[Texts]) -> list[Future[Vectors] | CorralError]:
         """The same for several requests, so that one batch computes what fits of them all; each is
         accepted or refused for itself."""
-        refused = [self._reason_to_refuse_texts(texts) for texts in requests]
-        made = [Texts(texts) for texts in requests]
-        pairs = list(zip(made, refused, strict=True))
+        refused = [self._reason_to_refuse_texts(request.tokens) for request in requests]
+        pairs = list(zip(requests, refused, strict=True))
         entered = iter(self._loop.submit_texts([one for one, refusal in pairs if refusal is None]))
         return [refusal or next(entered) or one.future for one, refusal in pairs]
 

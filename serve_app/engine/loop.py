@@ -19,6 +19,7 @@ from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.health import Progress
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.disk_tier import DiskTier
+from serve_app.engine.kv_cache.manager import Place
 from serve_app.engine.kv_cache.opening import open_cache
 from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
@@ -26,9 +27,12 @@ from serve_app.engine.metrics.request_log import RequestLog
 from serve_app.engine.metrics.snapshot import engine_stats
 from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.backlog import Backlog, Forecast
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.giving_way import GivingWay
+from serve_app.engine.scheduler.places import Places
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
 from serve_app.errors import (
@@ -65,10 +69,11 @@ class DecoderLoop:
 
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
-        self._command_queue = CommandQueue(
-            options.n_slots + options.max_waiting, options.max_wait_s
-        )
-        self._waiting = FairQueue(self._cost)
+        n_places = options.n_slots + options.max_waiting
+        self._command_queue = CommandQueue(Places(n_places, options.n_slots), options.max_wait_s)
+        self._accounts = Accounts()
+        self._waiting = FairQueue(self._cost, self._accounts)
+        self._giving_way = GivingWay()
         self._admission_paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
@@ -179,7 +184,9 @@ class DecoderLoop:
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
-        self._embeddings = EmbeddingQueue(backend, costs, options.max_stall_s, self.progress)
+        self._embeddings = EmbeddingQueue(
+            backend, costs, options.max_stall_s, self.progress, self._accounts
+        )
         self.stats = self._snapshot()
         self.holdings = self._hold()
 
@@ -187,7 +194,7 @@ class DecoderLoop:
         """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
         began = time.monotonic()
         self._admit()
-        self._embeddings.step(beside=bool(self._scheduler.running))
+        self._embeddings.step(self._scheduler.running)
         embed_s = time.monotonic() - began
         table = self._cache.table
         ends = table.slot_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
@@ -232,9 +239,10 @@ class DecoderLoop:
             self._learn(plan, decoded - began)
         self._counts.batches += 1
         self._counts.busy_slots += len(plan.chunks)
-        for chunk in plan.chunks:
+        for chunk, seconds in zip(plan.chunks, plan.shared_s(decoded - began), strict=True):
             chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
-        sampled = [sample(chunk) for chunk in plan.chunks]
+            self._waiting.charge(chunk.sequence, seconds)
+        sampled = [self._sample(chunk) for chunk in plan.chunks]
         self._counts.decode_s += decoded - began
         self._counts.sample_s += time.monotonic() - decoded
         self._failed_steps = 0
@@ -244,6 +252,13 @@ class DecoderLoop:
                 self._end(chunk.sequence, FinishReason.ERROR, found)
             else:
                 self._advance(chunk, found)
+
+    def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
+        """See `sample`: its client is charged for grammars and log-probabilities, too."""
+        began = time.monotonic()
+        sampled = sample(chunk)
+        self._waiting.charge(chunk.sequence, time.monotonic() - began)
+        return sampled
 
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         """Book what a sequence computed, and take its sampled tokens."""
@@ -316,20 +331,41 @@ class DecoderLoop:
         if len(running) == 1:
             self._end(plan.chunks[0].sequence, FinishReason.ERROR, error)
             return False
-        youngest = max(running, key=lambda one: one.trace.admitted or 0.0)
-        self._scheduler.remove(youngest)
-        self._cache.preempt(youngest)
-        self._waiting.put_back(youngest)
+        self._preempt(max(running, key=lambda one: one.trace.admitted or 0.0))
         self._admission_paused = True
-        self._counts.preemptions += 1
         return False
+
+    def _preempt(self, sequence: Sequence, *, gave_way: bool = False) -> None:
+        """Take its slot away; it waits for another one."""
+        self._scheduler.remove(sequence)
+        self._cache.preempt(sequence)
+        self._waiting.put_back(sequence, gave_way=gave_way)
+        self._counts.preemptions += 1
+
+    # -- when a client is over its share ----------------------------------------------------------
+
+    def _give_way(self) -> None:
+        """Have one sequence give way to another client's request, if that is fair and pays."""
+        if self._accounts.active < 2 or self._cache.table.has_idle:
+            return
+        running, now = self._scheduler.running, time.monotonic()
+        sequence = self._giving_way.find(self._waiting, running, self._giving_way_s, now)
+        if sequence is not None:
+            self._preempt(sequence, gave_way=True)
+
+    def _giving_way_s(self, sequence: Sequence) -> float | None:
+        """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
+        n_kept, save_s = self._cache.would_keep(sequence)
+        if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:
+            return None
+        return 2 * save_s + self._costs.prefill_s(sequence.n_past - n_kept, n_kept)
 
     # -- commands, admission and ends -------------------------------------------------------------
 
     def _carry_out(self, pending: PendingCommands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
         self._embeddings.add(pending.texts)
-        asked = pending.submitted or pending.commands or pending.aborted
+        asked = pending.submitted or pending.commands or pending.aborted or pending.displaced
         if not asked and pending.deadline is None:
             return True
         for command in pending.commands:
@@ -341,6 +377,9 @@ class DecoderLoop:
         for request_id in pending.aborted:
             if request_id in live:
                 self._end(live[request_id], FinishReason.ABORT)
+        for request_id, refusal in pending.displaced.items():
+            if request_id in live and live[request_id].trace.admitted is None:
+                self._end(live[request_id], FinishReason.ERROR, refusal)
         self._draining = pending.deadline is not None
         if pending.deadline is not None and time.monotonic() >= pending.deadline:
             error = EngineClosedError("The engine shut down before this request was done.")
@@ -357,29 +396,39 @@ class DecoderLoop:
             sequence.n_awaited = 0
         if self._admission_paused:
             return
-        n_awaiting = 0
+        self._give_way()
+        n_awaiting, started = 0, list[Sequence]()
         for sequence in self._waiting:
             if not self._cache.table.has_idle:
-                return
+                break
             place = self._cache.place(sequence)
             if isinstance(place, Wait):
                 n_awaiting += 1
                 if (owner := place.slot.sequence) is not None:
                     owner.n_awaited = max(owner.n_awaited, place.n_tokens)
                 continue
-            sampler = None
-            if sequence.trace.admitted is None:  # one that was preempted goes on with its own
-                sampler = self._backend.sampler(
-                    sequence.request.sampling, sequence.request.given, sequence.constraint
-                )
-            # Until here it waits: a backend that breaks above ends it with all the others.
-            self._waiting.admit(sequence)
-            sequence.admit(place.slot.id, place.n_cached, sampler)
-            self._cache.table.occupy(place.slot, sequence)
-            self._scheduler.add(sequence)
-            self._counts.cached_tokens += place.n_cached
-            self._counts.restored_tokens += place.n_restored
-        self._cache.make_way(n_awaiting)
+            if sequence.trace.admitted is None:
+                started.append(sequence)
+            self._occupy(sequence, place)
+        else:
+            self._cache.make_way(n_awaiting)
+        if started:
+            self._command_queue.started(started)
+
+    def _occupy(self, sequence: Sequence, place: Place) -> None:
+        """Let a sequence run in its slot."""
+        sampler = None
+        if sequence.trace.admitted is None:  # one that was preempted goes on with its own
+            sampler = self._backend.sampler(
+                sequence.request.sampling, sequence.request.given, sequence.constraint
+            )
+        # Until here it waits: a backend that breaks above ends it with all the others.
+        self._waiting.admit(sequence)
+        sequence.admit(place.slot.id, place.n_cached, sampler)
+        self._cache.table.occupy(place.slot, sequence)
+        self._scheduler.add(sequence)
+        self._counts.cached_tokens += place.n_cached
+        self._counts.restored_tokens += place.n_restored
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""

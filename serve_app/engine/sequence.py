@@ -68,6 +68,11 @@ class Sequence:
         anew, for others to start from."""
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
+        self.spent_s = 0.0
+        """Seconds that the decoder worked for it, and those that it was to work in all."""
+        self.expected_s = 0.0
+        self.gave_way = False
+        """Whether it waits because another client's request got its slot."""
         self.proposer = NgramProposer()
         self.trace = Trace()
         self._sampler: Sampler | None = None
@@ -96,6 +101,11 @@ class Sequence:
         """Tokens that it may still generate by its `max_tokens`; None if that is not set."""
         most = self.request.sampling.max_tokens
         return None if most is None else most - self.n_generated
+
+    @property
+    def outstanding_s(self) -> float:
+        """Seconds of what was expected that the decoder has not worked for it yet."""
+        return max(0.0, self.expected_s - self.spent_s)
 
     @property
     def finished(self) -> bool:

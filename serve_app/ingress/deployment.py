@@ -78,12 +78,14 @@ class HandleClient:
                     raise item
                 yield item
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+    async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
         """See EngineClient."""
-        return await retried(lambda: self._embed_once(texts))
+        return await retried(lambda: self._embed_once(texts, client))
 
-    async def _embed_once(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
-        response: Any = self._handle.embed.remote(texts, self._vocabulary_key)
+    async def _embed_once(
+        self, texts: tuple[tuple[int, ...], ...], client: str
+    ) -> NDArray[np.float32]:
+        response: Any = self._handle.embed.remote(texts, client, self._vocabulary_key)
         async with _translated(response):
             vectors: NDArray[np.float32] | CorralError = await response
             if isinstance(vectors, CorralError):

@@ -19,7 +19,7 @@ from ray import serve
 
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.config.resolved import ResolvedModel
-from serve_app.engine import Engine, TokenStream
+from serve_app.engine import Engine, Texts, TokenStream
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.errors import ConfigError, CorralError, EngineFailedError, ModelReplacedError
 from serve_app.logs import forward_to_serve
@@ -113,20 +113,20 @@ class EngineReplica:
         return self._engine.submit_many(requests)
 
     async def embed(
-        self, texts: tuple[tuple[int, ...], ...], vocabulary_key: bytes
+        self, texts: tuple[tuple[int, ...], ...], client: str, vocabulary_key: bytes
     ) -> NDArray[np.float32] | CorralError:
         """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
         computed. What goes wrong is returned."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
-            return await self._embed(texts)
+            return await self._embed(Texts(texts, client))
         except EngineFailedError as error:
             _end_process(error)
         except CorralError as error:
             logger.info("Texts are refused or failed: %s", error)
             return error
 
-    async def _embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+    async def _embed(self, texts: Texts) -> NDArray[np.float32]:
         entering = asyncio.ensure_future(self._enter_texts(texts))
         try:
             outcome = await asyncio.shield(entering)
@@ -139,7 +139,7 @@ class EngineReplica:
 
     @serve.batch
     async def _enter_texts(
-        self, requests: list[tuple[tuple[int, ...], ...]]
+        self, requests: list[Texts]
     ) -> list[Future[NDArray[np.float32]] | CorralError]:
         """Submit what arrived together in one go: one batch computes what fits of all of it."""
         return self._engine.embed_many(requests)

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from typing import NamedTuple
 
-from serve_app.engine.backends.base import Backend
+from serve_app.engine.backends.base import Backend, State
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.slots import Choice, Slot, SlotTable, Wait
@@ -125,7 +125,22 @@ class KVCacheManager:
         n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
         settled = slot.id not in self._backend.unsettled
         if tokens and settled and self.memory_tier.wants(slot.group, tokens, n_bytes):
-            self.memory_tier.put(slot.group, tokens, self._backend.save(slot.id))
+            self.memory_tier.put(slot.group, tokens, self._save(slot, n_bytes))
+
+    def _save(self, slot: Slot, n_bytes: int) -> State:
+        began = time.monotonic()
+        state = self._backend.save(slot.id)
+        self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
+        return state
+
+    def would_keep(self, sequence: Sequence) -> tuple[int, float]:
+        """Of the tokens that a running sequence has in the cache, how many would be stored if it lost its
+        slot now, and the seconds that this would take."""
+        slot = self.table.slots[sequence.slot_id]
+        n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
+        if slot.id in self._backend.unsettled or not self.memory_tier.fits(n_bytes):
+            return 0, 0.0
+        return slot.n_past, n_bytes * self._save_byte_s
 
     @property
     def behind(self) -> Slot | None:
@@ -225,10 +240,7 @@ class KVCacheManager:
         n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
         if most_s is not None and n_bytes * self._save_byte_s > most_s:
             return None
-        began = time.monotonic()
-        state = self._backend.save(slot.id)
-        self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
-        return StoredPrefix(slot.tokens[: slot.n_past], state, slot.group)
+        return StoredPrefix(slot.tokens[: slot.n_past], self._save(slot, n_bytes), slot.group)
 
     def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
         """Store another engine's prefix for its cache group; returns what is stored, None if the store does

@@ -63,9 +63,13 @@ class MemoryTier:
     def wants(self, group: str, tokens: list[int], n_bytes: int) -> bool:
         """Whether to keep a state of that size for these tokens: it fits, and no other of the group has
         them."""
-        return n_bytes <= self._budget_bytes and not any(
+        return self.fits(n_bytes) and not any(
             common_prefix(known.tokens, tokens) == len(tokens) for known in self._of(group)
         )
+
+    def fits(self, n_bytes: int) -> bool:
+        """Whether a state of that size could be stored, whatever has to go for it."""
+        return n_bytes <= self._budget_bytes
 
     def has_room(self, n_bytes: int) -> bool:
         """Whether a state of that size would fit without another one going."""

@@ -74,7 +74,8 @@ class EngineStats:
     """Guesses of speculation; of them, `accepted_tokens` were right, and are among the generated."""
     accepted_tokens: int = 0
     preemptions: int = 0
-    """Sequences that lost their slot for a time, because the cache was full."""
+    """Sequences that lost their slot for a time: the cache was full, or their client had more than its
+    share."""
     context_shifts: int = 0
     embedded_texts: int = 0
     """Texts that became vectors, and their tokens, in so many batches."""

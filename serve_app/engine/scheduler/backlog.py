@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.sequence import Sequence
@@ -32,6 +32,8 @@ class Forecast:
 
     prefill_s: float = 0.0
     """Of it, what is missing of prompts."""
+    work_by_client: Mapping[str, float] = field(default_factory=dict)
+    """Of it, what is each client's."""
 
     def work_of(self, sequences: Iterable[Sequence]) -> float:
         """Seconds until these have ended, if there were no others."""
@@ -46,13 +48,34 @@ class Forecast:
             n_left += likely if sequence.n_left is None else min(likely, sequence.n_left)
         return n_prompt * self.prompt_token_s, n_left * self.token_s
 
-    def wait_s(self, n_live: int, arrived: Iterable[Sequence]) -> float:
-        """See `slot_wait_s`; of the `n_live` others, `arrived` are not in `work_s` yet."""
-        return slot_wait_s(self.work_s + self.work_of(arrived), n_live, self.n_slots)
+    def wait_s(self, client: str, live: Mapping[str, int], arrived: Iterable[Sequence]) -> float:
+        """Seconds that the client's next request waits for a slot, as clients take turns: behind all its
+        own, and as many of each other client, and one more. `live` are requests by client; of them,
+        `arrived` are not in `work_s` yet."""
+        n_turns = live.get(client, 0) + 1
+        n_ahead = {other: min(n, n_turns) for other, n in live.items()}
+        work_s = self._part_s(n_ahead, live, arrived)
+        return slot_wait_s(work_s, sum(n_ahead.values()), self.n_slots)
 
-    def place_free_s(self, n_live: int, arrived: Iterable[Sequence]) -> int:
-        """Whole seconds after which one of them should have ended, 1 at least."""
-        return max(1, math.ceil((self.work_s + self.work_of(arrived)) / max(1, n_live)))
+    def place_free_s(
+        self, client: str, live: Mapping[str, int], arrived: Iterable[Sequence]
+    ) -> int:
+        """Whole seconds after which one of the client's requests should have ended, or one of anybody's if
+        it has none; 1 at least."""
+        n_own = live.get(client) or max(live.values(), default=1)
+        n_ahead = {other: min(n, n_own) for other, n in live.items()}
+        n_ends = n_own if client in live else sum(n_ahead.values())
+        return max(1, math.ceil(self._part_s(n_ahead, live, arrived) / max(1, n_ends)))
+
+    def _part_s(
+        self, wanted: Mapping[str, int], live: Mapping[str, int], arrived: Iterable[Sequence]
+    ) -> float:
+        """The work of so many requests of each client, of those that are live."""
+        work = dict(self.work_by_client)
+        for sequence in arrived:
+            client = sequence.request.client
+            work[client] = work.get(client, 0.0) + self.work_of([sequence])
+        return sum(work.get(client, 0.0) * n / live[client] for client, n in wanted.items())
 
 
 class Backlog:
@@ -87,5 +110,10 @@ class Backlog:
             seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
         )
         rates = self._n_slots, prompt_token_s, token_s, self._n_generated
-        prefill_s, answers_s = Forecast(*rates).parts_of(live)
-        return Forecast(*rates, work_s=prefill_s + answers_s, prefill_s=prefill_s)
+        parts, work = Forecast(*rates).parts_of, dict[str, float]()
+        prefill_s = 0.0
+        for sequence in live:
+            client, (prompt_s, answer_s) = sequence.request.client, parts([sequence])
+            work[client] = work.get(client, 0.0) + prompt_s + answer_s
+            prefill_s += prompt_s
+        return Forecast(*rates, sum(work.values()), prefill_s, work)

@@ -51,6 +51,11 @@ class Batch:
     """Slots between those of the sequences, and positions of rows there that nobody wants and that are
     dropped again. Only beside decoding sequences."""
 
+    def shared_s(self, seconds: float) -> list[float]:
+        """Of the seconds that it took, what each chunk's rows did; fillers are on all."""
+        n_rows = [chunk.n_rows + len(chunk.draft) for chunk in self.chunks]
+        return [seconds * n / sum(n_rows) for n in n_rows]
+
 
 def plan_batch(
     turns: Iterable[Turn],

@@ -1,39 +1,45 @@
-"""Who is next for a slot: fair among clients. Pure: no model, no threads, no clock.
-
-Start-time fair queueing: every client has a virtual time that grows by what its requests cost, and the
-request whose client has the least goes first. Source: Goyal, Vin and Cheng, "Start-time Fair Queueing",
-SIGCOMM 1996.
-"""
+"""Who is next for a slot: fair among clients. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
+from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.sequence import Sequence
 
 Cost = Callable[[int, int], float]
-"""What so many prompt tokens and so many generated ones cost, in any unit."""
+"""What so many prompt tokens and so many generated ones cost, in seconds, or in any unit if nothing was
+measured."""
 
 # Generated tokens that a request is taken to cost before it has ended.
 _EXPECTED_TOKENS = 128
 
 
+class _Rank(NamedTuple):
+    """The smallest goes first."""
+
+    is_new: bool
+    """Whoever lost a slot because the cache was full, or with another engine, goes before all others."""
+    priority: int
+    due_s: float
+    arrival: int
+
+
 class FairQueue:
     """The sequences that wait for a slot. A client is what requests name; all that name none are one.
 
-    A lower `priority` goes first, whatever was served. Among equals, a client with one short request
-    does not wait for all of another's: each goes when its client's virtual time has come. A client that
-    was away starts where the others are, so nobody saves up.
+    A lower `priority` goes first, whatever was served. Among equals the request goes first whose client
+    has least due: what it was charged, what its running requests will probably cost besides, and those of
+    its requests that go before this one. So a client with one short request does not wait for all of
+    another's.
     """
 
-    def __init__(self, cost: Cost) -> None:
+    def __init__(self, cost: Cost, accounts: Accounts) -> None:
         self._cost = cost
+        self._accounts = accounts
         self._waiting: list[Sequence] = []
-        self._virtual: dict[str, float] = {}
-        self._live: dict[str, int] = {}
-        """Requests of each client that wait or run: who has none is forgotten."""
-        self._now = 0.0
-        """Virtual time of the request that was admitted last."""
+        self._running: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -44,53 +50,59 @@ class FairQueue:
         return self._waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of admission: whoever lost a slot, here or elsewhere, goes before everybody new."""
-        start: dict[str, float] = {}
-        ranked: list[tuple[bool, int, float, int, Sequence]] = []
-        for arrival, sequence in enumerate(self._waiting):
+        """In the order of admission."""
+        ahead_s: dict[str, float] = {}
+        for sequence in self._running:
             client = sequence.request.client
-            at = start.get(client, self._virtual[client])
-            start[client] = at + self._expected(sequence)
-            fresh = sequence.trace.admitted is None and not sequence.request.n_failovers
-            ranked.append((fresh, sequence.request.priority, at, arrival, sequence))
-        return iter([entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:4])])
+            ahead_s[client] = ahead_s.get(client, 0.0) + sequence.outstanding_s
+        ranked: list[tuple[_Rank, Sequence]] = []
+        had_slot_first = sorted(self._waiting, key=lambda one: one.trace.admitted is None)
+        for arrival, sequence in enumerate(had_slot_first):
+            client = sequence.request.client
+            ahead = ahead_s.get(client, 0.0)
+            ahead_s[client] = ahead + sequence.outstanding_s
+            due_s = self._accounts[client] + ahead
+            is_new = sequence.gave_way or not (
+                sequence.trace.admitted is not None or sequence.request.n_failovers
+            )
+            rank = _Rank(is_new, sequence.request.priority, due_s, arrival)
+            ranked.append((rank, sequence))
+        return iter([sequence for _, sequence in sorted(ranked, key=lambda entry: entry[0])])
+
+    def due_s(self, client: str, without: Sequence | None = None) -> float:
+        """What a client was charged, and what those of its requests that run will probably cost besides;
+        as if `without` did not run."""
+        running = (one for one in self._running if one.request.client == client)
+        outstanding_s = sum(one.outstanding_s for one in running if one is not without)
+        return self._accounts[client] + outstanding_s
 
     def extend(self, sequences: Iterable[Sequence]) -> None:
         """Requests came."""
         for sequence in sequences:
-            client = sequence.request.client
-            if client not in self._live:
-                self._virtual[client] = self._now
-            self._live[client] = self._live.get(client, 0) + 1
+            self._accounts.enter(sequence.request.client)
+            most = sequence.request.sampling.max_tokens
+            most = _EXPECTED_TOKENS if most is None else min(most, _EXPECTED_TOKENS)
+            sequence.expected_s = self._cost(sequence.n_prompt, most)
             self._waiting.append(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
-        """It lost its slot, and waits for another one; its client has been charged."""
+    def put_back(self, sequence: Sequence, *, gave_way: bool = False) -> None:
+        """It lost its slot, and waits for another one: before everybody new because the cache was full, or
+        when its client's turn comes, if it gave way to another client."""
+        self._running.remove(sequence)
+        sequence.gave_way = gave_way
         self._waiting.append(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """It got a slot: its client is charged what it will probably cost, the first time."""
+        """It got a slot."""
         self._waiting.remove(sequence)
-        if sequence.trace.admitted is not None:
-            return
-        client = sequence.request.client
-        self._now = max(self._now, self._virtual[client])
-        self._virtual[client] += self._expected(sequence)
+        self._running.append(sequence)
+
+    def charge(self, sequence: Sequence, seconds: float) -> None:
+        """The decoder worked for it for so long."""
+        sequence.spent_s += seconds
+        self._accounts.charge(sequence.request.client, seconds)
 
     def end(self, sequence: Sequence) -> None:
-        """It ended, with a slot or without: what it really cost counts."""
-        client = sequence.request.client
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        if sequence.trace.admitted is not None:
-            n_generated = sequence.n_generated - len(sequence.request.generated)
-            real = self._cost(sequence.n_computed, n_generated)
-            self._virtual[client] += real - self._expected(sequence)
-        self._live[client] -= 1
-        if not self._live[client]:
-            del self._live[client], self._virtual[client]
-
-    def _expected(self, sequence: Sequence) -> float:
-        most = sequence.request.sampling.max_tokens
-        most = _EXPECTED_TOKENS if most is None else most
-        return self._cost(sequence.n_prompt, min(most, _EXPECTED_TOKENS))
+        """It ended, with a slot or without."""
+        (self._waiting if sequence in self._waiting else self._running).remove(sequence)
+        self._accounts.leave(sequence.request.client)

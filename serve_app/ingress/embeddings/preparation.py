@@ -32,6 +32,7 @@ class Embedding:
     texts: Texts
     dimensions: int | None
     encoding_format: Literal["float", "base64"]
+    user: str | None
 
 
 def embeddings(models: Models, body: bytes) -> Embedding:
@@ -44,7 +45,9 @@ def embeddings(models: Models, body: bytes) -> Embedding:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
     texts = _checked(model, [_tokens(model, text) for text in asked.texts], "input")
-    return Embedding(model.id, texts, asked.dimensions, asked.encoding_format or "float")
+    return Embedding(
+        model.id, texts, asked.dimensions, asked.encoding_format or "float", asked.user
+    )
 
 
 def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:

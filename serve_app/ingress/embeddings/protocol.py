@@ -41,7 +41,7 @@ class EmbeddingsRequest(BaseModel):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """Only the first so many numbers, of length 1 again: for models that are made for it."""
     user: str | None = None
-    """Accepted and not used."""
+    """Whose texts these are, where there are no API keys: the engine is shared fairly among clients."""
 
     @field_validator("input", mode="wrap")
     @classmethod

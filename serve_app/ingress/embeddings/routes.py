@@ -27,7 +27,7 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
     async def embeddings(request: Request) -> Response:
         """Texts as vectors of length 1, OpenAI's way."""
         asked = await bodies.read(request, preparation.embeddings)
-        vectors = await _embed(find(models, asked.model), asked.texts)
+        vectors = await _embed(find(models, asked.model), asked.texts, asked.user)
         found = Found(
             asked.model,
             vectors[:, : asked.dimensions],
@@ -65,11 +65,11 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodie
         return JSONResponse({"model": model, "object": "list", "usage": used, "results": results})
 
 
-async def _embed(model: ServedModel, texts: Texts) -> Vectors:
+async def _embed(model: ServedModel, texts: Texts, user: str | None = None) -> Vectors:
     """Raises KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
     caller = request_context.current()
     caller.admit(texts)
-    vectors = await model.engine.embed(texts)
+    vectors = await model.engine.embed(texts, caller.client(user))
     caller.computed()
     return vectors
 

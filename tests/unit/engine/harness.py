@@ -125,10 +125,19 @@ class SteppedBackend(WatchedBackend):
         """Until the next batch is planned and about to be decoded."""
         assert self._entered.acquire(timeout=PATIENCE_S)
 
+    def release(self) -> None:
+        """Decode the batch that waits."""
+        self._permits.release()
+
     def step(self) -> None:
         """Decode the batch that waits, and wait for the next one to be planned."""
-        self._permits.release()
+        self.release()
         self.wait_for_batch()
+
+    def step_if_any(self) -> None:
+        """Let the batch be decoded that waits, if one does within a hundredth of a second."""
+        if self._entered.acquire(timeout=0.01):
+            self._permits.release()
 
     def resume(self) -> None:
         self._free = True

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.backends.base import EmbeddingShape
+from serve_app.engine.backends.base import EmbeddingShape, Row
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
 from serve_app.engine.health import Progress
+from serve_app.engine.scheduler.accounts import Accounts
+from serve_app.engine.scheduler.places import may_embed
+from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import (
     DecodeError,
     EngineClosedError,
@@ -35,6 +40,8 @@ from tests.unit.engine.harness import (
 )
 
 Tokens = tuple[int, ...]
+
+RUNNING = (EngineSequence(request("runs"), lambda delta: None),)
 
 
 def text(n_tokens: int, first: int = 1) -> Tokens:
@@ -80,7 +87,7 @@ def queue(
     backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling=pooling, causal=causal)
     prefill = {n: n * seconds_a_row for n in (1, 2, 4, 8, 16)} if seconds_a_row else {}
     costs = CostModel(Profile(dict(prefill), prefill))
-    made = EmbeddingQueue(backend, costs, 0.25, Progress())
+    made = EmbeddingQueue(backend, costs, 0.25, Progress(), Accounts())
     texts = [Texts(tokens) for tokens in requests]
     made.add(texts)
     return made, backend, texts
@@ -89,7 +96,7 @@ def queue(
 def batches(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False) -> list[list[int]]:
     """Every batch's tokens, until nothing waits."""
     while made:
-        made.step(beside=beside)
+        made.step(RUNNING if beside else ())
     made.deliver()
     return [[row[0] for row in batch] for batch in backend.embed_batches]
 
@@ -142,7 +149,7 @@ def test_what_was_cancelled_is_not_computed() -> None:
 
 def test_a_sequence_that_was_left_half_way_is_begun_anew() -> None:
     made, backend, (one, other) = queue([text(30)], [text(20, 40)])
-    made.step(beside=False)
+    made.step(())
     one.future.cancel()
     assert batches(made, backend) == [list(text(16)), [*text(16, 40)], [*text(4, 56)]]
     assert other.future.result().tolist() == [mean(text(20, 40))]
@@ -190,11 +197,150 @@ def test_those_who_come_later_share_batches_again() -> None:
     assert batches(made, backend)[-1] == [5, 6]
 
 
+# -- clients ---------------------------------------------------------------------------------------
+
+
+def shared(accounts: Accounts, *requests: Texts) -> tuple[EmbeddingQueue, FakeBackend]:
+    """Texts of clients, a row of which takes a hundredth of a second."""
+    backend = FakeBackend(endless, n_slots=1)
+    backend.embedding = EmbeddingShape(4, 8, n_text=32, pooling="mean", causal=True)
+    prefill = {n: n * 0.01 for n in (1, 2, 4)}
+    costs = CostModel(Profile(dict(prefill), prefill))
+    made = EmbeddingQueue(backend, costs, 0.25, Progress(), accounts)
+    made.add(requests)
+    return made, backend
+
+
+def of(client: str, *tokens: int) -> Texts:
+    """Texts of two of the same tokens."""
+    return Texts([(token,) * 2 for token in tokens], client)
+
+
+def firsts(backend: FakeBackend) -> list[int]:
+    """Each text's token, in the order in which texts were computed."""
+    return [row[0] for batch in backend.embed_batches for row in batch if row[1] == 0]
+
+
+def test_clients_take_turns() -> None:
+    many, few = of("a", 1, 2, 3, 4, 5, 6), of("b", 7, 8)
+    made, backend = shared(Accounts(), many, few)
+    while made:
+        made.step(())
+    assert firsts(backend)[:4] in ([1, 7, 2, 8], [1, 7, 8, 2])
+
+
+def test_who_was_served_less_goes_first() -> None:
+    accounts = Accounts()
+    for client in "ab":
+        accounts.enter(client)
+    accounts.charge("a", 100.0)
+    made, backend = shared(accounts, of("a", 1, 2, 3), of("b", 7, 8))
+    while made:
+        made.step(())
+    assert firsts(backend) == [7, 8, 1, 2, 3]
+    assert 0 < accounts["b"] < 100 < accounts["a"]
+
+
+def test_texts_are_no_clients_when_they_are_gone() -> None:
+    accounts = Accounts()
+    done, cancelled, failed = of("a", 1), of("b", 2), of("c", 3)
+    made, _ = shared(accounts, done, cancelled, failed)
+    assert accounts.active == 3
+    cancelled.future.cancel()
+    made.step(())
+    made.end(EngineClosedError("closed"))
+    made.end(EngineClosedError("closed"))
+    made.deliver()
+    assert accounts.active == 0
+    assert done.future.done()
+    assert failed.future.done()
+
+
+@pytest.mark.parametrize(
+    ("charged", "n_pending", "computed"),
+    [
+        pytest.param("texts", 9, False, id="a prompt of who has less goes first"),
+        pytest.param("texts", 1, True, id="a stream does not stop them"),
+        pytest.param("runs", 9, True, id="a prompt of who has more waits for them"),
+        pytest.param("", 9, False, id="as much: a prompt goes first"),
+    ],
+)
+def test_texts_and_prompts_take_turns(charged: str, n_pending: int, computed: bool) -> None:
+    accounts = Accounts()
+    made, backend = shared(accounts, of("texts", 1))
+    accounts.enter("runs")
+    accounts.charge(charged, 5.0)
+    one = EngineSequence(replace(request("r", "x" * 9), client="runs"), lambda delta: None)
+    one.n_past = 9 - n_pending
+    made.step([one])
+    assert bool(backend.embed_batches) == computed
+
+
+def test_streams_of_who_has_less_get_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of texts takes two seconds by this clock, a step without one takes none."""
+    now = [0.0]
+    monkeypatch.setattr("serve_app.engine.embedding.time.monotonic", lambda: now[0])
+    accounts = Accounts()
+    made, backend = shared(accounts, of("texts", *range(1, 9)))
+    compute = backend.embed
+
+    def embed(rows: Sequence[Row]) -> NDArray[np.float32]:
+        now[0] += 2.0
+        return compute(rows)
+
+    monkeypatch.setattr(backend, "embed", embed)
+    accounts.enter("runs")
+    accounts.charge("texts", 5.0)
+    one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
+    n_batches = []
+    for _ in range(8):
+        made.step([one])
+        n_batches.append(len(backend.embed_batches))
+        now[0] += 0.5
+    assert n_batches == [1, 1, 1, 1, 2, 2, 2, 2]
+    made.step(())  # nobody else is there
+    assert len(backend.embed_batches) == 3
+
+
+def test_batches_are_short_while_other_clients_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes two hundredths of a second, and a twentieth of the stall budget is less."""
+    now = [0.0]
+    monkeypatch.setattr("serve_app.engine.embedding.time.monotonic", lambda: now[0])
+    accounts = Accounts()
+    made, backend = shared(accounts, of("texts", *range(1, 9)))
+    accounts.enter("runs")
+    one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
+    made.step(())
+    made.step([one])
+    now[0] = 9.0
+    made.step(())
+    now[0] = 11.0
+    made.step(())
+    assert [len(batch) for batch in backend.embed_batches] == [4, 1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("held", "client", "n_texts", "accepted"),
+    [
+        pytest.param({"a": 2047}, "a", 2048, True, id="few wait"),
+        pytest.param({"a": 2048}, "a", 1, False, id="its own are too many"),
+        pytest.param({"a": 2048}, "b", 2048, True, id="the first of another"),
+        pytest.param({"a": 2048, "b": 24}, "b", 1000, True, id="within its share"),
+        pytest.param({"a": 2048, "b": 24}, "b", 1001, False, id="beyond its share"),
+        pytest.param({"a": 2048, "b": 2048, "c": 4096}, "d", 1, False, id="too many in all"),
+    ],
+)
+def test_who_may_bring_texts(
+    held: dict[str, int], client: str, n_texts: int, accepted: bool
+) -> None:
+    assert may_embed(held, client, n_texts) == accepted
+
+
 # -- the engine -----------------------------------------------------------------------------------
 
 
 def gather(engine: Engine, *requests: Sequence[Tokens]) -> list[list[list[float]]]:
-    outcomes = engine.embed_many(requests)
+    outcomes = engine.embed_many([Texts(tokens) for tokens in requests])
     found = []
     for outcome in outcomes:
         assert not isinstance(outcome, Exception)
@@ -249,7 +395,9 @@ def test_nothing_is_no_text(texts: list[Tokens]) -> None:
 def test_refusals_come_before_anything_is_computed() -> None:
     backend = WatchedBackend(n_slots=1)
     with running(backend) as engine:
-        too_long, unknown, good = engine.embed_many([[text(33)], [(1, 257)], [(1,)]])
+        too_long, unknown, good = engine.embed_many(
+            [Texts([text(33)]), Texts([(1, 257)]), Texts([(1,)])]
+        )
         assert isinstance(too_long, TextTooLongError)
         assert isinstance(unknown, InvalidRequestError)
         assert not isinstance(good, Exception)
@@ -268,6 +416,19 @@ def test_2048_texts_wait_at_most() -> None:
         again = engine.embed([(1,)])  # their places are free at once
         backend.resume()
         again.result(PATIENCE_S)
+
+
+def test_many_texts_of_one_client_do_not_refuse_another() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend) as engine:
+        engine.embed([(1,)] * 2048, "a")
+        with pytest.raises(QueueFullError):
+            engine.embed([(1,)], "a")
+        other = engine.embed([(2,)], "b")
+        backend.resume()
+        other.result(PATIENCE_S)
+        assert engine.stats().embedded_texts < 2049
 
 
 def test_a_failed_batch_ends_the_one_at_fault_only() -> None:

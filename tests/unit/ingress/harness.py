@@ -138,6 +138,8 @@ class ScriptedEngine:
         self.slot_actions: list[tuple[str, str, int, str]] = []
         self.records: list[RequestRecord] = []
         self.texts: list[tuple[tuple[int, ...], ...]] = []
+        self.clients: list[str] = []
+        """Whose texts they were."""
         self.refusal: Exception | None = None
         """What `embed` raises."""
         self.left_early = False
@@ -175,9 +177,10 @@ class ScriptedEngine:
         found = (record for record in self.records if record.belongs_to(wanted))
         return Answers(tuple(found), self.missing)
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...]) -> NDArray[np.float32]:
+    async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
         """Of each text: its last token, its length and a zero."""
         self.texts.append(texts)
+        self.clients.append(client)
         if self.refusal is not None:
             raise self.refusal
         return np.array([[text[-1], len(text), 0] for text in texts], np.float32)

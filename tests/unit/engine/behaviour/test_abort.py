@@ -9,6 +9,7 @@ from serve_app.engine import (
 )
 from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.scheduler.backlog import Forecast
+from serve_app.engine.scheduler.places import Places
 from serve_app.engine.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
     Inbox,
@@ -92,7 +93,7 @@ FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
 
 
 def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
-    command_queue = CommandQueue(1, None)
+    command_queue = CommandQueue(Places(1, 0), None)
     first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
     assert command_queue.submit([first], FORECAST) == [None]
     command_queue.take(0.0)

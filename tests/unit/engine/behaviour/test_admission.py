@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve_app.engine import (
     CorralError,
@@ -18,15 +21,19 @@ from serve_app.engine import (
 )
 from serve_app.engine.autotune.cost_model import Profile
 from tests.unit.engine.harness import (
+    Inbox,
     SteppedBackend,
     WatchedBackend,
     ask,
+    continuation,
     options,
     read,
     request,
     running,
     start,
 )
+
+ALL_OF_A = ("a0", "a1", "a2", "a3", "a4")
 
 
 async def test_submit_many_refuses_each_for_itself() -> None:
@@ -156,6 +163,107 @@ def test_who_would_wait_too_long_is_refused_with_the_forecast() -> None:
         for inbox in inboxes:
             assert inbox.wait().reason is FinishReason.LENGTH
         assert ask(engine, request("d")).end.reason is FinishReason.LENGTH
+
+
+def of(client: str, name: str, **changed: Any) -> GenerationRequest:
+    """A request of a client."""
+    return replace(request(name, f"{name} asks", **changed), client=client)
+
+
+def test_a_full_queue_refuses_the_newest_of_who_holds_most() -> None:
+    """One slot and four places to wait: a takes them all before b comes."""
+    backend = SteppedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=4)) as engine:
+        greedy = start(engine, of("a", "a0"))
+        backend.wait_for_batch()
+        greedy += start(engine, *(of("a", f"a{n}") for n in range(1, 5)))
+        with pytest.raises(QueueFullError):
+            start(engine, of("a", "a5"))
+        modest = start(engine, of("b", "b0"), of("b", "b1"))
+        with pytest.raises(QueueFullError):
+            start(engine, of("b", "b2"))  # it would have as many as a
+        backend.resume()
+        ends = {name: inbox.wait() for name, inbox in zip(ALL_OF_A, greedy, strict=True)}
+        assert [inbox.wait().reason for inbox in modest] == [FinishReason.LENGTH] * 2
+        displaced = {name: end.error for name, end in ends.items() if end.error is not None}
+        assert set(displaced) == {"a3", "a4"}
+        for error in displaced.values():
+            assert isinstance(error, QueueFullError)
+            assert error.retry_after_s >= 1
+        assert ask(engine, of("a", "a6")).end.reason is FinishReason.LENGTH, "a place was lost"
+        assert engine.explain("a4")[0].state == "ended"
+
+
+def test_who_comes_first_while_all_places_run_gets_one_more() -> None:
+    backend = SteppedBackend(n_slots=2)
+    with running(backend, options(2, max_waiting=0)) as engine:
+        (first,) = start(engine, of("a", "a0"))
+        backend.wait_for_batch()
+        (second,) = start(engine, of("a", "a1"))
+        backend.step()
+        with pytest.raises(QueueFullError):
+            start(engine, of("a", "a2"))
+        (newcomer,) = start(engine, of("b", "b0"))
+        with pytest.raises(QueueFullError):
+            start(engine, of("b", "b1"))
+        backend.resume()
+        for inbox in (first, second, newcomer):
+            assert inbox.wait().reason is FinishReason.LENGTH
+
+
+def test_each_client_waits_for_its_own_work() -> None:
+    """Ten requests of a are more than a second's work, of which b waits for none."""
+    backend = WatchedBackend(n_slots=2)
+    backend.profile = Profile({1: 0.2, 2: 0.2}, {16: 0.16, 32: 0.32})
+    backend.hold()
+    with running(backend, options(2, max_waiting=50, max_wait_s=1.0)) as engine:
+        inboxes = start(engine, *(of("a", f"a{n}", max_tokens=8) for n in range(3)))
+        with pytest.raises(QueueFullError, match="the most that a request may wait"):
+            start(engine, of("a", "a3", max_tokens=8))
+        inboxes += start(engine, of("b", "b0", max_tokens=8))
+        backend.resume()
+        for inbox in inboxes:
+            assert inbox.wait().reason is FinishReason.LENGTH
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(0, 3)),
+        min_size=1,
+        max_size=25,
+    ),
+    st.integers(1, 3),
+    st.integers(0, 4),
+)
+def test_every_accepted_request_has_exactly_one_end(
+    arrivals: list[tuple[str, int, int]], n_slots: int, max_waiting: int
+) -> None:
+    """`arrivals` are (client, tokens, batches before the next one comes)."""
+    backend = SteppedBackend(n_slots=n_slots)
+    accepted: list[tuple[GenerationRequest, Inbox]] = []
+    with running(backend, options(n_slots, max_waiting=max_waiting)) as engine:
+        for n, (client, max_tokens, n_steps) in enumerate(arrivals):
+            wanted = of(client, f"{client}{n}", max_tokens=max_tokens)
+            try:
+                (inbox,) = start(engine, wanted)
+            except QueueFullError:
+                continue
+            accepted.append((wanted, inbox))
+            for _ in range(n_steps):
+                backend.step_if_any()
+        backend.resume()
+        for wanted, inbox in accepted:
+            end = inbox.wait()
+            if end.error is None:
+                assert end.reason is FinishReason.LENGTH
+                n_tokens = wanted.sampling.max_tokens
+                assert inbox.token_ids == continuation(wanted.prompt, n_tokens or 0)
+            else:
+                assert isinstance(end.error, QueueFullError)
+                assert not inbox.token_ids, "it was displaced after it had begun"
+        assert ask(engine, of("d", "last")).end.reason is FinishReason.LENGTH
+    assert len(backend.batches) > 0
 
 
 def test_requests_can_be_asked_about() -> None:

@@ -1,11 +1,14 @@
-"""A cache that is full: somebody gives way, nobody is lost."""
+"""A cache that is full, or a client with more than its share: somebody gives way, nobody is lost."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
 from serve_app.errors import CacheFullError
@@ -135,3 +138,93 @@ def test_nobody_is_admitted_until_somebody_ends() -> None:
     assert late.token_ids == continuation(b"c", 1)
     assert old.token_ids == continuation(b"a" * 9, 25)
     assert young.token_ids == continuation(b"b" * 9, 25)
+
+
+# -- a client with more than its share --------------------------------------------------------------
+
+
+def both_slots_of_one_client(
+    client: str = "", max_stall_s: float | None = 0.25
+) -> tuple[SteppedBackend, DecoderLoop, list[Inbox]]:
+    """Two running sequences of `a`, and a request of another client, or of its own."""
+    backend = SteppedBackend(n_slots=2)
+    sizes = options(2, n_ctx_slot=64, cache_ram_bytes=100_000, max_stall_s=max_stall_s)
+    loop = DecoderLoop(lambda: backend, sizes)
+    inboxes = start_together(
+        loop,
+        *(replace(request(name, name * 20, max_tokens=30), client="a") for name in ("a", "b")),
+    )
+    for _ in range(4):
+        backend.wait_for_batch()
+        backend.release()
+    backend.wait_for_batch()
+    other = replace(request("other", "c" * 9, max_tokens=5), client=client)
+    return backend, loop, inboxes + start_together(loop, other)
+
+
+def test_a_client_with_all_slots_gives_one_back_and_gets_it_again() -> None:
+    backend, loop, (old, young, other) = both_slots_of_one_client("z")
+    while loop.stats.preemptions == 0:
+        backend.step()
+    assert (loop.stats.running, loop.stats.waiting) == (2, 1)
+    backend.resume()
+    loop.drain(PATIENCE_S)
+    assert loop.stats.restored_tokens > 20
+    assert other.token_ids == continuation(b"c" * 9, 5)
+    assert old.token_ids == continuation(b"a" * 20, 30)
+    assert young.token_ids == continuation(b"b" * 20, 30)
+    assert (old.end.timings.n_preemptions, young.end.timings.n_preemptions) == (0, 1)
+    assert other.end.timings.n_preemptions == 0
+
+
+def test_a_client_alone_is_never_preempted() -> None:
+    backend, loop, inboxes = both_slots_of_one_client("a")
+    backend.resume()
+    loop.drain(PATIENCE_S)
+    assert loop.stats.preemptions == 0
+    assert [inbox.end.reason for inbox in inboxes] == [FinishReason.LENGTH] * 3
+
+
+def test_nobody_gives_way_whose_state_takes_too_long_to_save() -> None:
+    """Bytes take 2 ns until that was measured."""
+    backend, loop, inboxes = both_slots_of_one_client("z", max_stall_s=1e-9)
+    backend.resume()
+    loop.drain(PATIENCE_S)
+    assert loop.stats.preemptions == 0
+    assert [inbox.end.reason for inbox in inboxes] == [FinishReason.LENGTH] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(
+            st.sampled_from("xyz"), st.text("ab", min_size=1, max_size=20), st.integers(1, 20)
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    n_slots=st.integers(1, 4),
+    n_cells=st.none() | st.integers(48, 120),
+    cache_ram_bytes=st.sampled_from([0, 200, 100_000]),
+    measured=st.booleans(),
+)
+def test_answers_of_many_clients_are_as_if_each_had_been_alone(
+    prompts: list[tuple[str, str, int]],
+    n_slots: int,
+    n_cells: int | None,
+    cache_ram_bytes: int,
+    measured: bool,
+) -> None:
+    backend = FakeBackend(endless, n_slots=n_slots, n_cells=n_cells)
+    if measured:
+        backend.profile = Profile({1: 1e-4, 4: 2e-4}, {1: 1e-4, 16: 2e-4})
+    sizes = options(n_slots, n_ctx_slot=48, max_waiting=12, cache_ram_bytes=cache_ram_bytes)
+    with running(backend, sizes) as engine:
+        requests = [
+            replace(request(str(i), text, max_tokens=n), client=client)
+            for i, (client, text, n) in enumerate(prompts)
+        ]
+        for inbox, one in zip(start(engine, *requests), requests, strict=True):
+            assert inbox.wait().reason == FinishReason.LENGTH
+            n_tokens = one.sampling.max_tokens or 0
+            assert inbox.token_ids == continuation(bytes(one.prompt), n_tokens)

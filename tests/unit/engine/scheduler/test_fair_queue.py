@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.sequence import Sequence
 from serve_app.sampling import SamplingParams
@@ -21,10 +22,23 @@ def sequence(
     return Sequence(request, lambda delta: None)
 
 
-def queue(*sequences: Sequence) -> FairQueue:
-    made = FairQueue(lambda n_prompt, n_generated: n_prompt + n_generated)
+def queue(*sequences: Sequence, accounts: Accounts | None = None) -> FairQueue:
+    made = FairQueue(lambda n_prompt, n_generated: n_prompt + n_generated, accounts or Accounts())
     made.extend(sequences)
     return made
+
+
+def admit(waiting: FairQueue) -> Sequence:
+    """The first one gets a slot."""
+    first = next(iter(waiting))
+    waiting.admit(first)
+    first.trace.admitted = 0.0
+    return first
+
+
+def names(waiting: FairQueue) -> str:
+    """All that wait, in order."""
+    return " ".join(one.id for one in waiting)
 
 
 def admit_all(waiting: FairQueue) -> str:
@@ -59,20 +73,33 @@ def test_priority_goes_before_fairness() -> None:
 def test_who_was_away_has_saved_nothing_up() -> None:
     waiting = queue(*(sequence(f"a{n}") for n in range(6)))
     for _ in range(4):
-        waiting.admit(next(iter(waiting)))
+        served = admit(waiting)
+        waiting.charge(served, 10)
+        waiting.end(served)
     waiting.extend(sequence(f"b{n}") for n in range(4))
-    assert admit_all(waiting) == "b0 a4 b1 a5 b2 b3"
+    assert admit_all(waiting) == "a4 b0 a5 b1 b2 b3"
 
 
-def test_a_request_that_cost_less_than_expected_is_made_good() -> None:
+def test_who_has_many_slots_waits_until_others_have_as_many() -> None:
+    waiting = queue(*(sequence(f"a{n}") for n in range(6)))
+    for _ in range(3):
+        admit(waiting)
+    waiting.extend(sequence(f"b{n}") for n in range(5))
+    assert admit_all(waiting) == "b0 b1 b2 a3 b3 a4 b4 a5"
+
+
+def test_what_was_measured_counts_not_what_was_expected() -> None:
     waiting = queue(sequence("a0", 50), sequence("b0", 20), sequence("a1"), sequence("b1"))
-    first = next(iter(waiting))
-    waiting.admit(first)
-    assert first.id == "a0"
-    first.trace.admitted = 0.0
-    first.n_cached = first.n_prompt - 1  # nearly all of it was found in the cache
-    waiting.end(first)
-    assert admit_all(waiting) == "b0 a1 b1"
+    cheap = admit(waiting)
+    assert cheap.id == "a0"
+    waiting.charge(cheap, 1)  # nearly all of it was found in the cache
+    waiting.end(cheap)
+    assert names(waiting) == "b0 a1 b1"
+    dear = admit(waiting)
+    waiting.charge(dear, 500)
+    assert names(waiting) == "a1 b1"
+    waiting.extend([sequence("a2", 50)])
+    assert names(waiting) == "a1 a2 b1"
 
 
 def test_who_was_preempted_goes_first_and_pays_once() -> None:
@@ -80,22 +107,31 @@ def test_who_was_preempted_goes_first_and_pays_once() -> None:
     preempted = list(waiting)[1]
     waiting.admit(preempted)
     preempted.trace.admitted = 0.0
+    due_s = waiting.due_s("a")
     waiting.put_back(preempted)
-    charged = dict(waiting._virtual)
     assert next(iter(waiting)) is preempted
     waiting.admit(preempted)
-    assert waiting._virtual == charged
+    assert waiting.due_s("a") == due_s == 10
+
+
+def test_who_gave_way_waits_for_its_clients_turn_before_its_other_requests() -> None:
+    waiting = queue(sequence("a0"), sequence("a1"), sequence("a2"))
+    first, second = admit(waiting), admit(waiting)
+    waiting.extend([sequence("b0")])
+    assert (waiting.due_s("a"), waiting.due_s("a", without=second)) == (20, 10)
+    waiting.put_back(second, gave_way=True)
+    assert names(waiting) == "b0 a1 a2"
+    waiting.charge(first, 4)
+    assert waiting.due_s("a") == 10, "of what it was to cost"
 
 
 def test_clients_without_requests_are_forgotten() -> None:
-    waiting = queue(sequence("a0"), sequence("b0"))
-    running = list(waiting)
-    waiting.admit(running[0])
-    running[0].trace.admitted = 0.0
-    waiting.end(running[0])
-    waiting.end(running[1])  # it left while it waited
-    assert not waiting._virtual
-    assert not waiting._live
+    accounts = Accounts()
+    waiting = queue(sequence("a0"), sequence("b0"), accounts=accounts)
+    left = list(waiting)[1]
+    waiting.end(admit(waiting))
+    waiting.end(left)  # it left while it waited
+    assert accounts.active == 0
     assert len(waiting) == 0
 
 

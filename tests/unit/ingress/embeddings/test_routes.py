@@ -34,6 +34,7 @@ def unit(*numbers: float) -> Any:
 async def test_one_text(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     answer = await ask(client, input="abc", model="first", user="someone")
     assert engine.texts == [((97, 98, 99),)]
+    assert engine.clients == ["someone"]
     (data,) = answer.pop("data")
     assert data == {"object": "embedding", "index": 0, "embedding": unit(99, 3, 0)}
     usage = {"prompt_tokens": 3, "total_tokens": 3}
