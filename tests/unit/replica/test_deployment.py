@@ -167,4 +167,4 @@ def test_a_replica_whose_engine_is_not_healthy_ends_its_process(
 @pytest.mark.usefixtures("_ends")
 async def test_so_does_one_that_cannot_embed() -> None:
     with pytest.raises(EndedError):
-        await SERVED.func_or_class.embed(Broken(), ((1,),), b"key")
+        await SERVED.func_or_class.embed(Broken(), ((1,),), "", b"key")
