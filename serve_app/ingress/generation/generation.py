@@ -25,6 +25,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
     many = len(wanted.prompts) * n > 1
     caller = request_context.current()
     caller.check_priority(wanted.priority)
+    caller.ask_for(len(wanted.prompts) * n)
     caller.admit(wanted.prompts)
     return [
         GenerationRequest(

@@ -75,18 +75,23 @@ class Account:
         """Tokens that are missing in the bucket."""
         self._filled = clock()
 
-    def enter(self) -> None:
-        """A request begins. Raises RateLimitError if too many are running; else `leave` ends it."""
+    def enter(self, n: int = 1, *, besides: int = 0) -> None:
+        """So many requests begin, `besides` some that run already and belong to them. Raises KeyLimitError
+        for more than the key may ever have, RateLimitError if too many run. Otherwise `leave` ends them."""
         most = self.key.max_concurrent_requests
-        if most is not None and self._n_running >= most:
+        if most is not None and n + besides > most:
+            raise KeyLimitError(
+                f"The request asks for {n + besides} answers; with this API key, {most} are the most."
+            )
+        if most is not None and self._n_running + n > most:
             raise RateLimitError(
                 f"This API key may have {most} requests at once, and has {self._n_running}.", 1
             )
-        self._n_running += 1
+        self._n_running += n
 
-    def leave(self) -> None:
-        """A request has ended."""
-        self._n_running -= 1
+    def leave(self, n: int = 1) -> None:
+        """So many requests have ended."""
+        self._n_running -= n
 
     def admit(self, n_prompt: int) -> None:
         """Charge a request's prompts. Raises KeyLimitError if they are longer than this key's may be,

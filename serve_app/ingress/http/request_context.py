@@ -29,6 +29,7 @@ class Caller:
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
     _n_reserved: int = field(default=0, init=False)
+    _n_running: int = field(default=0, init=False)
 
     def client(self, user: str | None) -> str:
         """Among whom slots are shared: API keys, or, without, users."""
@@ -51,14 +52,22 @@ class Caller:
     @contextmanager
     def running(self) -> Iterator[None]:
         """While a request asks for work. Raises RateLimitError if the key has too many."""
-        if self.account is None:
-            yield
-            return
-        self.account.enter()
+        self._run(1)
         try:
             yield
         finally:
-            self.account.leave()
+            if self.account is not None:
+                self.account.leave(self._n_running)
+
+    def ask_for(self, n_answers: int) -> None:
+        """The request that runs is for so many answers, each of which counts as one. Raises KeyLimitError
+        or RateLimitError if the key may not have as many."""
+        self._run(n_answers - self._n_running)
+
+    def _run(self, n: int) -> None:
+        if self.account is not None and n > 0:
+            self.account.enter(n, besides=self._n_running)
+            self._n_running += n
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> None:
         """Charge these prompts, cached tokens too, unless the answer is a refusal. Raises KeyLimitError or

@@ -11,6 +11,7 @@ import yaml
 
 from serve_app.errors import AuthenticationError, ConfigError, KeyLimitError, RateLimitError
 from serve_app.ingress.http.api_keys import Account, Accounts, ApiKey
+from serve_app.ingress.http.request_context import Caller
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
 
@@ -158,3 +159,16 @@ def test_without_limits_nothing_is_refused() -> None:
         own.enter()
         own.admit(10**6)
         own.charge(10**6)
+
+
+def test_each_answer_counts_as_a_request() -> None:
+    account = Account(ApiKey(name="ana", key="a" * 16, max_concurrent_requests=4))
+    caller = Caller(account=account)
+    with caller.running():
+        caller.ask_for(3)
+        other = Caller(account=account)
+        with other.running(), pytest.raises(RateLimitError, match="has 4"):
+            other.ask_for(2)
+        with pytest.raises(KeyLimitError, match="5 answers; with this API key, 4"):
+            caller.ask_for(5)
+    account.enter(4)
