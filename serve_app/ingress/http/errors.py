@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.ingress.http import json_body
 
 logger = logging.getLogger("corral.ingress")
 
@@ -85,22 +86,8 @@ def response(
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    content_type = request.headers.get("content-type", "")
-    first = error.errors()[0]
-    if first["loc"][0] == "body" and not content_type.startswith("application/json"):
-        message = "Send JSON, with Content-Type: application/json."
-        return response(request, InvalidRequestError(message))
-    if first["type"] == "json_invalid":
-        message = f"The body cannot be read as JSON: {first['ctx']['error']}."
-        return response(request, InvalidRequestError(message))
-    path = ".".join(str(part) for part in first["loc"][1:] if _names_a_field(part))
-    where = f"{path}: " if path else ""
-    return response(request, InvalidRequestError(f"{where}{first['msg']}", path or None))
-
-
-def _names_a_field(part: int | str) -> bool:
-    """Pydantic also names the branch of a union that it tried: `str`, `list[constrained-int]`."""
-    return isinstance(part, int) or (part.isidentifier() and part != "str")
+    first = error.errors()[0]  # of the query or the path: workers read bodies
+    return response(request, json_body.invalid(first["loc"][1:], first["msg"]))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

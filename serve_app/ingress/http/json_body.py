@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -90,9 +90,7 @@ def parsed(kind: type[M], body: bytes) -> M:
         request: M = _adapter(cast(Hashable, kind)).validate_python(value)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(str(part) for part in problem["loc"] if _names_a_field(part))
-        where = f"{path}: " if path else ""
-        raise InvalidRequestError(f"{where}{problem['msg']}", path or None) from None
+        raise invalid(problem["loc"], problem["msg"]) from None
     return request
 
 
@@ -103,6 +101,13 @@ def _adapter(kind: Hashable) -> TypeAdapter[Any]:
 
 def _unreadable(why: str) -> InvalidRequestError:
     return InvalidRequestError(f"The body cannot be read as JSON: {why}.")
+
+
+def invalid(place: Sequence[int | str], message: str) -> InvalidRequestError:
+    """What pydantic found wrong at this place of a request, as clients are told."""
+    path = ".".join(str(part) for part in place if _names_a_field(part))
+    where = f"{path}: " if path else ""
+    return InvalidRequestError(f"{where}{message}", path or None)
 
 
 def _names_a_field(part: int | str) -> bool:

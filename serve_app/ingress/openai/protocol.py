@@ -298,15 +298,10 @@ class ChatCompletionRequest(GenerationParams):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def is_constrained(self) -> bool:
-        """See GenerationParams."""
-        return not self.may_think or self.holds_calls
-
-    @property
     def may_think(self) -> bool:
         """Whether nothing says what the text begins with."""
         formatted = self.response_format is not None and self.response_format.type != "text"
-        return not (formatted or self.forced_tools() or super().is_constrained)
+        return not (formatted or self.forced_tools() or self.is_constrained)
 
     @property
     def holds_calls(self) -> bool:
