@@ -24,6 +24,7 @@
     |   `-- CacheFullError        500 decode_failed, if it cannot be helped
     |-- ConstraintError           500 constraint_failed
     |-- EngineFailedError         500 engine_failed
+    |   `-- ChannelBrokenError    500 engine_failed
     `-- StorageFullError          507 storage_full
 
 Errors cross processes: every subclass hands all of its arguments, positionally, to
@@ -273,6 +274,10 @@ class EngineFailedError(CorralError):
     """The engine itself broke and ended every request it had."""
 
     code = "engine_failed"
+
+
+class ChannelBrokenError(EngineFailedError):
+    """The connection broke that a request's tokens came over; the engine itself may be well."""
 
 
 class StorageFullError(CorralError):

@@ -189,6 +189,16 @@ class TokenDelta:
     """Those of the prompt's tokens but for the first, if the request wants them: with its first token, or
     with its end if it generates none."""
 
+    def then(self, later: TokenDelta) -> TokenDelta:
+        """Both as one."""
+        return TokenDelta(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            later.end,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SlotAction:

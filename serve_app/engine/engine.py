@@ -85,7 +85,7 @@ class Engine:
         """Start several requests so that the same step sees them all; each succeeds or is refused
         for itself."""
         streams = [TokenStream(self._aborter(request)) for request in requests]
-        refusals = self._enter(list(zip(requests, (s.push for s in streams), strict=True)))
+        refusals = self.submit_to(list(zip(requests, (s.push for s in streams), strict=True)))
         return [refusal or stream for refusal, stream in zip(refusals, streams, strict=True)]
 
     def submit_callback(
@@ -97,9 +97,14 @@ class Engine:
         other callbacks, never decoding. One that raises aborts its request. Raises like `submit`.
         """
         sink = self._callbacks.sink(on_delta, self._aborter(request))
-        (refusal,) = self._enter([(request, sink)])
+        (refusal,) = self.submit_to([(request, sink)])
         if refusal is not None:
             raise refusal
+
+    def on_delivered(self, callback: Callable[[], None]) -> None:
+        """Have this called on the decoder thread whenever a step's deltas have been handed to their sinks.
+        It must not block or raise."""
+        self._loop.delivered = callback
 
     def embed(self, texts: Sequence[tuple[int, ...]], client: str = "") -> Future[Vectors]:
         """Vectors of a client's texts, given as tokens: float32, one row each, not normalised; of a
@@ -161,9 +166,11 @@ class Engine:
     def _aborter(self, request: GenerationRequest) -> Callable[[], None]:
         return lambda: self._loop.abort(request.id)
 
-    def _enter(
-        self, entries: list[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
+    def submit_to(
+        self, entries: Sequence[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
     ) -> list[CorralError | None]:
+        """Start several requests, each with a sink, which the decoder thread calls with its deltas: it must
+        not block or raise. For each, None or why it is refused: its sink is not called then."""
         made = [self._sequence_or_refusal(*entry) for entry in entries]
         sequences = [one for one in made if isinstance(one, EngineSequence)]
         admitted = iter(self._loop.submit(sequences))

@@ -88,6 +88,8 @@ class DecoderLoop:
         """Why the loop is dead, if it is."""
         self._request_log = RequestLog()
         self.latencies = Latencies()
+        self.delivered: Callable[[], None] = lambda: None
+        """Called on the decoder thread when a step's deltas have been handed out."""
         self.progress = Progress()
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self.holdings = Holdings()
@@ -458,6 +460,8 @@ class DecoderLoop:
             if delta.end is not None:
                 self._command_queue.forget(sequence.id)
             sequence.sink(delta)
+        if outbox:
+            self.delivered()
 
     def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
         request = sequence.request

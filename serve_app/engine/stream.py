@@ -64,7 +64,7 @@ class TokenStream:
             await self._ready.wait()
         delta = self._pending.popleft()
         while self._pending and not _failed(self._pending[0]):
-            delta = _join(delta, self._pending.popleft())
+            delta = delta.then(self._pending.popleft())
         self._end = delta.end
         if delta.end is not None and delta.end.error is not None:
             raise delta.end.error
@@ -79,16 +79,6 @@ class TokenStream:
 
 def _failed(delta: TokenDelta) -> bool:
     return delta.end is not None and delta.end.error is not None
-
-
-def _join(first: TokenDelta, second: TokenDelta) -> TokenDelta:
-    return TokenDelta(
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        second.end,
-        first.logprobs + second.logprobs,
-        first.prompt_logprobs + second.prompt_logprobs,
-    )
 
 
 class CallbackRunner:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import ray
 from fastapi import FastAPI
 from numpy.typing import NDArray
 from ray import serve
@@ -17,6 +18,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from serve_app.channel.listener import Call, Listener
 from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import (
@@ -52,16 +54,21 @@ _LOOK_EVERY_S = 0.1
 _LEAVING_S = 1.0
 """When a client leaves, Serve cancels what its request has called, and then the request: the second comes
 within so many seconds of the first."""
+_LATE_S = 10.0
+"""The end of an answer comes at most so long after the call has ended, or never."""
 
 
 class HandleClient:
     """One model's engines behind a Serve handle. Used in the ingress's event loop."""
 
-    def __init__(self, handle: DeploymentHandle[Any], vocabulary_key: bytes) -> None:
-        """`vocabulary_key` is of the vocabulary that its requests' tokens are of."""
+    def __init__(
+        self, handle: DeploymentHandle[Any], vocabulary_key: bytes, listener: Listener
+    ) -> None:
+        """`vocabulary_key` is of the vocabulary that its requests' tokens are of; the answers' come to the
+        listener."""
         self._handle = handle
         self._vocabulary_key = vocabulary_key
-        self._stream: Any = handle.options(stream=True)
+        self._listener = listener
         self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
@@ -71,12 +78,18 @@ class HandleClient:
         return unbroken(request, self._attempt)
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
-        response = self._stream.generate.remote(request, self._vocabulary_key)
-        async with _translated(response):
-            async for item in response:
-                if isinstance(item, CorralError):
-                    raise item
-                yield item
+        address = await self._listener.address()
+        with self._listener.call() as call:
+            response: Any = self._handle.generate.remote(
+                request, self._vocabulary_key, address, call.number
+            )
+            following = asyncio.create_task(_follow(response, call))
+            try:
+                async for item in call:
+                    yield item
+            finally:
+                following.cancel()
+                await asyncio.wait([following])
 
     async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
         """See EngineClient."""
@@ -145,6 +158,20 @@ class HandleClient:
         return found, tuple(sorted(running - {one.replica_id for one in found}))
 
 
+async def _follow(response: Any, call: Call) -> None:
+    """Let the call fail if its request is refused or its replica is lost. Cancelling this ends the
+    request."""
+    try:
+        async with _translated(response):
+            refusal: CorralError | None = await response
+    except CorralError as error:
+        refusal = error
+    if refusal is None:
+        await asyncio.sleep(_LATE_S)
+        refusal = EngineFailedError("The engine's stream ended without an end.")
+    call.fail(refusal)
+
+
 @asynccontextmanager
 async def _translated(response: Any) -> AsyncIterator[None]:
     """Whatever goes wrong behind this call is raised as a CorralError; at the end, the call is left."""
@@ -179,13 +206,15 @@ def _translate(error: Exception) -> CorralError:
     return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")
 
 
-def _served(model: ResolvedModel, path: Path, handle: DeploymentHandle[Any]) -> ServedModel:
+def _served(
+    model: ResolvedModel, path: Path, handle: DeploymentHandle[Any], listener: Listener
+) -> ServedModel:
     tokenizer = Tokenizer(path)
     return ServedModel(
         id=model.id,
         n_ctx_slot=model.options.n_ctx_slot,
         tokenizer=tokenizer,
-        engine=HandleClient(handle, tokenizer.vocabulary_key),
+        engine=HandleClient(handle, tokenizer.vocabulary_key, listener),
     )
 
 
@@ -213,7 +242,12 @@ class Ingress:
             PREPARATIONS,
         )
         served = zip(models, paths, handles, strict=True)
-        self._models = {model.id: _served(model, path, handle) for model, path, handle in served}
+        context: Any = ray.get_runtime_context()
+        node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        listener = Listener(context.get_node_id(), node_ip)
+        self._models = {
+            model.id: _served(model, path, handle, listener) for model, path, handle in served
+        }
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""

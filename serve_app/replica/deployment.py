@@ -7,8 +7,9 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,11 +18,19 @@ import ray
 from numpy.typing import NDArray
 from ray import serve
 
+from serve_app.channel.address import Address
+from serve_app.channel.sender import Channel, Channels
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.config.resolved import ResolvedModel
-from serve_app.engine import Engine, Texts, TokenStream
+from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
-from serve_app.errors import ConfigError, CorralError, EngineFailedError, ModelReplacedError
+from serve_app.errors import (
+    ChannelBrokenError,
+    ConfigError,
+    CorralError,
+    EngineFailedError,
+    ModelReplacedError,
+)
 from serve_app.logs import forward_to_serve
 from serve_app.placement import leases, topology
 from serve_app.placement.machine import cpu_quota, oversubscription, own_cores, throttled_s
@@ -32,7 +41,6 @@ from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.types import (
-    Accepted,
     GenerationRequest,
     ReplicaRecords,
     ReplicaStats,
@@ -42,6 +50,9 @@ from serve_app.types import (
 )
 
 logger = logging.getLogger("corral.replica")
+
+Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
+"""A request, and where its deltas go."""
 
 
 @serve.deployment
@@ -61,6 +72,9 @@ class EngineReplica:
         )
         self._engine = Engine.load(path, options)
         self._vocabulary_key = self._engine.vocabulary_key
+        replica_id, node_id = _whereabouts()
+        self._channels = Channels(node_id, replica_id)
+        self._engine.on_delivered(self._channels.flush)
         self._metrics = ReplicaMetrics(model.id)
         self._reporter = Reporter()
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
@@ -80,37 +94,51 @@ class EngineReplica:
         await self._kv_transfer.pull()
 
     async def generate(
-        self, request: GenerationRequest, vocabulary_key: bytes
-    ) -> AsyncGenerator[Accepted | TokenDelta | CorralError]:
-        """Run a request to its end, whose tokens are of that vocabulary. The first item says that the
-        engine has taken it. Cancelling frees its slot. What goes wrong with it is the last item: what is
-        raised, Serve takes for an error of the replica, and logs it with its traceback."""
+        self, request: GenerationRequest, vocabulary_key: bytes, address: Address, number: int
+    ) -> CorralError | None:
+        """Run a request to its end, whose tokens are of that vocabulary. That the engine has taken it, and
+        its deltas, go over the channel to that address, for the call of that number. Cancelling frees its
+        slot. What goes wrong with it is returned: what is raised, Serve takes for an error of the replica,
+        and logs it with its traceback."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
+            channel = await self._channels.to(address)
             if request.sampling.grammar is not None:
                 await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
-            stream = await self._enter(request)
-            if isinstance(stream, CorralError):
-                raise stream
-            yield Accepted()
-            async for delta in stream:
-                if delta.end is not None:
-                    self._metrics.ended(delta.end)
-                    _log(request, delta.end)
-                yield delta
+            end = await self._run(request, channel, number)
+            self._metrics.ended(end)
+            _log(request, end)
+            if end.error is not None:
+                raise end.error
+        except ChannelBrokenError as error:
+            logger.warning("%s ends: %s", request.id, error)
+            return error
         except EngineFailedError as error:
             _end_process(error)
         except CorralError as error:
             logger.info("%s is refused or failed: %s", request.id, error)
-            yield error
+            return error
+        return None
+
+    async def _run(self, request: GenerationRequest, channel: Channel, number: int) -> SequenceEnd:
+        """How it ended. Raises CorralError if it is refused or its channel breaks."""
+        call = channel.open_call(number)
+        try:
+            refusal = await self._enter((request, partial(channel.push, number)))
+            if refusal is not None:
+                raise refusal
+            channel.push(number, None)
+            channel.flush()
+            return await call
         finally:
             self._engine.abort(request.id)
+            channel.close_call(number)
 
     # Serve gives every caller the same exception if this raises, so refusals are returned.
     @serve.batch
-    async def _enter(self, requests: list[GenerationRequest]) -> list[TokenStream | CorralError]:
+    async def _enter(self, entries: list[Entry]) -> list[CorralError | None]:
         """Submit what arrived together in one go."""
-        return self._engine.submit_many(requests)
+        return self._engine.submit_to(entries)
 
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], client: str, vocabulary_key: bytes
@@ -221,6 +249,7 @@ class EngineReplica:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         await self._kv_transfer.push()
         self._engine.close(timeout_s=0)
+        self._channels.close()
 
 
 def _end_process(error: EngineFailedError) -> NoReturn:

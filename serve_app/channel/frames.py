@@ -1,0 +1,88 @@
+"""What goes over a channel: frames, each a length and a MessagePack value.
+
+The first frame is a `Hello`. Every other one is a list of items: what a step has brought to each call.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from serve_app.errors import CorralError
+from serve_app.types import TokenDelta
+
+Item = tuple[int, TokenDelta | None]
+"""The number of a call, and what came for it: None says that the engine has taken the request."""
+WELCOME = b"+"
+"""What a listener answers to a Hello that it believes."""
+MOST_HELLO_BYTES = 1024
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """How an engine replica says who it is."""
+
+    secret: str
+    """The listener's, which engine replicas learn over Serve's handle."""
+    replica_id: str
+
+
+def _encoded(value: object) -> bytes:
+    """What MessagePack has no type for. Errors are pickled: both ends are of one deployment."""
+    if isinstance(value, CorralError):
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    raise NotImplementedError(type(value).__name__)
+
+
+def _decoded(_: type, value: bytes) -> Any:
+    return pickle.loads(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_items = msgspec.msgpack.Decoder(list[Item], dec_hook=_decoded)
+_hello = msgspec.msgpack.Decoder(Hello)
+
+
+def frame(value: Hello | list[Item]) -> bytes:
+    """One frame, ready to be sent."""
+    body = _encoder.encode(value)
+    return _LENGTH.pack(len(body)) + body
+
+
+def items(body: bytes) -> list[Item]:
+    """What a frame's body holds. Raises msgspec.MsgspecError if that is something else."""
+    return _items.decode(body)
+
+
+def hello(body: bytes) -> Hello:
+    """The first frame's body. Raises msgspec.MsgspecError if that is something else."""
+    return _hello.decode(body)
+
+
+class FrameBuffer:
+    """Cuts what arrives into frames' bodies."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    @property
+    def n_bytes(self) -> int:
+        """What waits for the rest of its frame."""
+        return len(self._data)
+
+    def add(self, data: bytes) -> Iterator[bytes]:
+        """The bodies of the frames that are complete now. To be read to the end."""
+        self._data += data
+        begin = 0
+        while len(self._data) - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, begin)
+            end = begin + _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            yield bytes(self._data[begin + _LENGTH.size : end])
+            begin = end
+        del self._data[:begin]

@@ -1,0 +1,219 @@
+"""An ingress's side of channels: it listens for engine replicas, and hands each call its deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import msgspec
+
+from serve_app.channel import frames
+from serve_app.channel.address import CONNECT_S, Address, keep_alive, server_tls
+from serve_app.errors import ChannelBrokenError, CorralError
+from serve_app.types import Accepted, TokenDelta
+
+logger = logging.getLogger("corral.ingress")
+
+_MOST_STRANGERS = 64
+"""Connections that have not said who they are: the oldest one ends for one more."""
+
+
+class Call:
+    """What comes for one call: an async iterator for one reader. Event loop only.
+
+    The acceptance is first, then deltas. What has piled up comes as one delta. It ends with the delta
+    that carries `end`. If the call fails or the request ends in an error, that is raised, after what came
+    before.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.channel: object | None = None
+        """The connection that it is answered over; None before the first item."""
+        self._is_accepted = self._was_told = False
+        self._delta: TokenDelta | None = None
+        self._error: CorralError | None = None
+        self._is_over = False
+        self._reader: asyncio.Future[None] | None = None
+
+    def push(self, delta: TokenDelta | None) -> None:
+        """The engine has taken the request (None), or more of its answer."""
+        if self._error is not None:
+            return
+        self._is_accepted = True
+        if delta is not None and delta.end is not None and delta.end.error is not None:
+            self._error = delta.end.error
+        elif delta is not None:
+            self._delta = delta if self._delta is None else self._delta.then(delta)
+        self._wake()
+
+    def fail(self, error: CorralError) -> None:
+        """Nothing comes any more; unless it is complete, this is its end."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Accepted | TokenDelta:
+        if self._is_over:
+            raise StopAsyncIteration
+        while True:
+            if self._is_accepted and not self._was_told:
+                self._was_told = True
+                return Accepted()
+            if self._delta is not None:
+                delta, self._delta = self._delta, None
+                self._is_over = delta.end is not None
+                return delta
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+
+
+class Listener:
+    """Where one ingress replica hears from engine replicas. Event loop only.
+
+    It has a Unix socket for those on its own node, and a port for all others. Who connects must know the
+    secret, which crosses Serve's handle with each request, and nothing else.
+    """
+
+    def __init__(self, node_id: str, host: str) -> None:
+        """Ray's id and address of this node."""
+        self._node_id = node_id
+        self._host = host
+        self._secret = secrets.token_urlsafe(32)
+        self._calls: dict[int, Call] = {}
+        self._numbers = itertools.count()
+        self._servers: list[asyncio.Server] = []
+        self._starting = asyncio.Lock()
+        self._address: Address | None = None
+        self._strangers: dict[_Connection, None] = {}
+        self._connections: set[_Connection] = set()
+
+    async def address(self) -> Address:
+        """Where it listens, from now on at the latest. Raises OSError."""
+        async with self._starting:
+            if self._address is None:
+                self._address = await self._start()
+        return self._address
+
+    async def _start(self) -> Address:
+        loop, path = asyncio.get_running_loop(), f"corral-{secrets.token_hex(16)}"
+        local = await loop.create_unix_server(lambda: _Connection(self), "\0" + path)
+        self._servers.append(local)
+        remote = await loop.create_server(
+            lambda: _Connection(self), self._host, 0, ssl=server_tls(), backlog=1024
+        )
+        self._servers.append(remote)
+        port = remote.sockets[0].getsockname()[1]
+        return Address(path, self._node_id, path, self._host, port, self._secret)
+
+    @contextmanager
+    def call(self) -> Iterator[Call]:
+        """A call, for as long as the block runs."""
+        call = Call(next(self._numbers))
+        self._calls[call.number] = call
+        try:
+            yield call
+        finally:
+            del self._calls[call.number]
+
+    def came(self, connection: _Connection) -> None:
+        """Somebody has connected."""
+        self._strangers[connection] = None
+        if len(self._strangers) > _MOST_STRANGERS:
+            next(iter(self._strangers)).end()
+
+    def believes(self, connection: _Connection, body: bytes) -> bool:
+        """Whether this first frame is of one who may connect."""
+        try:
+            hello = frames.hello(body)
+        except msgspec.MsgspecError:
+            return False
+        known = hmac.compare_digest(hello.secret.encode(), self._secret.encode())
+        if known:
+            self._strangers.pop(connection, None)
+            self._connections.add(connection)
+        return known
+
+    def take(self, connection: _Connection, body: bytes) -> None:
+        """A frame. Raises msgspec.MsgspecError if it is none."""
+        for number, delta in frames.items(body):
+            call = self._calls.get(number)
+            if call is not None:
+                call.channel = connection
+                call.push(delta)
+
+    def left(self, connection: _Connection) -> None:
+        """A connection is gone: what it was to bring does not come."""
+        self._strangers.pop(connection, None)
+        self._connections.discard(connection)
+        for call in self._calls.values():
+            if call.channel is connection:
+                call.fail(ChannelBrokenError("The connection to the engine replica broke."))
+
+    def close(self) -> None:
+        """End all of it."""
+        for server in self._servers:
+            server.close()
+        for connection in (*self._connections, *self._strangers):
+            connection.end()
+
+
+class _Connection(asyncio.Protocol):
+    """One engine replica's, or a stranger's until its first frame."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._buffer = frames.FrameBuffer()
+        self._is_known = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        connection: socket.socket = transport.get_extra_info("socket")
+        if connection.family != socket.AF_UNIX:
+            keep_alive(connection)
+        self._timer = asyncio.get_running_loop().call_later(CONNECT_S, self._doubt)
+        self._listener.came(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._buffer.add(data):
+                if self._is_known:
+                    self._listener.take(self, body)
+                elif self._listener.believes(self, body):
+                    self._is_known = True
+                    self._transport.write(frames.WELCOME)
+                else:
+                    self.end()
+        except msgspec.MsgspecError:
+            logger.exception("An engine replica sent what is no frame")
+            self.end()
+        if not self._is_known and self._buffer.n_bytes > frames.MOST_HELLO_BYTES:
+            self.end()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._timer.cancel()
+        self._listener.left(self)
+
+    def _doubt(self) -> None:
+        if not self._is_known:
+            self.end()
+
+    def end(self) -> None:
+        """Close it now. Idempotent."""
+        self._transport.abort()

@@ -1,0 +1,207 @@
+"""An engine replica's side of channels: frames go out between two steps, and nobody waits for a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+
+from serve_app.channel import frames
+from serve_app.channel.address import Address, connected
+from serve_app.errors import ChannelBrokenError
+from serve_app.types import SequenceEnd, TokenDelta
+
+logger = logging.getLogger("corral.replica")
+
+MOST_ITEMS = 256
+"""In one frame: what has piled up for a slow reader comes in several."""
+_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Channel:
+    """One connection to an ingress. `push` and `flush` are for any thread, all else for the event loop.
+
+    What a slow reader has not taken yet stays here, one delta for each call. When the connection breaks,
+    every call that is open fails, and what is pushed later is dropped.
+    """
+
+    def __init__(self, connection: socket.socket, lost: Callable[[Channel], None]) -> None:
+        """The connection is believed already. `lost` is called once if it breaks."""
+        connection.setblocking(False)
+        self._connection = connection
+        self._fd = connection.fileno()
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._pending: dict[int, TokenDelta | None] = {}
+        self._unsent = memoryview(b"")
+        self._is_blocked = False
+        self._is_broken = False
+        self._calls: dict[int, asyncio.Future[SequenceEnd]] = {}
+        self._loop.add_reader(self._fd, self._readable)
+
+    def open_call(self, number: int) -> asyncio.Future[SequenceEnd]:
+        """A call that is answered here. The future has its request's end when that was pushed. It fails with
+        ChannelBrokenError if the connection breaks. Whoever is done with the call closes it."""
+        call = self._calls[number] = self._loop.create_future()
+        if self._is_broken:
+            call.set_exception(_broken())
+        return call
+
+    def close_call(self, number: int) -> None:
+        """Nothing comes for it any more. Idempotent."""
+        call = self._calls.pop(number, None)
+        if call is not None:
+            call.cancel()
+
+    def push(self, number: int, delta: TokenDelta | None) -> None:
+        """Something for a call; None says that its request was taken. `flush` sends it."""
+        with self._lock:
+            before = self._pending.get(number)
+            self._pending[number] = delta if before is None or delta is None else before.then(delta)
+        if delta is not None and delta.end is not None:
+            self._tell(partial(self._end, number, delta.end))
+
+    def _end(self, number: int, end: SequenceEnd) -> None:
+        call = self._calls.get(number)
+        if call is not None and not call.done():
+            call.set_result(end)
+
+    def flush(self) -> None:
+        """Send what was pushed, as far as the reader takes it; the rest goes when it does."""
+        with self._lock:
+            if self._is_blocked or self._is_broken:
+                return
+            try:
+                self._send()
+            except _BLOCKED:
+                self._is_blocked = True
+                self._tell(self._wait)
+            except OSError:
+                self._is_broken = True
+                self._tell(self._break)
+
+    def _send(self) -> None:
+        while self._unsent or self._pending:
+            if not self._unsent:
+                first = list(islice(self._pending.items(), MOST_ITEMS))
+                for number, _ in first:
+                    del self._pending[number]
+                self._unsent = memoryview(frames.frame(first))
+            self._unsent = self._unsent[self._connection.send(self._unsent) :]
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to know
+            self._loop.call_soon_threadsafe(call)
+
+    def _wait(self) -> None:
+        if not self._is_broken:
+            self._loop.add_writer(self._fd, self._writable)
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._fd)
+        with self._lock:
+            self._is_blocked = False
+        self.flush()
+
+    def _readable(self) -> None:
+        """The ingress never sends anything: this is its end, or TLS's own business."""
+        try:
+            if self._connection.recv(4096):
+                return
+        except _BLOCKED:
+            return
+        except OSError:
+            pass
+        self._break()
+
+    def _break(self) -> None:
+        """The connection is gone."""
+        with self._lock:
+            self._is_broken = True
+            self._pending.clear()
+            self._unsent = memoryview(b"")
+        if self._connection.fileno() < 0:
+            return
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._connection.close()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(_broken())
+        self._lost(self)
+
+    def close(self) -> None:
+        """End it; calls that are open fail. Idempotent."""
+        self._break()
+
+
+class Channels:
+    """An engine replica's channels, one for each ingress that it answers. Event loop only, but for `flush`."""
+
+    def __init__(self, node_id: str, replica_id: str) -> None:
+        self._node_id = node_id
+        self._replica_id = replica_id
+        self._channels: dict[str, Channel] = {}
+        self._opening: dict[str, asyncio.Task[Channel]] = {}
+
+    async def to(self, address: Address) -> Channel:
+        """The channel to this ingress, opened if there is none. Raises ChannelBrokenError if it cannot be
+        opened."""
+        channel = self._channels.get(address.listener_id)
+        if channel is not None:
+            return channel
+        opening = self._opening.get(address.listener_id)
+        if opening is None:
+            opening = asyncio.ensure_future(self._open(address))
+            self._opening[address.listener_id] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(address.listener_id))
+        return await asyncio.shield(opening)
+
+    async def _open(self, address: Address) -> Channel:
+        try:
+            connection = await asyncio.to_thread(self._connect, address)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "No channel to an ingress at %s:%d: %s", address.host, address.port, error
+            )
+            raise ChannelBrokenError("The engine replica cannot reach the ingress.") from error
+
+        def lost(channel: Channel) -> None:
+            if self._channels.get(address.listener_id) is channel:
+                del self._channels[address.listener_id]
+
+        channel = self._channels[address.listener_id] = Channel(connection, lost)
+        return channel
+
+    def _connect(self, address: Address) -> socket.socket:
+        """Blocking. Raises OSError."""
+        connection = connected(address, self._node_id)
+        try:
+            connection.sendall(frames.frame(frames.Hello(address.secret, self._replica_id)))
+            if connection.recv(len(frames.WELCOME)) != frames.WELCOME:
+                raise ConnectionRefusedError("The ingress does not believe this replica.")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def flush(self) -> None:
+        """Any thread: send what the last step has brought."""
+        for channel in tuple(self._channels.values()):
+            channel.flush()
+
+    def close(self) -> None:
+        """End all of them."""
+        for channel in tuple(self._channels.values()):
+            channel.close()
+
+
+def _broken() -> ChannelBrokenError:
+    return ChannelBrokenError("The connection between ingress and engine replica broke.")
