@@ -1,1 +1,1 @@
-"""The way of tokens from engine replicas to ingress replicas: one connection for each pair, one frame a step."""
+"""The way of tokens from engine to ingress replicas: a connection for each pair, a frame for each step."""

@@ -47,8 +47,8 @@ class Channel:
         self._loop.add_reader(self._fd, self._readable)
 
     def open_call(self, number: int) -> asyncio.Future[SequenceEnd]:
-        """A call that is answered here. The future has its request's end when that was pushed. It fails with
-        ChannelBrokenError if the connection breaks. Whoever is done with the call closes it."""
+        """A call that is answered here. The future has its request's end when that was pushed. It fails
+        with ChannelBrokenError if the connection breaks. Whoever is done with the call closes it."""
         call = self._calls[number] = self._loop.create_future()
         if self._is_broken:
             call.set_exception(_broken())
@@ -143,7 +143,8 @@ class Channel:
 
 
 class Channels:
-    """An engine replica's channels, one for each ingress that it answers. Event loop only, but for `flush`."""
+    """An engine replica's channels, one for each ingress that it answers. Event loop only, but for
+    `flush`."""
 
     def __init__(self, node_id: str, replica_id: str) -> None:
         self._node_id = node_id
