@@ -51,7 +51,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def server_tls() -> ssl.SSLContext | None:
-    """TLS for a listener, if the cluster has it; else None. Raises OSError for files that it cannot read."""
+    """TLS for a listener, if the cluster has it; else None. Raises OSError for files it cannot read."""
     return _tls(ssl.PROTOCOL_TLS_SERVER)
 
 
