@@ -162,7 +162,7 @@ async def collect(answer: MessageAnswer, deltas: Deltas) -> Json:
     return answer.whole(found)
 
 
-def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[str]:
+def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
     """The sequence as server-sent events. A failure on the way is the last of them."""
     return sse.events(
         deltas,

@@ -134,7 +134,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         return sse.EventStream(_written(broadcaster.frames(seen, caller.holder)))
 
 
-async def _written(frames: AsyncGenerator[Json]) -> AsyncGenerator[str]:
+async def _written(frames: AsyncGenerator[Json]) -> AsyncGenerator[bytes]:
     async with aclosing(frames):
         async for frame in frames:
             yield sse.data(frame)

@@ -54,7 +54,8 @@ def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
 async def start(model: ServedModel, wanted: Sequence[GenerationRequest]) -> Deltas:
     """Start the requests, and wait until all of them are accepted: until then, an answer's status can still
     say what went wrong. Raises CorralError, and ends those that were accepted, if one is refused."""
-    items = _merged([model.engine.generate(request) for request in wanted])
+    streams = [model.engine.generate(request) for request in wanted]
+    items = _merged(streams) if len(streams) > 1 else _alone(*streams)
     early: list[tuple[int, TokenDelta]] = []
     refusable = set(range(len(wanted)))
     while refusable:
@@ -88,19 +89,32 @@ async def _charged(early: list[tuple[int, TokenDelta]], rest: _Items) -> Deltas:
         await rest.aclose()
 
 
+async def _alone(stream: AsyncGenerator[Accepted | TokenDelta]) -> _Items:
+    """The items of one stream, up to its end."""
+    try:
+        async for item in stream:
+            yield 0, item
+            if isinstance(item, TokenDelta) and item.end is not None:
+                return
+        raise CorralError("The engine's stream ended without an end.")
+    finally:
+        await stream.aclose()
+
+
 async def _merged(streams: Sequence[AsyncGenerator[Accepted | TokenDelta]]) -> _Items:
-    """All items as they come, up to every stream's end; the first failure ends all."""
-    arrived: asyncio.Queue[tuple[int, Accepted | TokenDelta] | Exception] = asyncio.Queue()
+    """All items as they come, up to every stream's end; the first failure ends all. Streams go on when
+    their last item was taken: what comes meanwhile piles up in them as one delta."""
+    arrived: asyncio.Queue[tuple[int, Accepted | TokenDelta] | Exception] = asyncio.Queue(1)
 
     async def read(index: int, stream: AsyncIterator[Accepted | TokenDelta]) -> None:
         try:
             async for item in stream:
-                arrived.put_nowait((index, item))
+                await arrived.put((index, item))
                 if isinstance(item, TokenDelta) and item.end is not None:
                     return
             raise CorralError("The engine's stream ended without an end.")
         except Exception as error:
-            arrived.put_nowait(error)
+            await arrived.put(error)
 
     tasks = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(streams)]
     try:

@@ -5,11 +5,11 @@ Source: the HTML standard, "Server-sent events".
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+import orjson
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -23,18 +23,18 @@ logger = logging.getLogger("corral.ingress")
 
 Json = dict[str, Any]
 
-PING = ": ping\n\n"
+PING = b": ping\n\n"
 """A comment: readers drop it."""
 
 
-def data(body: Json) -> str:
+def data(body: Json) -> bytes:
     """An event without a name."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return b"data: %b\n\n" % orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
-def named(body: Json) -> str:
+def named(body: Json) -> bytes:
     """An event that is named after its `type`."""
-    return f"event: {body['type']}\n{data(body)}"
+    return b"event: %b\n%b" % (body["type"].encode(), data(body))
 
 
 async def events(
@@ -43,20 +43,20 @@ async def events(
     failed: Callable[[CorralError], Json],
     *,
     opening: Iterable[Json] = (),
-    closing: Callable[[], Iterable[str]] = tuple,
-    write: Callable[[Json], str] = data,
-) -> AsyncIterator[str]:
-    """The events of an answer: `opening`, the `bodies` of each sequence's deltas, and `closing`, which are
-    written already. A failure on the way is the last event. The deltas are closed at the end, whatever
-    happens."""
+    closing: Callable[[], Iterable[bytes]] = tuple,
+    write: Callable[[Json], bytes] = data,
+) -> AsyncIterator[bytes]:
+    """The events of an answer, those that come together in one piece: `opening`, the `bodies` of each
+    sequence's deltas, and `closing`, which are written already. A failure on the way is the last event. The
+    deltas are closed at the end, whatever happens."""
     try:
-        for body in opening:
-            yield write(body)
+        if begun := b"".join(map(write, opening)):
+            yield begun
         async for index, delta in deltas:
-            for body in bodies(index, delta):
-                yield write(body)
-        for event in closing():
-            yield event
+            if written := b"".join(map(write, bodies(index, delta))):
+                yield written
+        if ended := b"".join(closing()):
+            yield ended
     except CorralError as error:
         yield write(failed(error))
     except Exception:
@@ -70,7 +70,7 @@ class EventStream(StreamingResponse):
     """The answer to an HTTP request, which no proxy shall hold back, or take for dead."""
 
     def __init__(
-        self, events: AsyncIterator[str], ping_interval_s: float | None = None, ping: str = PING
+        self, events: AsyncIterator[bytes], ping_interval_s: float | None = None, ping: bytes = PING
     ) -> None:
         """`ping` is sent whenever nothing was sent for so many seconds; 0 and less: never; None: as the
         application's `state.sse_ping_interval_s` says."""
@@ -80,7 +80,7 @@ class EventStream(StreamingResponse):
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         self._interval_s = ping_interval_s
-        self._ping = ping.encode()
+        self._ping = ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One HTTP request."""

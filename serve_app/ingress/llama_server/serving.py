@@ -162,6 +162,6 @@ async def collect(choices: Sequence[LlamaAnswer], deltas: Deltas) -> list[Json]:
     return [choice.whole(own) for choice, own in zip(choices, found, strict=True)]
 
 
-def events(choice: LlamaAnswer, deltas: Deltas) -> AsyncIterator[str]:
+def events(choice: LlamaAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
     """A sequence as server-sent events; the last one has `stop`, or is an error."""
     return sse.events(deltas, lambda _, delta: choice.events(delta), error_body)

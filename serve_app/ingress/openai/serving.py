@@ -241,13 +241,13 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[str]:
+def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[bytes]:
     """The sequences as server-sent events. A failure on the way is the last event, in the shape of an
     error; only a complete answer ends with [DONE]."""
 
-    def closing() -> list[str]:
+    def closing() -> list[bytes]:
         usage = [sse.data(answer.usage_chunk())] if include_usage else []
-        return [*usage, "data: [DONE]\n\n"]
+        return [*usage, b"data: [DONE]\n\n"]
 
     opening = answer.opening()
     return sse.events(deltas, answer.chunks, error_body, opening=opening, closing=closing)

@@ -195,7 +195,7 @@ async def collect(answer: ResponseAnswer, deltas: Deltas) -> Json:
     return response
 
 
-def events(answer: ResponseAnswer, deltas: Deltas) -> AsyncIterator[str]:
+def events(answer: ResponseAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
     """The sequence as server-sent events; the last one tells the whole response, or what failed."""
     return sse.events(
         deltas,
