@@ -23,12 +23,13 @@ from serve_app.engine.kv_cache.manager import Place
 from serve_app.engine.kv_cache.opening import open_cache
 from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
+from serve_app.engine.metrics.published import Published, View
 from serve_app.engine.metrics.request_log import RequestLog
 from serve_app.engine.metrics.snapshot import engine_stats
 from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.accounts import Accounts
-from serve_app.engine.scheduler.backlog import Backlog, Forecast
+from serve_app.engine.scheduler.backlog import Backlog
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.scheduler.giving_way import GivingWay
@@ -58,8 +59,8 @@ _REST_S = 2.0
 class DecoderLoop:
     """Runs `step()` on a thread of its own, asleep while there is nothing to do.
 
-    The public methods may be called by any thread; `stats` and `holdings` are immutable snapshots, replaced
-    after every change. Everything else belongs to the decoder thread.
+    The public methods and properties may be used by any thread. Everything else belongs to the decoder
+    thread.
 
     That thread also opens the backend, and closes it: OpenMP keeps a team of workers for each thread
     that has ever computed, and with a second team, each step's threads wait asleep instead of
@@ -92,9 +93,9 @@ class DecoderLoop:
         """Called on the decoder thread when a step's deltas have been handed out."""
         self.progress = Progress()
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
-        self.holdings = Holdings()
-        self.stats: EngineStats
-        self._forecast: Forecast
+        self._published: Published
+        self._changed = False
+        """Whether, since the last view, anything has changed but the number of tokens."""
         opened: Future[Backend] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(open_backend, opened), name="corral-decoder", daemon=True
@@ -106,7 +107,17 @@ class DecoderLoop:
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
-        return self._command_queue.submit(sequences, self._forecast)
+        return self._command_queue.submit(sequences, self._published.view.forecast)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine as of one of its last steps."""
+        return self._published.view.stats
+
+    @property
+    def holdings(self) -> Holdings:
+        """What prompts could start from, as of one of its last steps."""
+        return self._published.view.holdings
 
     def explain(self, wanted: str) -> list[RequestRecord]:
         """What is known of that request: see `RequestRecord.belongs_to`."""
@@ -151,7 +162,7 @@ class DecoderLoop:
                     self.step()
                 elif self._rested:
                     self._cache.store_ahead()
-                    self.stats = self._snapshot()
+                    self._published.refresh()
             if self._disk_tier:
                 self._cache.store_all()
         except Exception as error:
@@ -189,8 +200,7 @@ class DecoderLoop:
         self._embeddings = EmbeddingQueue(
             backend, costs, options.max_stall_s, self.progress, self._accounts
         )
-        self.stats = self._snapshot()
-        self.holdings = self._hold()
+        self._published = Published(self._view)
 
     def step(self) -> None:
         """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
@@ -342,6 +352,7 @@ class DecoderLoop:
         self._scheduler.remove(sequence)
         self._cache.preempt(sequence)
         self._waiting.put_back(sequence, gave_way=gave_way)
+        self._changed = True
         self._counts.preemptions += 1
 
     # -- when a client is over its share ----------------------------------------------------------
@@ -370,6 +381,7 @@ class DecoderLoop:
         asked = pending.submitted or pending.commands or pending.aborted or pending.displaced
         if not asked and pending.deadline is None:
             return True
+        self._changed = True
         for command in pending.commands:
             command.run(self._cache)
         self._waiting.extend(pending.submitted)
@@ -425,6 +437,7 @@ class DecoderLoop:
                 sequence.request.sampling, sequence.request.given, sequence.constraint
             )
         # Until here it waits: a backend that breaks above ends it with all the others.
+        self._changed = True
         self._waiting.admit(sequence)
         sequence.admit(place.slot.id, place.n_cached, sampler)
         self._cache.table.occupy(place.slot, sequence)
@@ -452,8 +465,8 @@ class DecoderLoop:
         for sequence, delta in self._outbox:
             if delta.end is not None:
                 self._release(sequence, delta.end)
-        self.stats = self._snapshot()
-        self.holdings = self._hold()
+        self._published.stepped(changed=self._changed or not self._has_work)
+        self._changed = False
         self._embeddings.deliver()
         outbox, self._outbox = self._outbox, []
         for sequence, delta in outbox:
@@ -465,6 +478,7 @@ class DecoderLoop:
 
     def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
         request = sequence.request
+        self._changed = True
         self._request_log.add(
             RequestRecord(request.id, request.http_id, request.client, "ended", end)
         )
@@ -503,14 +517,14 @@ class DecoderLoop:
     def _has_work(self) -> bool:
         return bool(self._waiting or self._scheduler.running or self._embeddings)
 
-    def _snapshot(self) -> EngineStats:
-        self._forecast = self._backlog.forecast(self._live)
-        return engine_stats(
+    def _view(self) -> View:
+        forecast = self._backlog.forecast(self._live)
+        stats = engine_stats(
             self._options,
             self._backend,
             self._cache,
             self._costs,
-            self._forecast,
+            forecast,
             self._counts,
             ended=self._ended,
             embedded=self._embeddings.counts,
@@ -518,6 +532,7 @@ class DecoderLoop:
             waiting=len(self._waiting),
             draining=self._draining,
         )
+        return View(stats, self._hold(), forecast)
 
     def _hold(self) -> Holdings:
         requests = (sequence.request for sequence in self._waiting.unordered)
