@@ -174,7 +174,7 @@ async def test_an_end_that_never_comes_is_not_waited_for(
     handle = Handle(LASTS)
     handle.calls[0]._answer = None
     handle.calls[0].answer()
-    handle.channels.to = Mute().to  # type: ignore[method-assign]
+    handle.channels.to = Mute().to  # type: ignore[method-assign, assignment]
     with pytest.raises(EngineFailedError, match="without an end"):
         await tokens(handle, listener)
 
