@@ -217,7 +217,9 @@ class Channels:
 
     def flush(self) -> None:
         """Any thread: send what the last step has brought."""
-        for channel in tuple(self._channels.values()):
+        for (
+            channel
+        ) in self._channels.copy().values():  # the loop may open one now; copying is atomic
             channel.flush()
 
     def close(self) -> None:
