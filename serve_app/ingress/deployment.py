@@ -92,7 +92,7 @@ class HandleClient:
                 async for item in call:
                     yield item
             finally:
-                if not call.is_over:
+                if not call.has_ended:
                     following.cancel()
                     await asyncio.wait([following])
                     _leave(response)
@@ -174,7 +174,7 @@ async def _follow(response: Any, call: Call) -> None:
             refusal: CorralError | None = await response
     except CorralError as error:
         refusal = error
-    if refusal is None and not call.is_over:
+    if refusal is None and not call.has_ended:
         await asyncio.sleep(_LATE_S)
     call.fail(refusal or EngineFailedError("The engine's stream ended without an end."))
 
