@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 from serve_app.errors import RateLimitError
 
-
 _TIMES_FREE = 4
 
 
