@@ -3,9 +3,9 @@
     python -m loadtests.load.slow_readers [--streams 2000] [--tokens 100] [--bytes-per-s 2000]
 
 Starts `serve run` on loopback with the built-in model, as `make serve` does, but with room for as many
-requests. All streams are asked for within some seconds. Each has a small receive buffer, and is read at that
-rate. Prints how many were complete, and a table of the memory of the server's processes before and at its
-most. The exit status is 1 if a stream was refused, cut or not complete.
+requests. All streams are asked for within some seconds. Each has a small receive buffer, and is read at
+that rate. Prints how many were complete, and a table of the memory of the server's processes before and at
+its most. The exit status is 1 if a stream was refused, cut or not complete.
 """
 
 from __future__ import annotations
