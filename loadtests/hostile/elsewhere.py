@@ -53,7 +53,7 @@ def _do(function: Callable[[], Any], writing: int) -> None:
 
 
 def _give_way() -> None:
-    """Linux shares processors among sessions first, and by niceness only within one: sched(7), `autogroup`."""
+    """Linux may share processors among sessions first, and by niceness only within one: sched(7)."""
     os.setsid()
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     with suppress(OSError):  # it may not have that

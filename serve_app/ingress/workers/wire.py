@@ -1,6 +1,7 @@
 """Messages between the ingress and its workers: a length, then a pickle; behind work, the body as it is.
 
-A body is neither pickled nor joined in the event loop, which would copy megabytes at once. Both ends are processes of one user, started by the same program.
+A body is neither pickled nor joined in the event loop, which would copy megabytes at once. Both ends are
+processes of one user, started by the same program.
 """
 
 from __future__ import annotations
