@@ -21,9 +21,9 @@ logger = logging.getLogger("corral.ingress")
 
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
-MEMORY_BYTES = 48 * 2**20
-"""Memory that one request may take here, and MEMORY_FACTOR times its body besides."""
-MEMORY_FACTOR = 4
+MEMORY_BYTES = 40 * 2**20
+"""Memory that one request may take here, and MEMORY_FACTOR times its body besides, the body included."""
+MEMORY_FACTOR = 3
 """With what the ingress and the proxy hold of it, a body of the largest size takes less than ten times as
 much everywhere."""
 
@@ -64,13 +64,13 @@ def serve(connection: socket.socket, models: Models) -> None:
     while True:
         try:
             work, length = wire.receive(connection)
+            _limit(length)
             body = wire.receive_bytes(connection, length)
         except EOFError:
             return
-        _limit(length)
         answer = _answer(work, models, body)
         del work, body
-        _unlimit_memory()  # the next body comes before its limit is known
+        _unlimit_memory()  # so that there is room for the answer to be sent, and the next head
         try:
             connection.sendall(answer)
         except OSError:
