@@ -55,7 +55,7 @@ def _full_queue(scene: Scene) -> None:
 
 
 def _flood(scene: Scene) -> None:
-    """Nearly twice as many requests as there are places: half of them are refused, and come back at once."""
+    """Nearly twice as many requests as there are places: half are refused, and come back at once."""
     _take_all(scene, N_SLOTS + MAX_WAITING)
 
 
