@@ -8,7 +8,7 @@ from typing import Any
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.workers.worker import KnownModel
 
-MAX_TEXT_CHARS = 2**20
+MAX_TEXT_CHARS = 3 * 2**18
 """Characters of one prompt or text: llama.cpp takes some forty bytes for each while it tokenizes."""
 
 

@@ -21,9 +21,9 @@ logger = logging.getLogger("corral.ingress")
 
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
-MEMORY_BYTES = 40 * 2**20
+MEMORY_BYTES = 32 * 2**20
 """Memory that one request may take here, and MEMORY_FACTOR times its body besides, the body included."""
-MEMORY_FACTOR = 3
+MEMORY_FACTOR = 2
 """With what the ingress and the proxy hold of it, a body of the largest size takes less than ten times as
 much everywhere."""
 

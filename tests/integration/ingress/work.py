@@ -77,7 +77,7 @@ def answer_with_a_socket(models: Models, body: bytes) -> socket.socket:
 
 def keep_memory(models: Models, body: bytes) -> None:
     """Nearly all that a body without bytes may have."""
-    _kept.append(bytes(36 * 2**20))
+    _kept.append(bytes(28 * 2**20))
 
 
 def size(models: Models, body: bytes) -> int:
