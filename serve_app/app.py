@@ -23,6 +23,8 @@ from serve_app.replica.deployment import EngineReplica
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
+# Serve refuses by totals, and the engine whoever takes most: so replicas accept more than there are places.
+_BEYOND_PLACES = 2
 _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
@@ -155,7 +157,8 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     options = model.options
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
-        "max_ongoing_requests": options.n_slots + options.max_waiting + _CONTROL_REQUESTS,
+        "max_ongoing_requests": _BEYOND_PLACES * (options.n_slots + options.max_waiting)
+        + _CONTROL_REQUESTS,
         "max_queued_requests": 64,
         "graceful_shutdown_timeout_s": 30,
         "request_router_config": _ROUTER,

@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import inf
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from loadtests.common.servers import ROOT
-from loadtests.hostile import figures, setups, watch
+from loadtests.hostile import elsewhere, figures, setups, watch
 from loadtests.hostile.attack import Attack
 from loadtests.hostile.figures import Journal
 from loadtests.hostile.honest import API_KEYS, PATIENCE_S
@@ -103,19 +104,21 @@ def _one(attack: Attack, setup: Setup, journal: Callable[[], Journal], plan: Pla
 
 
 def _bounded(act: Callable[[Scene], None], scene: Scene, seconds: float) -> None:
-    """Do it, for so long at most; what it raises is a problem of the attack's."""
-
-    def guarded() -> None:
-        try:
-            act(scene)
-        except Exception as error:
-            scene.found(f"the attack failed: {type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-    thread.join(seconds + GRACE_S)
-    if thread.is_alive():
+    """Do it, for so long at most, as from another machine; what it raises is a problem of the attack's."""
+    told = elsewhere.call(partial(_acted, act, scene), seconds + GRACE_S)
+    if told is None:
         scene.found(f"the attack did not end {GRACE_S:.0f} s after its time")
+    else:
+        scene.answers, scene.problems = told
+
+
+def _acted(act: Callable[[Scene], None], scene: Scene) -> tuple[Counter[str], list[str]]:
+    """What the attacker got, and found."""
+    try:
+        act(scene)
+    except Exception as error:
+        scene.found(f"the attack failed: {type(error).__name__}: {error}")
+    return scene.answers, scene.problems
 
 
 def _recovery(setup: Setup) -> float | None:
@@ -148,7 +151,9 @@ def _honest(setup: Setup, users: int) -> Iterator[Callable[[], Journal]]:
     path = setup.directory / "honest.jsonl"
     command = [sys.executable, "-m", "loadtests.hostile.honest", "--url", setup.target.url]
     how = ["--users", str(users), "--journal", str(path)]
-    process = subprocess.Popen([*command, *how], cwd=ROOT, env=_environment(setup.keys))
+    process = subprocess.Popen(
+        [*command, *how], cwd=ROOT, env=_environment(setup.keys), start_new_session=True
+    )
     try:
         _wait(path)
         yield lambda: figures.read(path.open().readlines())

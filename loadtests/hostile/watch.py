@@ -19,7 +19,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(slots=True)
 class Memory:
-    """MiB of all processes together, shared pages in each."""
+    """MiB of all processes together: what they have resident, and of forked ones what is theirs alone."""
 
     before: float
     most: float
@@ -43,12 +43,25 @@ def died(before: Mapping[int, str], after: Mapping[int, str]) -> list[str]:
 
 
 def memory_mib(directory: Path) -> float:
-    """What all of its processes have resident."""
-    total = 0
-    for pid in tagged(directory):
+    """What all of its processes have resident. A process that was forked, and calls itself as its parent,
+    shares the most of it with that one: only its own pages count."""
+    named = {pid: command_line(pid) for pid in tagged(directory)}
+    total = 0.0
+    for pid, name in named.items():
         with suppress(OSError):
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return total * _PAGE / 2**20
+            is_forked = name and named.get(_parent(pid)) == name
+            total += _own_kib(pid) if is_forked else _resident_kib(pid)
+    return total / 2**10
+
+
+def _resident_kib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / 2**10
+
+
+def _own_kib(pid: int) -> float:
+    """Source: proc(5), `smaps_rollup`. It is slow, and holds the process up: not for large ones."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 @contextmanager

@@ -187,12 +187,16 @@ class EmbeddingQueue:
         row_s = self._slowdown * self._costs.prompt_token_s or 1.0
         due_s: dict[str, float] = {}
         ranked: list[tuple[bool, float, int, _Text]] = []
+        most, n_ranked = self._shape.n_seq_max, Counter[str]()
         for number, text in enumerate(self._waiting):
             client = text.owner.client
+            if n_ranked[client] >= most and not text.n_past:  # thousands may wait, in every step
+                continue
+            n_ranked[client] += 1
             due = due_s.get(client, self._accounts[client])
             due_s[client] = due + text.n_pending * row_s
             ranked.append((text.n_past == 0, due, number, text))  # who has begun goes on
-        first = nsmallest(self._shape.n_seq_max, ranked, key=lambda entry: entry[:3])
+        first = nsmallest(most, ranked, key=lambda entry: entry[:3])
         return [entry[-1] for entry in first]
 
     def _gives_way(self, client: str, running: Sequence[EngineSequence]) -> bool:

@@ -181,7 +181,7 @@ BODIES: dict[str, tuple[str, Make]] = {
 
 def _firing(make: Make) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
-        scene.fire(Shot(path, body, "mallory") for path, body in make())
+        scene.fire((Shot(path, body, "mallory") for path, body in make()), at_once=1)
 
     return act
 

@@ -19,7 +19,7 @@ from loadtests.hostile.setups import (
 )
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
-MOST_CHOICES, MOST_TEXTS = 32, 2048
+MOST_CHOICES, MOST_TEXTS, REFUSED = 32, 2048, 8
 FIRST = -(2**31)
 """The priority that goes before all others."""
 RATE_LIMIT, QUEUE_FULL = "rate_limit_exceeded", "queue_full"
@@ -49,12 +49,22 @@ def ordinary(scene: Scene) -> None:
     _keep(scene, Shot(COMPLETIONS, _long(), "mallory"), 1)
 
 
+def _full_queue(scene: Scene) -> None:
+    """As many requests as there are places, and a few more that are refused, and come back."""
+    _take_all(scene, N_SLOTS + MAX_WAITING - 3 * MOST_CHOICES + REFUSED)
+
+
 def _flood(scene: Scene) -> None:
+    """Nearly twice as many requests as there are places: half are refused, and come back at once."""
+    _take_all(scene, N_SLOTS + MAX_WAITING)
+
+
+def _take_all(scene: Scene, n_single: int) -> None:
     texts = json.dumps({"input": [f"Text {i}" for i in range(MOST_TEXTS)]}).encode()
     with ThreadPoolExecutor(3) as pool:
         pool.submit(_keep, scene, Shot(COMPLETIONS, _long(n=MOST_CHOICES), "mallory"), 3)
         pool.submit(_keep, scene, Shot(EMBEDDINGS, texts, "mallory"), 1)
-        pool.submit(_keep, scene, Shot(COMPLETIONS, _long(), "mallory"), N_SLOTS + MAX_WAITING)
+        pool.submit(_keep, scene, Shot(COMPLETIONS, _long(), "mallory"), n_single)
 
 
 def _texts(scene: Scene) -> None:
@@ -140,9 +150,19 @@ _FAIR = (
 )
 ATTACKS = (
     Attack(
-        name="flood",
+        name="full queue",
         family="starve",
         what="One key's three requests of 32 answers each, 2,048 texts to embed, and a full queue.",
+        expects=_FAIR,
+        act=_full_queue,
+        seconds=20.0,
+        bars=SHARE,
+        beside=ordinary,
+    ),
+    Attack(
+        name="flood",
+        family="starve",
+        what="The same, and a hundred requests more that are refused and come back five times a second.",
         expects=_FAIR,
         act=_flood,
         seconds=20.0,

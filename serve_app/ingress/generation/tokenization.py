@@ -8,6 +8,9 @@ from typing import Any
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.workers.worker import KnownModel
 
+MAX_TEXT_CHARS = 3 * 2**18
+"""Characters of one prompt or text: llama.cpp takes some forty bytes for each while it tokenizes."""
+
 
 def tokenize_checked(
     model: KnownModel,
@@ -23,10 +26,19 @@ def tokenize_checked(
 
 
 def refuse_far_too_long(model: KnownModel, field: str, n_chars: int) -> None:
-    """Raises PromptTooLongError for so many characters if they cannot fit, however they are tokenized."""
+    """Raises PromptTooLongError for so many characters if they cannot fit, however they are tokenized, and
+    InvalidRequestError for more than MAX_TEXT_CHARS."""
     n_least = model.tokenizer.least_tokens(n_chars)
     if n_least >= model.n_ctx_slot:
         raise PromptTooLongError(n_least, model.n_ctx_slot, field, exact=False)
+    refuse_huge(field, n_chars)
+
+
+def refuse_huge(field: str, n_chars: int) -> None:
+    """Raises InvalidRequestError for more than MAX_TEXT_CHARS."""
+    if n_chars > MAX_TEXT_CHARS:
+        message = f"{field}: {n_chars} characters; at most {MAX_TEXT_CHARS} are tokenized at once."
+        raise InvalidRequestError(message, field)
 
 
 def refuse_unknown_tokens(model: KnownModel, field: str, tokens: Iterable[int]) -> None:

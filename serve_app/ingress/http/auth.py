@@ -117,10 +117,10 @@ class AccessMiddleware:
 
     async def _body(
         self, caller: Caller, scope: Scope, headers: Headers, receive: Receive
-    ) -> bytes | None:
-        """Empty for routes that take none, or are none; None if the client has left."""
+    ) -> list[bytes] | None:
+        """Its pieces: none for routes that take none, or are none; None if the client has left."""
         if scope["method"] != "POST" or not _is_routed(scope):
-            return b""
+            return []
         return await self._bodies.read(caller.holder, headers, receive)
 
 

@@ -1,10 +1,13 @@
-"""Receives the bytes of bodies within bounds: how large, how slow, how many at once, how much in all."""
+"""Receives the bytes of bodies within bounds: how large, how slow, how many at once, how much in all.
+
+A body stays in the pieces in which it came: to join them, the event loop would copy megabytes at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +22,8 @@ BODY_TIMEOUT_S = 60.0
 """Longest time that a body may take to arrive."""
 PROGRESS_S = 5.0
 """So many seconds bring at least `BodyLimits.min_rate` bytes each, or the body's end."""
+# Smaller pieces are joined to such ones: a client may send a byte at a time, and each takes fifty.
+_PIECE_BYTES = 64 * 2**10
 # Bytes that a body is taken to have from the start, so that young ones are not the slowest.
 _HEAD_START = 4096
 
@@ -44,12 +49,29 @@ class _Body:
     timer: asyncio.Timeout
     n_due: int
     """Bytes that must come before the timer ends."""
-    data: bytearray = field(default_factory=bytearray)
+    n_bytes: int = 0
     refusal: BodyEndedError | None = None
+    _pieces: list[bytes] = field(default_factory=list)
+    _last: bytearray = field(default_factory=bytearray)
+
+    def add(self, piece: bytes) -> None:
+        """More of it has come."""
+        self.n_bytes += len(piece)
+        if not self._last and len(piece) >= _PIECE_BYTES:
+            self._pieces.append(piece)
+            return
+        self._last += piece
+        if len(self._last) >= _PIECE_BYTES:
+            self._pieces.append(bytes(self._last))
+            self._last.clear()
+
+    def pieces(self) -> list[bytes]:
+        """All that has come."""
+        return [*self._pieces, bytes(self._last)] if self._last else self._pieces
 
     def slowness(self, now: float) -> float:
         """Seconds for each byte."""
-        return (now - self.began) / (len(self.data) + _HEAD_START)
+        return (now - self.began) / (self.n_bytes + _HEAD_START)
 
 
 class BodyReader:
@@ -64,8 +86,8 @@ class BodyReader:
         self._open: set[_Body] = set()
         self._n_bytes = 0
 
-    async def read(self, client: str, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body of that client's request; None if the client has left. Raises
+    async def read(self, client: str, headers: Headers, receive: Receive) -> list[bytes] | None:
+        """The pieces of the body of that client's request; None if the client has left. Raises
         RequestTooLargeError, SlowRequestError, or BodyEndedError if others need the room."""
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
@@ -74,7 +96,7 @@ class BodyReader:
             while (message := await _received(receive))["type"] != "http.disconnect":
                 self._take(body, message.get("body", b""))
                 if not message.get("more_body", False):
-                    return bytes(body.data)
+                    return body.pieces()
         return None
 
     @asynccontextmanager
@@ -95,9 +117,9 @@ class BodyReader:
     def _take(self, body: _Body, piece: bytes) -> None:
         if body.refusal is not None:
             raise body.refusal
-        body.data += piece
+        body.add(piece)
         self._n_bytes += len(piece)
-        if len(body.data) > MAX_BODY_BYTES:
+        if body.n_bytes > MAX_BODY_BYTES:
             raise _too_large()
         self._bound_bytes()
         if body.refusal is not None:
@@ -126,8 +148,8 @@ class BodyReader:
         while self._n_bytes > self._limits.max_open_bytes:
             held = Counter[str]()
             for body in self._open:
-                held[body.client] += len(body.data)
-            largest = max(self._open, key=lambda body: (held[body.client], len(body.data)))
+                held[body.client] += body.n_bytes
+            largest = max(self._open, key=lambda body: (held[body.client], body.n_bytes))
             self._end(largest, f"{self._limits.max_open_bytes} bytes", "the largest")
 
     def _end(self, body: _Body, most: str, which: str) -> None:
@@ -143,7 +165,7 @@ class BodyReader:
     def _forget(self, body: _Body) -> None:
         if body in self._open:
             self._open.remove(body)
-            self._n_bytes -= len(body.data)
+            self._n_bytes -= body.n_bytes
 
     def _too_slow(self) -> SlowRequestError:
         return SlowRequestError(
@@ -163,13 +185,14 @@ async def _received(receive: Receive) -> Message:
         return {"type": "http.disconnect"}
 
 
-def replay(body: bytes, receive: Receive) -> Receive:
+def replay(pieces: Sequence[bytes], receive: Receive) -> Receive:
     """First the body, which is not kept, then that the client leaves: what else it sends is dropped."""
-    left: list[bytes] = [body]
+    left = deque(pieces or [b""])
 
     async def replayed() -> Message:
         if left:
-            return {"type": "http.request", "body": left.pop(), "more_body": False}
+            piece = left.popleft()
+            return {"type": "http.request", "body": piece, "more_body": bool(left)}
         while (message := await receive())["type"] == "http.request":
             pass
         return message

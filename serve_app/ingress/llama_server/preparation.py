@@ -9,7 +9,11 @@ from typing import Any
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Generation
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
+from serve_app.ingress.generation.tokenization import (
+    refuse_huge,
+    refuse_unknown_tokens,
+    tokenize_checked,
+)
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.protocol import (
     ApplyTemplateRequest,
@@ -114,6 +118,7 @@ def tokenize(models: Models, body: bytes) -> bytes:
     """POST /tokenize: the answer, as JSON. Raises CorralError."""
     asked = parsed(TokenizeRequest, body)
     tokenizer = find(models, asked.model).tokenizer
+    refuse_huge("content", len(asked.content))
     tokens = tokenizer.tokenize(asked.content, asked.add_special, asked.parse_special)
     if not asked.with_pieces:
         return _json({"tokens": tokens})

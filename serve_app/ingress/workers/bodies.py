@@ -26,14 +26,14 @@ class Bodies:
     ) -> T:
         """What a worker makes of the request's body, of JSON unless it is `optional` and empty. Raises
         CorralError."""
-        body = b"".join([part async for part in request.stream()])  # `body()` would keep a copy
-        if not _is_json(request.headers.get("content-type", "")) and (body or not optional):
+        pieces = [piece async for piece in request.stream() if piece]  # `body()` would copy all
+        if not _is_json(request.headers.get("content-type", "")) and (pieces or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
-        return await self.work(prepare, body)
+        return await self.work(prepare, *pieces)
 
-    async def work(self, function: Callable[[Models, bytes], T], argument: bytes) -> T:
-        """What a worker makes of this, for the caller. Raises CorralError."""
-        return await self._workers.run(request_context.current().holder, function, argument)
+    async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
+        """What a worker makes of what these pieces are together, for the caller. Raises CorralError."""
+        return await self._workers.run(request_context.current().holder, function, *pieces)
 
 
 def _is_json(content_type: str) -> bool:

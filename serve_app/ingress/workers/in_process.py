@@ -16,6 +16,6 @@ class InProcess:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def run(self, client: str, work: Callable[[Models, bytes], T], body: bytes) -> T:
+    async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         """See Workers."""
-        return work(self._models, body)
+        return work(self._models, b"".join(pieces))

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
 class Places:
-    """So many may be inside at once; those who wait enter in turns by client, each client's in order.
+    """So many may be inside at once, of each client `most_each`; those who wait enter in turns by client,
+    each client's in order.
 
     Event loop only.
     """
 
-    def __init__(self, n_places: int) -> None:
+    def __init__(self, n_places: int, most_each: int | None = None) -> None:
         self._n_free = n_places
+        self._most_each = n_places if most_each is None else most_each
+        self._inside: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By client; whose turn is next is first."""
 
-    def try_enter(self) -> bool:
-        """Enter if nobody has to wait; whoever entered must `leave`."""
-        if not self._n_free:
+    def try_enter(self, client: str) -> bool:
+        """Enter if that needs no waiting; whoever entered must `leave`."""
+        if not self._n_free or self._inside[client] >= self._most_each:
             return False
         self._n_free -= 1
+        self._inside[client] += 1
         return True
 
     async def enter(self, client: str) -> None:
         """Wait for a place. Whoever entered must `leave`; who is cancelled has not entered."""
-        if self.try_enter():
+        if self.try_enter(client):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
@@ -36,7 +40,7 @@ class Places:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.leave()
+                self.leave(client)
             else:
                 self._forget(client, turn)
             raise
@@ -48,20 +52,26 @@ class Places:
         try:
             yield
         finally:
-            self.leave()
+            self.leave(client)
 
-    def leave(self) -> None:
-        """Give the place to whose turn it is."""
-        while self._waiting:
-            client = next(iter(self._waiting))
-            turns = self._waiting.pop(client)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns  # behind all other clients
-            if not turn.done():
-                turn.set_result(None)
-                return
+    def leave(self, client: str) -> None:
+        """Who was inside gives the place to whose turn it is."""
         self._n_free += 1
+        self._inside[client] -= 1
+        if not self._inside[client]:
+            del self._inside[client]
+        for other, turns in list(self._waiting.items()):
+            while turns and turns[0].done():  # it was cancelled
+                turns.popleft()
+            if turns and not self.try_enter(other):
+                continue
+            del self._waiting[other]
+            if not turns:
+                continue
+            turns.popleft().set_result(None)
+            if turns:
+                self._waiting[other] = turns  # behind all other clients
+            return
 
     def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(client, deque())

@@ -17,7 +17,6 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
 from serve_app.ingress.workers.worker import CPU_S, Models, Work
@@ -27,6 +26,8 @@ logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
+QUICK_BYTES = 64 * 2**10
+"""Bodies of more are slow work from the start."""
 QUICK_S = 0.02
 """CPU seconds. Work that takes longer gets less of the processor, and its place is free for the next."""
 STUCK_S = 10.0
@@ -34,7 +35,7 @@ STUCK_S = 10.0
 WALL_S = 120.0
 """Longest time that a request's work may take, however little of the processor it gets."""
 DEADLY_S = 600.0
-"""Seconds for which a body that ended two workers is refused at once."""
+"""Seconds for which a body that ended workers is refused at once."""
 MAX_SLOW_WAITING = 8
 """Requests of one client that may wait for a place for slow work."""
 
@@ -42,24 +43,27 @@ _N_TRIES = 2
 _DEADLY_KEPT = 1024
 _BUSY_RETRY_S = 10
 _LEAST_WAIT_S = 0.005
+# How often a slow worker's CPU time is looked at: it may have taken that much more when it dies.
+_LOOK_S = 0.25
 
 
 class Workers(Protocol):
     """Where clients' bodies are read."""
 
-    async def run(self, client: str, work: Callable[[Models, bytes], T], body: bytes) -> T:
-        """What `work` makes of this body. `work` must be importable by its name.
+    async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
+        """What `work` makes of the body that these pieces are. `work` must be importable by its name.
 
-        Raises CorralError: what `work` raises; InvalidRequestError if it ended two workers;
-        QueueFullError if too much of this client waits. Cancelling it ends the work.
+        Raises CorralError: what `work` raises; InvalidRequestError if it crashed two workers, or took all
+        the time that one has; QueueFullError if too much of this client waits. Cancelling it ends the work.
         """
 
 
 class WorkerPool:
     """Workers that are forked from one process, which has read the models' vocabularies. Event loop only.
 
-    `n_quick` requests are worked on at full speed. What takes longer than QUICK_S gives up that place. It
-    goes on with little of the processor, `n_slow` at a time. Places are taken in turns by client.
+    `n_quick` requests are worked on at full speed. Large ones, what takes longer than QUICK_S, and what
+    ended a worker get little of the processor, `n_slow` at a time, of each client one. Places are taken in
+    turns by client.
     """
 
     def __init__(
@@ -68,54 +72,59 @@ class WorkerPool:
         modules: Sequence[str],
         *,
         n_quick: int = 2,
-        n_slow: int = 1,
+        n_slow: int = 2,
     ) -> None:
         """The zygote starts now, and imports these modules; workers start when they are needed."""
         self._start = Start(tuple(models), tuple(modules))
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()
-        self._quick, self._slow = Places(n_quick), Places(n_slow)
+        self._quick, self._slow = Places(n_quick), Places(n_slow, most_each=1)
         self._is_closed = False
         self._idle: list[Worker] = []
         self.at_work: set[Worker] = set()
         self._deadly: OrderedDict[tuple[int, bytes], float] = OrderedDict()
-        """Lengths and digests of bodies that ended two workers, and when."""
+        """Lengths and digests of bodies that ended workers, and when."""
 
-    async def run(self, client: str, work: Callable[[Models, bytes], T], body: bytes) -> T:
+    async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         """See Workers."""
-        if self._is_deadly(work, body):
+        n_bytes = sum(map(len, pieces))
+        if await self._is_deadly(work, pieces, n_bytes):
             raise _deadly()
-        message = wire.packed((work, body))
+        is_slow = n_bytes > QUICK_BYTES
         for _ in range(_N_TRIES):
             try:
-                outcome = await self._attempt(client, message)
-            except WorkerDiedError:
+                attempt = self._slowly if is_slow else self._quickly
+                outcome = await attempt(client, work, pieces)
+            except WorkerDiedError as death:
                 self._check_is_open()
                 logger.warning(
-                    "A worker ended: %s with a body of %d bytes.", work.__qualname__, len(body)
+                    "A worker ended: %s with a body of %d bytes.", work.__qualname__, n_bytes
                 )
+                if death.cpu_s > CPU_S - 2 * _LOOK_S:  # another one would not get any further
+                    break
+                is_slow = True
                 continue
             if isinstance(outcome, CorralError):
                 raise outcome
             return cast(T, outcome)
-        self._deadly[(len(body), _digest(work, body))] = time.monotonic()
+        self._deadly[(n_bytes, await _digest(work, pieces))] = time.monotonic()
         if len(self._deadly) > _DEADLY_KEPT:
             self._deadly.popitem(last=False)
         raise _deadly()
 
-    def _is_deadly(self, work: Work, body: bytes) -> bool:
-        """Whether it ended two workers lately. Only bodies of such a length are digested."""
+    async def _is_deadly(self, work: Work, pieces: Sequence[bytes], n_bytes: int) -> bool:
+        """Whether it ended workers lately. Only bodies of such a length are digested."""
         oldest = time.monotonic() - DEADLY_S
         while self._deadly and next(iter(self._deadly.values())) < oldest:
             self._deadly.popitem(last=False)
-        alike = any(length == len(body) for length, _ in self._deadly)
-        return alike and (len(body), _digest(work, body)) in self._deadly
+        alike = any(length == n_bytes for length, _ in self._deadly)
+        return alike and (n_bytes, await _digest(work, pieces)) in self._deadly
 
-    async def _attempt(self, client: str, message: bytes) -> Any:
+    async def _quickly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
         """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
         async with self._quick.entered(client):
             worker = self._taken() or await self._fork()
-            doing = self._begin(worker, message)
+            doing = self._begin(worker, work, pieces)
             try:
                 if await _is_quick(worker, doing):
                     outcome = doing.result()
@@ -125,34 +134,40 @@ class WorkerPool:
             except BaseException:
                 self._end(worker, doing)
                 raise
-            goes_on = self._slow.try_enter()
+            goes_on = self._slow.try_enter(client)
         if goes_on:
-            return await self._slowly(worker, doing)
+            return await self._go_on_slowly(client, worker, doing)
         self._end(worker, doing)  # it begins again when there is a place
+        return await self._slowly(client, work, pieces)
+
+    async def _slowly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
+        """The same, when there is a place for slow work."""
         if self._slow.n_waiting(client) >= MAX_SLOW_WAITING:
             raise _too_busy()
         await self._slow.enter(client)
-        return await self._begin_slowly(message)
-
-    async def _begin_slowly(self, message: bytes) -> Any:
         try:
             worker = await self._fork()
+            worker.slow_down()
+            doing = self._begin(worker, work, pieces)
         except BaseException:
-            self._slow.leave()
+            self._slow.leave(client)
             raise
-        return await self._slowly(worker, self._begin(worker, message))
+        return await self._go_on_slowly(client, worker, doing)
 
-    async def _slowly(self, worker: Worker, doing: asyncio.Future[Any]) -> Any:
+    async def _go_on_slowly(self, client: str, worker: Worker, doing: asyncio.Future[Any]) -> Any:
         """The work's outcome; its place for slow work is free then."""
         try:
             worker.slow_down()
             async with asyncio.timeout(WALL_S):
-                return await doing
+                while not doing.done():
+                    await asyncio.wait([doing], timeout=_LOOK_S)
+                    worker.cpu_s()
+            return doing.result()
         except TimeoutError:
             raise _too_busy() from None
         finally:
             self._end(worker, doing)
-            self._slow.leave()
+            self._slow.leave(client)
 
     def _taken(self) -> Worker | None:
         """An idle worker, if there is one. Those that have died are left out."""
@@ -163,9 +178,9 @@ class WorkerPool:
             worker.end()
         return None
 
-    def _begin(self, worker: Worker, message: bytes) -> asyncio.Future[Any]:
+    def _begin(self, worker: Worker, work: Work, pieces: Sequence[bytes]) -> asyncio.Future[Any]:
         self.at_work.add(worker)
-        return asyncio.ensure_future(worker.do(message))
+        return asyncio.ensure_future(worker.do(work, pieces))
 
     def _end(self, worker: Worker, doing: asyncio.Future[Any]) -> None:
         self.at_work.discard(worker)
@@ -234,15 +249,18 @@ async def _is_quick(worker: Worker, doing: asyncio.Future[Any]) -> bool:
     return True
 
 
-def _digest(work: Work, body: bytes) -> bytes:
+async def _digest(work: Work, pieces: Sequence[bytes]) -> bytes:
+    """Of megabytes piece by piece: the event loop does other things between them."""
     digest = blake2b(f"{work.__module__}.{work.__qualname__} ".encode(), digest_size=16)
-    digest.update(body)
+    for piece in pieces:
+        digest.update(piece)
+        await asyncio.sleep(0)
     return digest.digest()
 
 
 def _deadly() -> InvalidRequestError:
     return InvalidRequestError(
-        "This request cannot be read: twice, it crashed the process that reads requests, or took more than "
+        "This request cannot be read: it crashed the process that reads requests twice, or took more than "
         f"{CPU_S:.0f} seconds of CPU time there."
     )
 

@@ -10,16 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from serve_app.errors import EngineUnavailableError
 from serve_app.ingress.workers import wire
+from serve_app.ingress.workers.worker import Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
-SLOW_NICENESS = 10
-"""What is added to the niceness of slow work: beside a thread that decodes, it gets a thirtieth of
-a core."""
 _ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
     "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
@@ -28,6 +27,11 @@ _ENVIRONMENT = {
 
 class WorkerDiedError(Exception):
     """A worker is gone, and its work is undone."""
+
+    def __init__(self, cpu_s: float = 0.0) -> None:
+        """`cpu_s`: what the work was seen to take."""
+        super().__init__(cpu_s)
+        self.cpu_s = cpu_s
 
 
 class Worker:
@@ -43,14 +47,14 @@ class Worker:
         self._reader = reader
         self._writer = writer
 
-    async def do(self, message: bytes) -> Any:
+    async def do(self, work: Work, pieces: Sequence[bytes]) -> Any:
         """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
+        began_s = self.cpu_s()
         try:
-            self._writer.write(message)
-            await self._writer.drain()
+            await wire.send(self._writer, work, pieces)
             return await wire.received(self._reader)
         except (EOFError, ConnectionError) as error:
-            raise WorkerDiedError from error
+            raise WorkerDiedError(self.cpu_s() - began_s) from error
 
     def is_alive(self) -> bool:
         """Whether its process runs."""
@@ -68,11 +72,12 @@ class Worker:
         return self._cpu_s
 
     def slow_down(self) -> None:
-        """From now on it takes little of the processor from others. That cannot be undone."""
+        """From now on it gets what others leave of the processors. That cannot be undone. Idempotent."""
+        if self.is_slow:
+            return
         self.is_slow = True
         with suppress(ProcessLookupError):
-            niceness = os.getpriority(os.PRIO_PROCESS, self.pid)
-            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + SLOW_NICENESS))
+            os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
 
     def end(self) -> None:
         """End it now. Idempotent."""

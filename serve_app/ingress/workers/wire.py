@@ -1,6 +1,7 @@
-"""Messages between the ingress and its workers: a length, then a pickle.
+"""Messages between the ingress and its workers: a length, then a pickle; behind work, the body as it is.
 
-Both ends are processes of one user, started by the same program.
+A body is neither pickled nor joined in the event loop, which would copy megabytes at once. Both ends are
+processes of one user, started by the same program.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import asyncio
 import pickle
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
+# The event loop copies no more at once.
+_STRIDE = 64 * 2**10
 
 
 def packed(message: object) -> bytes:
@@ -20,20 +24,28 @@ def packed(message: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+async def send(writer: asyncio.StreamWriter, work: object, pieces: Sequence[bytes]) -> None:
+    """Event loop: what is to be done with a body. Goes on when the other end has taken nearly all of it.
+    Raises ConnectionError if that is gone."""
+    writer.write(packed((work, sum(map(len, pieces)))))
+    for piece in pieces:
+        for start in range(0, len(piece), _STRIDE):
+            writer.write(piece[start : start + _STRIDE])
+            await writer.drain()
+    await writer.drain()
+
+
 def receive(connection: socket.socket) -> Any:
     """Blocking: the next message. Raises EOFError if the other end is gone."""
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    return pickle.loads(_read(connection, length))
+    (length,) = _LENGTH.unpack(receive_bytes(connection, _LENGTH.size))
+    return pickle.loads(receive_bytes(connection, length))
 
 
-def _read(connection: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        n_read = connection.recv_into(view)
-        if not n_read:
-            raise EOFError
-        view = view[n_read:]
+def receive_bytes(connection: socket.socket, length: int) -> bytes:
+    """Blocking: so many bytes. Raises EOFError if the other end is gone."""
+    data = connection.recv(length, socket.MSG_WAITALL) if length else b""
+    if len(data) != length:
+        raise EOFError
     return data
 
 

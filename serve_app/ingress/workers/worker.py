@@ -21,8 +21,11 @@ logger = logging.getLogger("corral.ingress")
 
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
-MEMORY_BYTES = 64 * 2**20
-"""Memory that one request may take here, and ten times its body besides."""
+MEMORY_BYTES = 32 * 2**20
+"""Memory that one request may take here, and MEMORY_FACTOR times its body besides, the body included."""
+MEMORY_FACTOR = 2
+"""With what the ingress and the proxy hold of it, a body of the largest size takes less than ten times as
+much everywhere."""
 
 
 class KnownModel(Protocol):
@@ -60,13 +63,14 @@ def serve(connection: socket.socket, models: Models) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     while True:
         try:
-            work, body = wire.receive(connection)
+            work, length = wire.receive(connection)
+            _limit(length)
+            body = wire.receive_bytes(connection, length)
         except EOFError:
             return
-        _limit(len(body))
         answer = _answer(work, models, body)
         del work, body
-        _unlimit_memory()  # the next body comes before its limit is known
+        _unlimit_memory()  # so that there is room for the answer to be sent, and the next head
         try:
             connection.sendall(answer)
         except OSError:
@@ -90,7 +94,7 @@ def _limit(n_bytes: int) -> None:
     """Bound what a body of so many bytes may take from now on. Beyond the CPU time, the kernel ends the
     process; beyond the memory, allocations fail."""
     _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_S))
-    _set_limit(resource.RLIMIT_DATA, _data_bytes() + MEMORY_BYTES + 10 * n_bytes)
+    _set_limit(resource.RLIMIT_DATA, _data_bytes() + MEMORY_BYTES + MEMORY_FACTOR * n_bytes)
 
 
 def _unlimit_memory() -> None:

@@ -26,12 +26,9 @@ from serve_app.errors import CorralError
 from serve_app.ingress.workers import wire, worker
 from serve_app.prompt.tokenizer import Tokenizer
 
-STACK_BYTES = 64 * 2**20
+STACK_BYTES = 32 * 2**20
 """Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
 the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
-NICENESS = 5
-"""What workers add to the ingress's niceness: beside a thread that decodes, one gets a quarter of
-a core."""
 PID = struct.Struct("<i")
 NO_PID = -1
 """What is answered where no worker could be forked."""
@@ -60,7 +57,6 @@ def main(fd: int) -> None:
     """Fork workers until the ingress is gone."""
     _have_enough_stack()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):
@@ -99,8 +95,10 @@ def _fork(control: socket.socket, connection: socket.socket, models: worker.Mode
         control.close()
         try:
             worker.serve(connection, models)
-        finally:
-            os._exit(0)
+        except BaseException:
+            logger.exception("A worker failed.")
+            os._exit(1)
+        os._exit(0)
 
 
 def _have_enough_stack() -> None:

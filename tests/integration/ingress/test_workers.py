@@ -18,16 +18,15 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.workers import pool as pool_module
-from serve_app.ingress.workers.pool import WorkerPool
-from serve_app.ingress.workers.processes import SLOW_NICENESS
-from serve_app.ingress.workers.zygote import NICENESS, STACK_BYTES, ModelFile
+from serve_app.ingress.workers.pool import QUICK_BYTES, WorkerPool
+from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
 from tests.integration.ingress import work
 
 
 @pytest.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
     made = WorkerPool(
-        [ModelFile("demo", 2048, BUILTIN_MODEL)], [work.__name__], n_quick=2, n_slow=1
+        [ModelFile("demo", 2048, BUILTIN_MODEL)], [work.__name__], n_quick=2, n_slow=2
     )
     yield made
     await made.close()
@@ -117,6 +116,7 @@ async def test_what_one_body_took_is_no_bound_for_the_next_to_come(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "QUICK_S", 60.0)  # so that the worker is used again
+    monkeypatch.setattr(pool_module, "QUICK_BYTES", 2**30)
     first = await pool.run("a", work.pid, b"")
     await pool.run("a", work.keep_memory, b"")
     assert await pool.run("b", work.size, bytes(8 * 2**20)) == 8 * 2**20
@@ -136,7 +136,7 @@ async def test_endless_work_ends_and_others_do_not_wait_for_it(
     assert {type(outcome) for outcome in outcomes} == {QueueFullError}
 
 
-async def test_slow_work_gets_little_of_the_processor(pool: WorkerPool) -> None:
+async def test_slow_work_gets_what_others_leave_of_the_processors(pool: WorkerPool) -> None:
     running = asyncio.create_task(pool.run("evil", work.spin, b""))
 
     def slowed() -> bool:
@@ -144,11 +144,36 @@ async def test_slow_work_gets_little_of_the_processor(pool: WorkerPool) -> None:
 
     await until(slowed)
     (worker,) = (one for one in pool.at_work if one.is_slow)
-    ours = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, ours + NICENESS + SLOW_NICENESS)
+    assert os.sched_getscheduler(worker.pid) == os.SCHED_IDLE
     running.cancel()
     await until(lambda: not is_alive(worker.pid))
-    assert await pool.run("good", work.niceness, b"") == min(19, ours + NICENESS)
+    assert await pool.run("good", work.policy, b"") == os.SCHED_OTHER
+
+
+async def test_large_bodies_are_slow_work_from_the_start(pool: WorkerPool) -> None:
+    small, large = [bytes(QUICK_BYTES)], [bytes(QUICK_BYTES), b"!"]
+    assert await pool.run("a", work.policy, *small) == os.SCHED_OTHER
+    assert await pool.run("a", work.policy, *large) == os.SCHED_IDLE
+    assert await pool.run("a", work.size, *large) == QUICK_BYTES + 1
+
+
+async def test_a_client_keeps_no_other_ones_large_bodies_waiting(pool: WorkerPool) -> None:
+    endless = [asyncio.create_task(pool.run("evil", work.spin, bytes([i]))) for i in range(3)]
+    await until(lambda: any(one.is_slow for one in pool.at_work))
+    large = bytes(QUICK_BYTES + 1)
+    assert await pool.run("good", work.size, large) == len(large)
+    assert not any(task.done() for task in endless)
+    for task in endless:
+        task.cancel()
+
+
+async def test_what_has_taken_all_its_time_is_not_tried_again(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "CPU_S", 1.0)
+    with pytest.raises(InvalidRequestError, match="seconds of CPU time"):
+        await pool.run("a", work.spend_time, b"")
+    assert len(caplog.records) == 1
 
 
 async def test_work_that_waits_for_ever_does_not_keep_its_place(

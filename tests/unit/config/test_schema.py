@@ -98,7 +98,7 @@ def test_serve_gets_explicit_options() -> None:
     options = engine_options(configured, resolve(configured, share=1))
     assert options == {
         "name": "engine-m",
-        "max_ongoing_requests": 4 + 8 + 16,
+        "max_ongoing_requests": 2 * (4 + 8) + 16,
         "max_queued_requests": 64,
         "autoscaling_config": SCALING,
         "health_check_period_s": 5,

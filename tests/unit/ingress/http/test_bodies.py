@@ -17,7 +17,7 @@ from serve_app.ingress.http.bodies import (
     replay,
 )
 
-Task = asyncio.Task[bytes | None]
+Task = asyncio.Task[list[bytes] | None]
 
 
 class Clock:
@@ -73,7 +73,20 @@ async def test_a_whole_body(clock: Clock) -> None:
     sender = await opened(BodyReader(BodyLimits()), "ana")
     await sender.send(b"one, ")
     await sender.send(b"two", last=True)
-    assert await sender.body == b"one, two"
+    assert await sender.body == [b"one, two"]
+
+
+async def test_large_pieces_stay_as_they_came_and_small_ones_are_joined(clock: Clock) -> None:
+    sender, large = await opened(BodyReader(BodyLimits()), "ana"), bytes(2**16)
+    for _ in range(2):
+        await sender.send(large)
+    for _ in range(3):
+        await sender.send(b"x" * 2**15)
+    await sender.send(b"end", last=True)
+    pieces = await sender.body
+    assert pieces is not None
+    assert pieces[0] is large
+    assert list(map(len, pieces)) == [2**16, 2**16, 2**16, 2**15 + 3]
 
 
 async def test_a_client_that_leaves(clock: Clock) -> None:
@@ -100,7 +113,7 @@ async def test_the_slowest_of_who_has_most_is_ended_and_not_the_newcomer(clock: 
     assert "4 bodies" in refusal.message
     for one in (early, *anas[1:], newcomer):
         await one.send(b"x", last=True)
-        assert await one.body == b"x"
+        assert await one.body == [b"x"]
 
 
 async def test_among_its_own_a_newcomer_comes_in_too(clock: Clock) -> None:
@@ -112,7 +125,7 @@ async def test_among_its_own_a_newcomer_comes_in_too(clock: Clock) -> None:
         clock.now += 0.01
         honest = await opened(reader, "127.0.0.1")
         await honest.send(b"x", last=True)
-        assert await honest.body == b"x"
+        assert await honest.body == [b"x"]
     assert [one.is_ended for one in slow] == [True] * 18 + [False] * 2
 
 
@@ -139,7 +152,7 @@ async def test_the_largest_of_who_has_most_bytes_is_ended(clock: Clock) -> None:
     assert not any(one.is_ended for one in (large, small, other))
     await other.send(b"x", last=True)
     assert [one.is_ended for one in (large, small)] == [True, False]
-    assert await other.body == b"x" * 41
+    assert await other.body == [b"x" * 41]
     await small.send(b"x" * 90)  # what the others had is free again
     assert not small.is_ended
     await small.send(b"x")
@@ -157,7 +170,7 @@ async def test_nothing_is_left_of_those_that_were_ended(clock: Clock) -> None:
     for _ in range(2):
         last = await opened(reader, "ben")
         await last.send(b"x" * 100, last=True)
-        assert await last.body == b"x" * 100
+        assert await last.body == [b"x" * 100]
 
 
 async def test_one_that_is_just_being_ended_for_its_slowness_hurts_no_newcomer(
@@ -169,7 +182,7 @@ async def test_one_that_is_just_being_ended_for_its_slowness_hurts_no_newcomer(
     await asyncio.sleep(0)
     newcomer = Sender(reader, "ana")  # comes between the timer and what that ends
     await newcomer.send(b"x", last=True)
-    assert await newcomer.body == b"x"
+    assert await newcomer.body == [b"x"]
     assert isinstance(slow.body.exception(), SlowRequestError | BodyEndedError)
 
 
@@ -218,6 +231,7 @@ async def test_after_the_body_only_the_end_is_told() -> None:
     async def receive() -> Any:
         return messages.pop(0)
 
-    replayed = replay(b"all", receive)
-    assert await replayed() == {"type": "http.request", "body": b"all", "more_body": False}
+    replayed = replay([b"a", b"ll"], receive)
+    assert await replayed() == {"type": "http.request", "body": b"a", "more_body": True}
+    assert await replayed() == {"type": "http.request", "body": b"ll", "more_body": False}
     assert await replayed() == {"type": "http.disconnect"}

@@ -199,6 +199,7 @@ async def test_infill_with_other_files(client: httpx.AsyncClient, engine: Script
         ("/completion", {"prompt": "x", "lora": [{"id": 0}]}, "lora", "'lora' is not supported"),
         ("/infill", {"input_prefix": "a"}, "input_suffix", "Field required"),
         ("/tokenize", {}, "content", "Field required"),
+        ("/tokenize", {"content": "a" * (3 * 2**18 + 1)}, "content", "at most 786432"),
         ("/detokenize", {"tokens": [257]}, "tokens", "below 257"),
         ("/apply-template", {"messages": []}, "messages", "at least 1 item"),
     ],

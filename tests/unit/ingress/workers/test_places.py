@@ -31,8 +31,8 @@ async def test_those_who_wait_enter_in_turns_by_client() -> None:
     await settled()
     assert entered == []
     assert places.n_waiting("a") == 3
-    for _ in range(6):
-        places.leave()
+    for client in ["first", "a", "b", "c", "a", "b"]:
+        places.leave(client)
         await settled()
     assert entered == ["a", "b", "c", "a", "b", "a"]
 
@@ -43,12 +43,12 @@ async def test_no_more_are_inside_than_there_are_places() -> None:
         waits(places, client, entered)
     await settled()
     assert entered == ["a", "b"]
-    assert not places.try_enter()
-    places.leave()
+    assert not places.try_enter("x")
+    places.leave("a")
     await settled()
     assert entered == ["a", "b", "c"]
-    places.leave()
-    assert places.try_enter()
+    places.leave("b")
+    assert places.try_enter("x")
 
 
 async def test_who_is_cancelled_takes_no_place() -> None:
@@ -58,8 +58,8 @@ async def test_who_is_cancelled_takes_no_place() -> None:
     await settled()
     waiting.cancel()
     await settled()
-    places.leave()
-    assert places.try_enter()
+    places.leave("first")
+    assert places.try_enter("x")
 
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_the_place_on() -> None:
@@ -68,7 +68,7 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_the_place_on() -
     waiting = waits(places, "a", entered)
     waits(places, "b", entered)
     await settled()
-    places.leave()
+    places.leave("first")
     waiting.cancel()
     await settled()
     assert entered == ["b"]
@@ -79,7 +79,7 @@ async def test_a_block_that_fails_leaves_its_place() -> None:
     with pytest.raises(ValueError, match="broken"):
         async with places.entered("a"):
             raise ValueError("broken")
-    assert places.try_enter()
+    assert places.try_enter("x")
 
 
 async def test_who_is_cancelled_waits_no_more_and_costs_its_client_no_turn() -> None:
@@ -93,6 +93,21 @@ async def test_who_is_cancelled_waits_no_more_and_costs_its_client_no_turn() -> 
         task.cancel()
     await settled()
     assert places.n_waiting("a") == 1
-    places.leave()
+    places.leave("first")
     await settled()
     assert entered == ["a"]
+
+
+async def test_a_client_has_no_more_places_than_each_may_have() -> None:
+    places, entered = Places(2, most_each=1), list[str]()
+    for client in ["a", "a", "a", "b"]:
+        waits(places, client, entered)
+    await settled()
+    assert entered == ["a", "b"]
+    places.leave("b")
+    await settled()
+    assert entered == ["a", "b"]  # a place is free, and not for the one that waits
+    assert places.try_enter("c")
+    places.leave("a")
+    await settled()
+    assert entered == ["a", "b", "a"]
