@@ -26,10 +26,12 @@ logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
-QUICK_BYTES = 64 * 2**10
-"""Bodies of more are slow work from the start."""
-QUICK_S = 0.02
-"""CPU seconds. Work that takes longer gets less of the processor, and its place is free for the next."""
+POLITE_BYTES, QUICK_BYTES = 64 * 2**10, 512 * 2**10
+"""Bodies of more than the first are read at a lower priority; those of more than the second are slow work
+from the start."""
+QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
+"""CPU seconds of any work, and for each byte of its body besides: what long prompts take. Work that takes
+longer is slow: it gets what others leave of the processors, and its place is free for the next."""
 STUCK_S = 10.0
 """Work that has not ended after so long counts as slow, however little of the processor it took."""
 WALL_S = 120.0
@@ -61,9 +63,9 @@ class Workers(Protocol):
 class WorkerPool:
     """Workers that are forked from one process, which has read the models' vocabularies. Event loop only.
 
-    `n_quick` requests are worked on at full speed. Large ones, what takes longer than QUICK_S, and what
-    ended a worker get little of the processor, `n_slow` at a time, of each client one. Places are taken in
-    turns by client.
+    `n_quick` requests are worked on at once. Very large ones, what takes longer than its size explains, and
+    what ended a worker get little of the processor, `n_slow` at a time, of each client one. Places are
+    taken in turns by client.
     """
 
     def __init__(
@@ -122,15 +124,15 @@ class WorkerPool:
 
     async def _quickly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
         """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
+        n_bytes = sum(map(len, pieces))
         async with self._quick.entered(client):
             worker = self._taken() or await self._fork()
+            if n_bytes > POLITE_BYTES:
+                worker.be_polite()
             doing = self._begin(worker, work, pieces)
             try:
-                if await _is_quick(worker, doing):
-                    outcome = doing.result()
-                    self.at_work.discard(worker)
-                    self._idle.append(worker)
-                    return outcome
+                if await _is_quick(worker, doing, QUICK_S + n_bytes * QUICK_BYTE_S):
+                    return self._finished(worker, doing)
             except BaseException:
                 self._end(worker, doing)
                 raise
@@ -168,6 +170,16 @@ class WorkerPool:
         finally:
             self._end(worker, doing)
             self._slow.leave(client)
+
+    def _finished(self, worker: Worker, doing: asyncio.Future[Any]) -> Any:
+        """The outcome. The worker waits for more work, unless its priority is too low for that."""
+        outcome = doing.result()
+        if worker.is_polite:
+            self._end(worker, doing)
+        else:
+            self.at_work.discard(worker)
+            self._idle.append(worker)
+        return outcome
 
     def _taken(self) -> Worker | None:
         """An idle worker, if there is one. Those that have died are left out."""
@@ -238,11 +250,11 @@ class WorkerPool:
             raise EngineClosedError("This server is being stopped.")
 
 
-async def _is_quick(worker: Worker, doing: asyncio.Future[Any]) -> bool:
-    """Wait until the work is done, has taken QUICK_S, or is stuck."""
+async def _is_quick(worker: Worker, doing: asyncio.Future[Any], most_s: float) -> bool:
+    """Wait until the work is done, has taken so many CPU seconds, or is stuck."""
     began, stuck_at = worker.cpu_s(), time.monotonic() + STUCK_S
     while not doing.done():
-        left = QUICK_S - (worker.cpu_s() - began)
+        left = most_s - (worker.cpu_s() - began)
         if left <= 0 or time.monotonic() >= stuck_at:
             return False
         await asyncio.wait([doing], timeout=max(left, _LEAST_WAIT_S))

@@ -19,6 +19,8 @@ from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.worker import Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
+POLITENESS = 10
+"""What is added to the niceness of workers that read long prompts."""
 _ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
     "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
@@ -41,7 +43,7 @@ class Worker:
         self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.pid = pid
-        self.is_slow = False
+        self.is_slow = self.is_polite = False
         self._cpu_s = 0.0
         self._pidfd = os.pidfd_open(pid)  # a number alone may be another process's later
         self._reader = reader
@@ -70,6 +72,13 @@ class Worker:
             # Linux makes the clock of a process of its number: clock_getcpuclockid(3).
             self._cpu_s = time.clock_gettime((~self.pid << 3) | 2)
         return self._cpu_s
+
+    def be_polite(self) -> None:
+        """From now on it gets a tenth of a core beside a thread that decodes. That cannot be undone."""
+        self.is_polite = True
+        with suppress(ProcessLookupError):
+            niceness = os.getpriority(os.PRIO_PROCESS, self.pid)
+            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + POLITENESS))
 
     def slow_down(self) -> None:
         """From now on it gets what others leave of the processors. That cannot be undone. Idempotent."""

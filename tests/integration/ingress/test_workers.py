@@ -18,7 +18,8 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.workers import pool as pool_module
-from serve_app.ingress.workers.pool import QUICK_BYTES, WorkerPool
+from serve_app.ingress.workers.pool import POLITE_BYTES, QUICK_BYTES, WorkerPool
+from serve_app.ingress.workers.processes import POLITENESS
 from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
 from tests.integration.ingress import work
 
@@ -117,6 +118,7 @@ async def test_what_one_body_took_is_no_bound_for_the_next_to_come(
 ) -> None:
     monkeypatch.setattr(pool_module, "QUICK_S", 60.0)  # so that the worker is used again
     monkeypatch.setattr(pool_module, "QUICK_BYTES", 2**30)
+    monkeypatch.setattr(pool_module, "POLITE_BYTES", 2**30)
     first = await pool.run("a", work.pid, b"")
     await pool.run("a", work.keep_memory, b"")
     assert await pool.run("b", work.size, bytes(8 * 2**20)) == 8 * 2**20
@@ -148,6 +150,14 @@ async def test_slow_work_gets_what_others_leave_of_the_processors(pool: WorkerPo
     running.cancel()
     await until(lambda: not is_alive(worker.pid))
     assert await pool.run("good", work.policy, b"") == os.SCHED_OTHER
+
+
+async def test_long_prompts_are_read_at_a_lower_priority_and_soon(pool: WorkerPool) -> None:
+    usual = await pool.run("a", work.niceness, b"")
+    long = bytes(POLITE_BYTES + 1)
+    assert await pool.run("a", work.niceness, long) == min(19, usual + POLITENESS)
+    assert await pool.run("a", work.policy, long) == os.SCHED_OTHER
+    assert await pool.run("a", work.niceness, b"") == usual
 
 
 async def test_large_bodies_are_slow_work_from_the_start(pool: WorkerPool) -> None:

@@ -22,6 +22,10 @@ def policy(models: Models, body: bytes) -> int:
     return os.sched_getscheduler(0)
 
 
+def niceness(models: Models, body: bytes) -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def spend_time(models: Models, body: bytes) -> None:
     """As the kernel ends what has taken all its time; until then it answers no signal."""
     resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
