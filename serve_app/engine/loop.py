@@ -206,7 +206,10 @@ class DecoderLoop:
         """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
         began = time.monotonic()
         self._admit()
-        self._embeddings.step(self._scheduler.running)
+        if self._embeddings:
+            self._embeddings.step(self._scheduler.running)
+            self._carry_out(self._command_queue.take(0))  # who came meanwhile waits no longer
+            self._admit()
         embed_s = time.monotonic() - began
         table = self._cache.table
         ends = table.slot_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
