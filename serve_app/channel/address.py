@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 CONNECT_S = 5.0
 """Longest time that a connection may take to be made and believed."""
@@ -25,21 +27,32 @@ class Address:
     host: str
     port: int
     """For all others."""
-    secret: str
+    secret: str = field(repr=False)
     """What proves that a connection comes from who was sent this."""
 
 
 def connected(address: Address, node_id: str) -> socket.socket:
     """A connection from that node, blocking, with bounds on time. Raises OSError."""
     if node_id == address.node_id:
-        local = socket.socket(socket.AF_UNIX)
-        local.settimeout(CONNECT_S)
-        local.connect("\0" + address.path)
+        with _unless_it_fails(socket.socket(socket.AF_UNIX)) as local:
+            local.settimeout(CONNECT_S)
+            local.connect("\0" + address.path)
         return local
-    remote = socket.create_connection((address.host, address.port), CONNECT_S)
-    keep_alive(remote)
-    secured = client_tls()
-    return remote if secured is None else secured.wrap_socket(remote)
+    connection = socket.create_connection((address.host, address.port), CONNECT_S)
+    with _unless_it_fails(connection) as remote:
+        keep_alive(remote)
+        secured = client_tls()
+        return remote if secured is None else secured.wrap_socket(remote)
+
+
+@contextmanager
+def _unless_it_fails(connection: socket.socket) -> Iterator[socket.socket]:
+    """A connection that is closed if the block raises."""
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
 
 
 def keep_alive(connection: socket.socket) -> None:

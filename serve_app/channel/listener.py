@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import itertools
 import logging
@@ -10,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -23,6 +25,7 @@ logger = logging.getLogger("corral.ingress")
 
 _MOST_STRANGERS = 64
 """Connections that have not said who they are: the oldest one ends for one more."""
+_NOTHING = TokenDelta("", ())
 
 
 class Call:
@@ -40,7 +43,8 @@ class Call:
         self._is_accepted = self._was_told = False
         self._delta: TokenDelta | None = None
         self._error: CorralError | None = None
-        self._is_over = False
+        self.is_over = False
+        """Whether its end was read."""
         self._reader: asyncio.Future[None] | None = None
 
     def push(self, delta: TokenDelta | None) -> None:
@@ -49,8 +53,8 @@ class Call:
             return
         self._is_accepted = True
         if delta is not None and delta.end is not None and delta.end.error is not None:
-            self._error = delta.end.error
-        elif delta is not None:
+            self._error, delta = delta.end.error, replace(delta, end=None)
+        if delta is not None and delta != _NOTHING:
             self._delta = delta if self._delta is None else self._delta.then(delta)
         self._wake()
 
@@ -68,7 +72,7 @@ class Call:
         return self
 
     async def __anext__(self) -> Accepted | TokenDelta:
-        if self._is_over:
+        if self.is_over:
             raise StopAsyncIteration
         while True:
             if self._is_accepted and not self._was_told:
@@ -76,7 +80,7 @@ class Call:
                 return Accepted()
             if self._delta is not None:
                 delta, self._delta = self._delta, None
-                self._is_over = delta.end is not None
+                self.is_over = delta.end is not None
                 return delta
             if self._error is not None:
                 raise self._error
@@ -113,14 +117,35 @@ class Listener:
 
     async def _start(self) -> Address:
         loop, path = asyncio.get_running_loop(), f"corral-{secrets.token_hex(16)}"
-        local = await loop.create_unix_server(lambda: _Connection(self), "\0" + path)
-        self._servers.append(local)
-        remote = await loop.create_server(
-            lambda: _Connection(self), self._host, 0, ssl=server_tls(), backlog=1024
-        )
-        self._servers.append(remote)
+        remote = await self._start_remote()
+        try:
+            local = await loop.create_unix_server(lambda: _Connection(self), "\0" + path)
+        except BaseException:
+            remote.close()
+            raise
+        self._servers += remote, local
         port = remote.sockets[0].getsockname()[1]
         return Address(path, self._node_id, path, self._host, port, self._secret)
+
+    async def _start_remote(self) -> asyncio.Server:
+        try:
+            return await self._start_at(self._host)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, None):  # Python 3.13 has none for it
+                raise
+            logger.warning("Tokens may come over any interface: none has %s.", self._host)
+        return await self._start_at("::" if ":" in self._host else "0.0.0.0")
+
+    async def _start_at(self, host: str) -> asyncio.Server:
+        tls = server_tls()
+        return await asyncio.get_running_loop().create_server(
+            lambda: _Connection(self),
+            host,
+            0,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else CONNECT_S,
+            backlog=1024,
+        )
 
     @contextmanager
     def call(self) -> Iterator[Call]:
@@ -136,7 +161,9 @@ class Listener:
         """Somebody has connected."""
         self._strangers[connection] = None
         if len(self._strangers) > _MOST_STRANGERS:
-            next(iter(self._strangers)).end()
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # it leaves a moment later, and more may come before
+            oldest.end()
 
     def believes(self, connection: _Connection, body: bytes) -> bool:
         """Whether this first frame is of one who may connect."""
@@ -151,10 +178,13 @@ class Listener:
         return known
 
     def take(self, connection: _Connection, body: bytes) -> None:
-        """A frame. Raises msgspec.MsgspecError if it is none."""
+        """A frame. Raises msgspec.MsgspecError if it is none.
+
+        If Serve believes a replica lost, it may send the same call to another one, while the first one is
+        at it: who answers first is heard, and nobody else."""
         for number, delta in frames.items(body):
             call = self._calls.get(number)
-            if call is not None:
+            if call is not None and call.channel in (None, connection):
                 call.channel = connection
                 call.push(delta)
 
@@ -200,6 +230,7 @@ class _Connection(asyncio.Protocol):
                     self._transport.write(frames.WELCOME)
                 else:
                     self.end()
+                    return
         except msgspec.MsgspecError:
             logger.exception("An engine replica sent what is no frame")
             self.end()

@@ -9,8 +9,8 @@ import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 from serve_app.channel import frames
 from serve_app.channel.address import Address, connected
@@ -19,8 +19,8 @@ from serve_app.types import SequenceEnd, TokenDelta
 
 logger = logging.getLogger("corral.replica")
 
-MOST_ITEMS = 256
-"""In one frame: what has piled up for a slow reader comes in several."""
+MOST_TOKENS = 4096
+"""In one frame, and those of one call more: what has piled up for a slow reader comes in several."""
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -57,14 +57,24 @@ class Channel:
     def close_call(self, number: int) -> None:
         """Nothing comes for it any more. Idempotent."""
         call = self._calls.pop(number, None)
-        if call is not None:
-            call.cancel()
+        if call is not None and not call.cancel() and not call.cancelled():
+            call.exception()  # or asyncio complains where nobody has waited for it
 
     def push(self, number: int, delta: TokenDelta | None) -> None:
-        """Something for a call; None says that its request was taken. `flush` sends it."""
+        """Something for a call; None says that its request was taken. `flush` sends it.
+
+        The decoder may be faster than who says that the request was taken: a delta says so, too. An error's
+        own text is dropped: it was held back, and whoever goes on with the request brings it."""
+        if delta is not None and delta.end is not None and delta.end.error is not None:
+            delta = replace(delta, text="")
         with self._lock:
+            if self._is_broken:
+                return
             before = self._pending.get(number)
-            self._pending[number] = delta if before is None or delta is None else before.then(delta)
+            if before is None:
+                self._pending[number] = delta
+            elif delta is not None:
+                self._pending[number] = before.then(delta)
         if delta is not None and delta.end is not None:
             self._tell(partial(self._end, number, delta.end))
 
@@ -83,18 +93,29 @@ class Channel:
             except _BLOCKED:
                 self._is_blocked = True
                 self._tell(self._wait)
-            except OSError:
+            except Exception as error:  # whatever cannot be sent, the decoder goes on
+                if not isinstance(error, OSError):
+                    logger.exception("Tokens cannot be sent")
                 self._is_broken = True
                 self._tell(self._break)
 
     def _send(self) -> None:
         while self._unsent or self._pending:
             if not self._unsent:
-                first = list(islice(self._pending.items(), MOST_ITEMS))
-                for number, _ in first:
-                    del self._pending[number]
-                self._unsent = memoryview(frames.frame(first))
+                self._unsent = memoryview(frames.frame(self._first_items()))
             self._unsent = self._unsent[self._connection.send(self._unsent) :]
+
+    def _first_items(self) -> list[frames.Item]:
+        """So many of those that wait as one frame holds."""
+        first, n_tokens = list[frames.Item](), 0
+        while self._pending and n_tokens < MOST_TOKENS:
+            number = next(iter(self._pending))
+            delta = self._pending.pop(number)
+            first.append((number, delta))
+            n_tokens += 1
+            if delta is not None:
+                n_tokens += len(delta.token_ids) + len(delta.prompt_logprobs)
+        return first
 
     def _tell(self, call: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to know
@@ -113,13 +134,14 @@ class Channel:
     def _readable(self) -> None:
         """The ingress never sends anything: this is its end, or TLS's own business."""
         try:
-            if self._connection.recv(4096):
-                return
+            with self._lock:  # a TLS connection may be used by one thread at a time
+                is_open = bool(self._connection.recv(4096))
         except _BLOCKED:
             return
         except OSError:
-            pass
-        self._break()
+            is_open = False
+        if not is_open:
+            self._break()
 
     def _break(self) -> None:
         """The connection is gone."""

@@ -72,6 +72,8 @@ class HandleClient:
         self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
+        self._following: set[asyncio.Task[None]] = set()
+        """Those of answers that are complete end by themselves, a moment later."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         """See EngineClient."""
@@ -84,12 +86,16 @@ class HandleClient:
                 request, self._vocabulary_key, address, call.number
             )
             following = asyncio.create_task(_follow(response, call))
+            self._following.add(following)
+            following.add_done_callback(self._following.discard)
             try:
                 async for item in call:
                     yield item
             finally:
-                following.cancel()
-                await asyncio.wait([following])
+                if not call.is_over:
+                    following.cancel()
+                    await asyncio.wait([following])
+                    _leave(response)
 
     async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
         """See EngineClient."""
@@ -99,11 +105,14 @@ class HandleClient:
         self, texts: tuple[tuple[int, ...], ...], client: str
     ) -> NDArray[np.float32]:
         response: Any = self._handle.embed.remote(texts, client, self._vocabulary_key)
-        async with _translated(response):
-            vectors: NDArray[np.float32] | CorralError = await response
-            if isinstance(vectors, CorralError):
-                raise vectors
-        return vectors
+        try:
+            async with _translated():
+                vectors: NDArray[np.float32] | CorralError = await response
+                if isinstance(vectors, CorralError):
+                    raise vectors
+            return vectors
+        finally:
+            _leave(response)
 
     async def stats(self) -> Answers[ReplicaStats]:
         """See EngineClient. Who asks meanwhile shares the next look."""
@@ -159,22 +168,20 @@ class HandleClient:
 
 
 async def _follow(response: Any, call: Call) -> None:
-    """Let the call fail if its request is refused or its replica is lost. Cancelling this ends the
-    request."""
+    """Let the call fail if its request is refused or its replica is lost."""
     try:
-        async with _translated(response):
+        async with _translated():
             refusal: CorralError | None = await response
     except CorralError as error:
         refusal = error
-    if refusal is None:
+    if refusal is None and not call.is_over:
         await asyncio.sleep(_LATE_S)
-        refusal = EngineFailedError("The engine's stream ended without an end.")
-    call.fail(refusal)
+    call.fail(refusal or EngineFailedError("The engine's stream ended without an end."))
 
 
 @asynccontextmanager
-async def _translated(response: Any) -> AsyncIterator[None]:
-    """Whatever goes wrong behind this call is raised as a CorralError; at the end, the call is left."""
+async def _translated() -> AsyncIterator[None]:
+    """Whatever goes wrong behind a call is raised as a CorralError."""
     try:
         yield
     except CorralError:
@@ -187,11 +194,13 @@ async def _translated(response: Any) -> AsyncIterator[None]:
         raise EngineFailedError("The engine replica cancelled the request.") from None
     except Exception as error:  # of any kind, if a replica is lost while Serve chooses it
         raise _translate(error) from error
-    finally:
-        # Leaving a Serve stream does not stop it. Where no replica took the call, this raises once more
-        # what that failed with, and would hide it.
-        with suppress(Exception):
-            response.cancel()
+
+
+def _leave(response: Any) -> None:
+    """Have a call end if it has not. Where no replica took it, Serve raises once more here what that failed
+    with."""
+    with suppress(Exception):
+        response.cancel()
 
 
 def _translate(error: Exception) -> CorralError:

@@ -98,8 +98,9 @@ class EngineReplica:
     ) -> CorralError | None:
         """Run a request to its end, whose tokens are of that vocabulary. That the engine has taken it, and
         its deltas, go over the channel to that address, for the call of that number. Cancelling frees its
-        slot. What goes wrong with it is returned: what is raised, Serve takes for an error of the replica,
-        and logs it with its traceback."""
+        slot. If it is refused, or its channel breaks, that is returned: what is raised, Serve takes for an
+        error of the replica, and logs it with its traceback. An error that ends it goes over the channel,
+        too: from here, it might overtake what came before."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             channel = await self._channels.to(address)
@@ -108,7 +109,7 @@ class EngineReplica:
             end = await self._run(request, channel, number)
             self._metrics.ended(end)
             _log(request, end)
-            if end.error is not None:
+            if isinstance(end.error, EngineFailedError):
                 raise end.error
         except ChannelBrokenError as error:
             logger.warning("%s ends: %s", request.id, error)
@@ -116,7 +117,7 @@ class EngineReplica:
         except EngineFailedError as error:
             _end_process(error)
         except CorralError as error:
-            logger.info("%s is refused or failed: %s", request.id, error)
+            logger.info("%s is refused: %s", request.id, error)
             return error
         return None
 
@@ -276,6 +277,8 @@ def _give_up(entering: asyncio.Future[Future[NDArray[np.float32]] | CorralError]
 def _log(request: GenerationRequest, end: SequenceEnd) -> None:
     """One line for a request; Serve adds its `x-request-id`."""
     usage, spent = end.usage, end.timings
+    if end.error is not None:
+        logger.info("%s failed: %s", request.id, end.error)
     logger.info(
         "%s ended (%s): %d prompt tokens, %d of them cached, %d generated; queue %.3f s, prefill %.3f s, "
         "decode %.3f s, stalled %.3f s.",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator, Generator
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from serve_app.channel.address import Address
+from serve_app.channel.listener import Listener
+from serve_app.channel.sender import Channels
 from serve_app.errors import (
     CorralError,
     EngineFailedError,
@@ -22,6 +25,7 @@ from serve_app.ingress.deployment import HandleClient
 from serve_app.routing.broadcast import note_running
 from serve_app.sampling import SamplingParams
 from serve_app.types import (
+    Accepted,
     GenerationRequest,
     ReplicaRecords,
     ReplicaStats,
@@ -29,6 +33,7 @@ from serve_app.types import (
     SlotAction,
     TokenDelta,
 )
+from tests.unit.channel.harness import HERE, PATIENCE_S, delta, last, listening, settle
 from tests.unit.routing import replicas
 
 REQUEST = GenerationRequest("r", (1, 2), SamplingParams())
@@ -38,35 +43,65 @@ class Call:
     """A response as Serve 2.60 gives it: where no replica took the call, `cancel` raises once more what
     that failed with (`_DeploymentResponseBase.cancel`)."""
 
-    def __init__(self, failure: BaseException | None) -> None:
-        self.failure = failure
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
         self.n_left = 0
+        self._may_answer = asyncio.Event()
 
-    async def __aiter__(self) -> AsyncGenerator[TokenDelta]:
-        yield TokenDelta("a", (1,))
-        if self.failure is not None:
-            raise self.failure
-        await asyncio.sleep(60)
+    def answer(self) -> None:
+        """Whatever it was to answer."""
+        self._may_answer.set()
+
+    def __await__(self) -> Generator[Any, None, CorralError | None]:
+        yield from self._may_answer.wait().__await__()
+        if isinstance(self._answer, BaseException) and not isinstance(self._answer, CorralError):
+            raise self._answer
+        assert self._answer is None or isinstance(self._answer, CorralError)
+        return self._answer
 
     def cancel(self) -> None:
         self.n_left += 1
-        if isinstance(self.failure, Exception):
-            raise self.failure
+        if isinstance(self._answer, Exception):
+            raise self._answer
+
+
+LASTS = object()
+"""What is answered by one that never ends."""
 
 
 class Handle:
-    """Each call fails in its own way."""
+    """Each call brings one token over a channel, but for those that are refused; then it ends in its own
+    way: None comes after the end of its answer."""
 
-    def __init__(self, *failures: BaseException | None) -> None:
-        self.calls = [Call(failure) for failure in failures]
+    def __init__(self, *answers: object) -> None:
+        self.calls = [Call(answer) for answer in answers]
         self._left = list(self.calls)
         self.generate = self
+        self.channels = Channels(HERE, "r")
+        self.listener: Listener
 
-    def options(self, **_: Any) -> Handle:
-        return self
+    def remote(self, _: GenerationRequest, __: bytes, address: Address, number: int) -> Call:
+        call = self._left.pop(0)
+        self._sending = asyncio.ensure_future(self._send(call, address, number))
+        return call
 
-    def remote(self, *_: Any) -> Call:
-        return self._left.pop(0)
+    async def _send(self, call: Call, address: Address, number: int) -> None:
+        channel = await self.channels.to(address)
+        if not isinstance(call._answer, CorralError):
+            channel.push(number, delta("a"))
+        if call._answer is None:
+            channel.push(number, last())
+        channel.flush()
+        if not isinstance(call._answer, CorralError):
+            await self._has_come(number)
+        if call._answer is not LASTS:
+            call.answer()
+
+    async def _has_come(self, number: int) -> None:
+        while (  # noqa: ASYNC110
+            (call := self.listener._calls.get(number)) and call.channel is None
+        ):
+            await asyncio.sleep(0)
 
     @property
     def n_calls(self) -> int:
@@ -74,16 +109,27 @@ class Handle:
         return len(self.calls) - len(self._left)
 
 
-async def tokens(handle: Handle) -> list[int]:
+@pytest.fixture
+async def listener() -> AsyncIterator[Listener]:
+    async with listening() as (one, _):
+        yield one
+
+
+def client(handle: Handle, listener: Listener) -> HandleClient:
+    handle.listener = listener
+    return HandleClient(handle, b"", listener)  # type: ignore[arg-type]
+
+
+async def tokens(handle: Handle, listener: Listener) -> list[int]:
     """What came until all calls had failed."""
     found: list[int] = []
-    async for delta in HandleClient(handle, b"")._attempt(REQUEST):  # type: ignore[arg-type]
-        assert isinstance(delta, TokenDelta)
-        found += delta.token_ids
+    async for item in client(handle, listener)._attempt(REQUEST):
+        if isinstance(item, TokenDelta):
+            found += item.token_ids
     return found
 
 
-@pytest.mark.parametrize(
+FAILURES = pytest.mark.parametrize(
     ("failure", "told"),
     [
         (ActorUnavailableError("gone", None), EngineFailedError),
@@ -95,31 +141,78 @@ async def tokens(handle: Handle) -> list[int]:
         (QueueFullError("full", 3), QueueFullError),
     ],
 )
+
+
+@FAILURES
 async def test_every_failure_is_told_and_the_call_is_left(
-    failure: BaseException, told: type[CorralError], monkeypatch: pytest.MonkeyPatch
+    failure: BaseException,
+    told: type[CorralError],
+    monkeypatch: pytest.MonkeyPatch,
+    listener: Listener,
 ) -> None:
     monkeypatch.setattr(deployment, "_LEAVING_S", 0.0)
     handle = Handle(failure)
     with pytest.raises(told):
-        await tokens(handle)
+        await tokens(handle, listener)
     assert [call.n_left for call in handle.calls] == [1]
+    assert not listener._calls
 
 
-async def test_a_reader_that_is_cancelled_is_cancelled() -> None:
+async def test_a_call_that_ends_by_itself_is_not_cancelled(listener: Listener) -> None:
+    """Serve would count it as one that was, and its replica might not have written its log."""
     handle = Handle(None)
-    reader = asyncio.create_task(tokens(handle))
-    await asyncio.sleep(0)
+    assert await tokens(handle, listener) == list(delta("a").token_ids)
+    await settle()
+    assert [call.n_left for call in handle.calls] == [0]
+    assert not listener._calls
+
+
+async def test_an_end_that_never_comes_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, listener: Listener
+) -> None:
+    monkeypatch.setattr(deployment, "_LATE_S", 0.0)
+    handle = Handle(LASTS)
+    handle.calls[0]._answer = None
+    handle.calls[0].answer()
+    handle.channels.to = Mute().to  # type: ignore[method-assign]
+    with pytest.raises(EngineFailedError, match="without an end"):
+        await tokens(handle, listener)
+
+
+class Mute:
+    """A replica's channels over which nothing comes."""
+
+    async def to(self, _: Address) -> Mute:
+        return self
+
+    def push(self, *_: object) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("n_turns", range(6))
+async def test_a_reader_that_is_cancelled_is_cancelled(n_turns: int, listener: Listener) -> None:
+    """At any moment: from before its call is followed."""
+    handle = Handle(LASTS)
+    reader = asyncio.create_task(tokens(handle, listener))
+    async with asyncio.timeout(PATIENCE_S):
+        while not handle.n_calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    for _ in range(n_turns):
+        await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
     assert [call.n_left for call in handle.calls] == [1]
+    await handle._sending
 
 
-async def test_nobody_else_is_asked_for_a_client_that_has_left() -> None:
+async def test_nobody_else_is_asked_for_a_client_that_has_left(listener: Listener) -> None:
     """Serve cancels the call first, and its reader a moment later."""
     handle = Handle(asyncio.CancelledError(), None)
-    stream = HandleClient(handle, b"").generate(REQUEST)  # type: ignore[arg-type]
-    await anext(stream)
+    stream = client(handle, listener).generate(REQUEST)
+    found = [await anext(stream), await anext(stream)]
+    assert found == [Accepted(), delta("a")]
     reader = asyncio.ensure_future(anext(stream))
     for _ in range(20):  # more than it would take to ask another
         await asyncio.sleep(0)
@@ -129,13 +222,24 @@ async def test_nobody_else_is_asked_for_a_client_that_has_left() -> None:
     assert handle.n_calls == 1
 
 
-async def test_a_stream_goes_on_after_a_failure_of_any_kind() -> None:
-    handle = Handle(RuntimeError("inside Serve"), ActorUnavailableError("gone", None), None)
-    stream = HandleClient(handle, b"").generate(REQUEST)  # type: ignore[arg-type]
+async def test_a_stream_goes_on_after_a_failure_of_any_kind(listener: Listener) -> None:
+    handle = Handle(RuntimeError("inside Serve"), ActorUnavailableError("gone", None), LASTS)
+    stream = client(handle, listener).generate(REQUEST)
+    assert await anext(stream) == Accepted()
     found = [await anext(stream) for _ in handle.calls]
     await stream.aclose()
-    assert found == [TokenDelta("a", (1,))] * 3
+    assert found == [delta("a")] * 3
     assert [call.n_left for call in handle.calls] == [1, 1, 1]
+
+
+async def test_a_stream_goes_on_when_its_connection_breaks(listener: Listener) -> None:
+    handle = Handle(LASTS, None)
+    stream = client(handle, listener).generate(REQUEST)
+    assert [await anext(stream), await anext(stream)] == [Accepted(), delta("a")]
+    handle.channels.close()
+    text = "".join([item.text async for item in stream if isinstance(item, TokenDelta)])
+    assert text == "a"
+    assert [call.n_left for call in handle.calls] == [1, 0]
 
 
 # -- what is asked of all replicas ----------------------------------------------------------------
@@ -145,7 +249,7 @@ def asking(*answers: Any) -> tuple[HandleClient, replicas.Handle]:
     """A client of three replicas, and its handle."""
     handle = replicas.Handle(list(answers))
     note_running(handle.app_name, handle.deployment_name, ["r1", "r2", "r3"])
-    return HandleClient(handle, b""), handle  # type: ignore[arg-type]
+    return HandleClient(handle, b"", Listener(HERE, "127.0.0.1")), handle  # type: ignore[arg-type]
 
 
 @pytest.fixture

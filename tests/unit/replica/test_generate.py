@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from serve_app.engine import Engine, TokenStream
+from serve_app.channel.listener import Call
+from serve_app.channel.sender import Channels
+from serve_app.engine import Engine
 from serve_app.errors import (
+    ChannelBrokenError,
     CorralError,
+    EngineClosedError,
     InvalidRequestError,
     ModelReplacedError,
     PromptTooLongError,
 )
-from serve_app.replica.deployment import EngineReplica
+from serve_app.replica.deployment import EngineReplica, Entry
 from serve_app.sampling import SamplingParams
-from serve_app.types import Accepted, FinishReason, GenerationRequest, TokenDelta
+from serve_app.types import Accepted, FinishReason, GenerationRequest, SequenceEnd, TokenDelta
+from tests.unit.channel.harness import HERE, listening, read, settle
 from tests.unit.engine.harness import PATIENCE_S, SteppedBackend, request, running
 
 KEY = b"vocabulary"
@@ -25,9 +32,13 @@ N_TOKENS = 4
 
 
 class Metrics:
-    """Nobody looks at them."""
+    """What was counted."""
 
-    def ended(self, end: object) -> None: ...
+    def __init__(self) -> None:
+        self.ends: list[SequenceEnd] = []
+
+    def ended(self, end: SequenceEnd) -> None:
+        self.ends.append(end)
 
 
 class Replica(EngineReplica.func_or_class):  # type: ignore[misc, name-defined]
@@ -37,14 +48,24 @@ class Replica(EngineReplica.func_or_class):  # type: ignore[misc, name-defined]
         self._engine = engine
         self._vocabulary_key = KEY
         self._metrics = Metrics()
+        self._channels = Channels(HERE, "r")
+        engine.on_delivered(self._channels.flush)
 
-    async def _enter(self, asked: GenerationRequest) -> TokenStream | CorralError:
+    async def _enter(self, entry: Entry) -> CorralError | None:
         """Without Serve's batching."""
-        (outcome,) = self._engine.submit_many([asked])
-        return outcome
+        (refusal,) = self._engine.submit_to([entry])
+        return refusal
 
     def __del__(self) -> None:
         """Whoever gave the engine closes it."""
+
+
+@dataclass
+class Asked:
+    """A request as an ingress asks for it."""
+
+    call: Call
+    answer: asyncio.Task[CorralError | None]
 
 
 @pytest.fixture
@@ -53,29 +74,48 @@ def backend() -> SteppedBackend:
 
 
 @pytest.fixture
-def replica(backend: SteppedBackend) -> Iterator[Any]:
+async def replica(backend: SteppedBackend) -> AsyncIterator[Any]:
     with running(backend) as engine:
-        yield Replica(engine)
+        one = Replica(engine)
+        yield one
+        backend.resume()
+        one._channels.close()
+
+
+@pytest.fixture
+async def ask(replica: Any) -> AsyncIterator[Callable[..., Asked]]:
+    async with listening() as (listener, address):
+        with ExitStack() as stack:
+
+            def asked(wanted: GenerationRequest, key: bytes = KEY) -> Asked:
+                call = stack.enter_context(listener.call())
+                generating = replica.generate(wanted, key, address, call.number)
+                return Asked(call, asyncio.create_task(generating))
+
+            yield asked
 
 
 async def test_acceptance_comes_before_any_prefill_and_costs_one_item(
-    replica: Any, backend: SteppedBackend
+    ask: Callable[..., Asked], replica: Any, backend: SteppedBackend
 ) -> None:
-    stream = replica.generate(request("r", max_tokens=N_TOKENS), KEY)
+    asked = ask(request("r", max_tokens=N_TOKENS))
     async with asyncio.timeout(PATIENCE_S):
-        assert await anext(stream) == Accepted()
+        assert await anext(asked.call) == Accepted()
     await asyncio.to_thread(backend.wait_for_batch)
     assert [tenancy.fed for tenancy in backend.tenancies] == [[]]
-    deltas: list[TokenDelta] = []
+    deltas: list[Accepted | TokenDelta] = []
     for _ in range(N_TOKENS - 1):
         await asyncio.to_thread(backend.step)
-        deltas.append(await anext(stream))
+        deltas.append(await anext(asked.call))
     backend.resume()
-    deltas.append(await anext(stream))
-    assert [len(delta.token_ids) for delta in deltas] == [1] * N_TOKENS
-    assert deltas[-1].end is not None
-    assert deltas[-1].end.reason == FinishReason.LENGTH
-    assert [item async for item in stream] == []
+    deltas.append(await anext(asked.call))
+    found = [delta for delta in deltas if isinstance(delta, TokenDelta)]
+    assert [len(delta.token_ids) for delta in found] == [1] * N_TOKENS
+    assert found[-1].end is not None
+    assert found[-1].end.reason == FinishReason.LENGTH
+    assert [item async for item in asked.call] == []
+    assert await asked.answer is None
+    assert replica._metrics.ends == [found[-1].end]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +127,59 @@ async def test_acceptance_comes_before_any_prefill_and_costs_one_item(
     ],
 )
 async def test_what_is_refused_is_not_accepted(
-    replica: Any, asked: GenerationRequest, key: bytes, refusal: type[Exception]
+    ask: Callable[..., Asked], asked: GenerationRequest, key: bytes, refusal: type[Exception]
 ) -> None:
-    (item,) = [item async for item in replica.generate(asked, key)]
-    assert isinstance(item, refusal)
+    one = ask(asked, key)
+    assert isinstance(await one.answer, refusal)
+    await settle()
+    assert one.call.channel is None
+
+
+async def test_leaving_frees_the_slot(
+    ask: Callable[..., Asked], replica: Any, backend: SteppedBackend
+) -> None:
+    asked = ask(request("r", max_tokens=None))
+    assert await anext(asked.call) == Accepted()
+    await asyncio.to_thread(backend.wait_for_batch)
+    asked.answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked.answer
+    backend.release()
+    (delta,) = (await read(asked.call)).items[-1:]
+    assert isinstance(delta, TokenDelta)
+    assert delta.end is not None
+    assert delta.end.reason == FinishReason.ABORT
+    (channel,) = replica._channels._channels.values()
+    assert not channel._calls
+
+
+async def test_a_break_ends_the_request_and_is_told(
+    ask: Callable[..., Asked], replica: Any, backend: SteppedBackend
+) -> None:
+    asked = ask(request("r", max_tokens=None))
+    assert await anext(asked.call) == Accepted()
+    await asyncio.to_thread(backend.wait_for_batch)
+    (channel,) = replica._channels._channels.values()
+    channel.close()
+    assert isinstance(await asked.answer, ChannelBrokenError)
+    assert isinstance((await read(asked.call)).error, ChannelBrokenError)
+    after = ask(request("after"))  # over a new connection, when the slot is free
+    backend.resume()
+    assert len((await read(after.call)).text) == N_TOKENS
+    assert await after.answer is None
+
+
+async def test_an_error_that_ends_it_comes_behind_its_text(
+    ask: Callable[..., Asked], replica: Any, backend: SteppedBackend
+) -> None:
+    """And not as the answer, which might be faster."""
+    asked = ask(request("r", max_tokens=None))
+    assert await anext(asked.call) == Accepted()
+    await asyncio.to_thread(backend.wait_for_batch)
+    closing = asyncio.create_task(asyncio.to_thread(replica._engine.close, 0))
+    backend.resume()
+    seen = await read(asked.call)
+    assert isinstance(seen.error, EngineClosedError)
+    assert await asked.answer is None
+    await closing
+    assert [end.reason for end in replica._metrics.ends] == [FinishReason.ERROR]
