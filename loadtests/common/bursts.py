@@ -33,6 +33,8 @@ class Burst:
     """Seconds from the first request to the last byte."""
     client_cpu_s: float
     """CPU seconds of the client in that time."""
+    beside_cpu_s: float | None = None
+    """CPU seconds of the server in that time, without the threads that compute; None if it is unknown."""
 
     @property
     def tokens(self) -> int:
@@ -48,6 +50,11 @@ class Burst:
     def client_share(self) -> float:
         """Of one core, what the client used."""
         return self.client_cpu_s / self.wall_s
+
+    @property
+    def beside_ms(self) -> float | None:
+        """Of `beside_cpu_s`, milliseconds for each token."""
+        return None if self.beside_cpu_s is None else 1000 * self.beside_cpu_s / max(1, self.tokens)
 
     def figures(self) -> dict[str, float]:
         """FIGURES: tokens generated per second of the burst, times to the first text over its users,

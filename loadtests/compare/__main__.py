@@ -2,7 +2,7 @@
 
     python -m loadtests.compare --model PATH [--workloads shared,independent] [--users 1,4,8,16]
         [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH]
-        [--engine '{"kv_unified": true}'] [--json FILE]
+        [--slots N] [--engine '{"kv_unified": true}'] [--json FILE]
 
 Sides: `corral` is what `make serve` runs, `bare` the same routes and engine without Ray, `llama-server` the
 one of --server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
@@ -16,12 +16,12 @@ one of --server, or of `python -m loadtests.compare.llama_server`. Others that m
 - http://HOST:PORT: any OpenAI server that runs already, with the first of its models. It is neither
   started nor stopped, and what it keeps from before is its own.
 
-Each that is started has 16 slots of 1024 tokens; `llama-cpp-python` has one. With --engine, Corral's have
-these settings of `engine` besides. Users all ask at once and read streams of 64 tokens. `independent`
-prompts have 128 random words, `shared` ones 512 that are the same for all users and 32 of their own; each
-word is one token. Corral and llama-server get prompts as token ids,
-with `ignore_eos`; the others as text, with a `logit_bias` against what ends an answer. Where a stream does
-not tell its tokens, its texts are counted. A side that answered less than it should is warned of.
+Each that is started has 16 slots of 1024 tokens, or --slots; `llama-cpp-python` has one. With --engine,
+Corral's have these settings of `engine` besides. Users all ask at once and read streams of 64 tokens.
+`independent` prompts have 128 random words, `shared` ones 512 that are the same for all users and 32 of
+their own; each word is one token. Corral and llama-server get prompts as token ids, with `ignore_eos`; the
+others as text, with a `logit_bias` against what ends an answer. Where a stream does not tell its tokens,
+its texts are counted. A side that answered less than it should is warned of.
 
 In every round each side's server is started and warmed up with a request. Then they take turns, burst by
 burst: A B C, C B A, ... One runs at a time; the processes of all others are stopped meanwhile (SIGSTOP). A
@@ -29,7 +29,8 @@ machine that others use as well changes its speed from minute to minute: what is
 together. All sides of a round get the same prompts, and every round and every number of users fresh ones,
 so that no cache helps but within a burst; before each burst there is a rest of REST_S. Ratios are to
 llama-server in the same round, or, without it, to the side that is named first. TTFT is the time to the
-first text, ITL the gaps between texts, as the client sees them.
+first text, ITL the gaps between texts, as the client sees them. "Beside" is the CPU time of a server's
+processes for each token, without the busiest threads, as many as --threads: those that compute the model.
 
 Progress goes to stderr, Markdown tables to stdout, and every single answer to the JSON file.
 """
@@ -43,7 +44,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,10 @@ from typing import Any
 from loadtests.common import bursts
 from loadtests.common.benchmark import bounded, choice, listed, machine_and_model, usable_cores
 from loadtests.common.bursts import Burst
+from loadtests.common.processes import tagged
 from loadtests.common.rounds import turns
 from loadtests.common.servers import Server, exit_on_sigterm
+from loadtests.common.thread_time import beside_compute_s, thread_times
 from loadtests.compare import llama_server
 from loadtests.compare import report as peer_report
 from loadtests.compare.requests import (
@@ -80,8 +83,7 @@ from loadtests.compare.sides import (
 
 REST_S = 5.0
 """Seconds in which a server may do what it puts off until nobody waits."""
-MAX_USERS = 48
-"""As many as Corral takes: slots, and twice as many that wait."""
+MAX_USERS, MAX_SLOTS = 256, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,24 @@ class Settings:
     sides: tuple[str, ...]
     threads: int
     server: Path
+    slots: int = 16
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def points(self) -> list[tuple[str, int]]:
         """The bursts of every side in every round: workload and users."""
         return [(workload, users) for workload in self.workloads for users in self.users]
+
+    @property
+    def sizes(self) -> Sizes:
+        """Every side's."""
+        return Sizes(self.threads, self.slots)
+
+    @property
+    def corral(self) -> dict[str, Any]:
+        """Settings of Corral's engine besides; all users may wait, as they may elsewhere."""
+        waiting = max(2 * self.slots, max(self.users) - self.slots)
+        return {"max_waiting": waiting} | dict(self.engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +150,24 @@ def measure(settings: Settings) -> Iterator[Record]:
                     url = paused[side].url
                     bodies = requests(side, url, words, number, point)
                     with _awake(paused[side]):
-                        burst = bursts.run(url, bodies)
+                        burst = _timed(paused[side], settings.threads, bodies)
                     yield Record(number, side, *point, burst)
+
+
+def _timed(server: Server, threads: int, bodies: Sequence[Mapping[str, Any]]) -> Burst:
+    """A burst, with the CPU time of the server's other threads than so many that compute."""
+    if server.directory is None:
+        return bursts.run(server.url, bodies)
+    before = thread_times(tagged(server.directory))
+    burst = bursts.run(server.url, bodies)
+    after = thread_times(tagged(server.directory))
+    return replace(burst, beside_cpu_s=beside_compute_s(before, after, threads))
 
 
 @contextmanager
 def _warm(side: str, settings: Settings, words: Words) -> Iterator[Server]:
     """That side's server, which has answered a request and is paused."""
-    sizes = Sizes(settings.threads)
-    with start(side, settings.model, sizes, settings.server, settings.engine) as server:
+    with start(side, settings.model, settings.sizes, settings.server, settings.corral) as server:
         bursts.run(server.url, requests(side, server.url, words, 0, ("independent", 1)))
         server.pause()
         yield server
@@ -182,7 +205,7 @@ def facts(settings: Settings) -> dict[str, Any]:
     """What the figures depend on."""
     found = machine_and_model(settings.model) | {
         "versions": {name: version(name) for name in ("corral", "llama-cpp-python", "ray")},
-        "sizes": asdict(Sizes(settings.threads)),
+        "sizes": asdict(settings.sizes),
         "engine": settings.engine,
         "workloads": {name: WORKLOADS[name] for name in settings.workloads},
         "max_tokens": MAX_TOKENS,
@@ -277,6 +300,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser.add_argument("--rounds", type=bounded(1, 50), default=3)
     parser.add_argument("--sides", type=_sides, default=(CORRAL, BARE, LLAMA_SERVER))
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
+    parser.add_argument("--slots", type=bounded(1, MAX_SLOTS), default=16)
     parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--engine", type=_engine, default={})
     parser.add_argument("--json", type=Path, default=None)

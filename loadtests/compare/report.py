@@ -15,7 +15,7 @@ Round = Mapping[str, Burst]
 
 _HEADER = (
     *("users", "side", "tokens/s", "TTFT p50, s", "TTFT p95, s", "ITL p50, ms", "ITL p99, ms"),
-    "tokens",
+    *("beside, ms", "tokens"),
 )
 _FORMATS = dict(zip(FIGURES, (".1f", ".2f", ".2f", ".1f", ".1f"), strict=True))
 
@@ -23,7 +23,10 @@ _FORMATS = dict(zip(FIGURES, (".1f", ".2f", ".2f", ".1f", ".1f"), strict=True))
 def table(results: Mapping[int, Sequence[Round]]) -> str:
     """A Markdown table of one workload's rounds, by the number of users."""
     rows = [
-        [users, side, *(cell(rounds, side, figure) for figure in FIGURES), answered(rounds, side)]
+        [
+            *(users, side, *(cell(rounds, side, figure) for figure in FIGURES)),
+            *(beside(rounds, side), answered(rounds, side)),
+        ]
         for users, rounds in results.items()
         for side in rounds[0]
     ]
@@ -45,6 +48,15 @@ def cell(rounds: Sequence[Round], side: str, figure: str) -> str:
     if found is None:
         return text
     return f"{text}, {statistics.median(found):.2f}x ({min(found):.2f}-{max(found):.2f})"
+
+
+def beside(rounds: Sequence[Round], side: str) -> str:
+    """The median CPU time for each token beside computing, its range, or a dash if it is unknown."""
+    values = [one[side].beside_ms for one in rounds]
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    return f"{statistics.median(known):.2f} ({min(known):.2f}-{max(known):.2f})"
 
 
 def of_side(rounds: Sequence[Round], side: str, figure: str) -> list[float]:

@@ -113,9 +113,17 @@ def test_table_has_a_row_for_each_side_and_number_of_users() -> None:
         ["| 4", "corral"],
         ["| 4", "llama-server"],
     ]
-    assert {line.count("|") for line in lines} == {9}
-    assert lines[2].endswith("| 4 |")
-    assert lines[4].endswith("| 3-4 |")
+    assert {line.count("|") for line in lines} == {10}
+    assert lines[2].endswith("| - | 4 |")
+    assert lines[4].endswith("| - | 3-4 |")
+
+
+def test_cpu_time_beside_computing_is_by_token() -> None:
+    (one,) = rounds((1.0, 2.0))
+    more = {side: replace(found, beside_cpu_s=0.004) for side, found in one.items()}
+    less = {side: replace(found, beside_cpu_s=0.002) for side, found in one.items()}
+    assert peer_report.beside([more, less, more], "corral") == "1.00 (0.50-1.00)"
+    assert peer_report.beside([one], "corral") == "-"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +260,8 @@ def test_a_side_that_does_not_count_is_told_of_once() -> None:
     "bad",
     [
         ["--users", "0"],
-        ["--users", "49"],
+        ["--users", "257"],
+        ["--slots", "65"],
         ["--users", "1,x"],
         ["--rounds", "0"],
         ["--sides", "corral,ollama"],
