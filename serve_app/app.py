@@ -27,7 +27,6 @@ _CONTROL_REQUESTS = 16
 # for a slot to stand idle.
 _ROUTER = {
     "request_router_class": "serve_app.routing.request_router:PrefixRouter",
-    "request_routing_stats_period_s": 1.0,
     "initial_backoff_s": 0.005,
     "backoff_multiplier": 1.5,
     "max_backoff_s": 0.05,
