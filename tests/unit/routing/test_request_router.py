@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError
-from ray.serve.request_router import PendingRequest
+from ray.serve._private.common import DeploymentID
+from ray.serve.request_router import PendingRequest, ReplicaID
 
 from serve_app.channel.address import Address
 from serve_app.replica.deployment import EngineReplica
+from serve_app.routing import reports
 from serve_app.routing.blocks import chain, request_key
-from serve_app.routing.request_router import attach, prompt_of
-from serve_app.routing.score import Prompt
+from serve_app.routing.changes import change
+from serve_app.routing.reports import Reports
+from serve_app.routing.request_router import PrefixRouter, attach, prompt_of
+from serve_app.routing.score import Fleet, Prompt, Report
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest
 
@@ -87,3 +91,28 @@ async def test_whoever_asks_one_that_is_lost_is_told() -> None:
     replica: Any = Replica(ActorUnavailableError("gone", None))
     with pytest.raises(ActorUnavailableError):
         await attach(replica, ADDRESS)
+
+
+def test_the_newest_reports_are_heard_before_a_replica_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard = Reports()
+    monkeypatch.setattr(reports, "HERE", heard)
+    router: Any = PrefixRouter.__new__(PrefixRouter)
+    router._fleet = Fleet[ReplicaID]()
+    ids = [ReplicaID(name, DeploymentID("engine", "app")) for name in ("a", "b")]
+    router._replicas = dict.fromkeys(ids)
+    router._fleet.update(ids)
+    router._hear()
+    first, second = Report(n_live=1), Report(n_live=2)
+    hearing = heard.hearing("a")
+    hearing.take(change(None, first) or b"")
+    router._hear()
+    assert [router._fleet[one].report for one in ids] == [first, Report()]
+    assert hearing.heard is not None
+    assert router._fleet[ids[0]].at == hearing.heard.at
+    hearing.take(change(first, second) or b"")
+    router._hear()
+    hearing.end()
+    router._hear()
+    assert [router._fleet[one].report for one in ids] == [second, Report()]
