@@ -21,8 +21,9 @@ from serve_app.llama.model import Model
 from serve_app.placement.machine import available_memory, oversubscription, usable_cores
 from serve_app.replica.deployment import EngineReplica
 
-# Room in a full replica for statistics and health checks, which the engine's queue does not bound.
+# Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
+_POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
 _ROUTER = {
@@ -65,6 +66,7 @@ def access(ingress: IngressConfig) -> Access:
         tuple(ingress.allowed_hosts),
         ingress.anonymous_admin,
         BodyLimits(ingress.open_bodies, ingress.max_open_bodies_mib << 20, ingress.min_body_rate),
+        ingress.max_ongoing_requests,
     )
 
 
@@ -161,7 +163,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         "min_replicas": 1,
         "max_replicas": 1,
         "target_ongoing_requests": options.n_slots,  # if the policy is Serve's own
-        "policy": {"policy_function": "serve_app.routing.autoscaling:by_pressure"},
+        "policy": _POLICY,
         "look_back_period_s": 15,
         "upscale_delay_s": 10,
     }
@@ -172,16 +174,18 @@ def ingress_options(configured: IngressConfig) -> dict[str, Any]:
     """Serve's options for the ingress deployment."""
     n_ongoing = configured.max_ongoing_requests
     defaults = {
-        "max_ongoing_requests": n_ongoing,
         "max_queued_requests": n_ongoing,  # a burst is no reason for 503
         "graceful_shutdown_timeout_s": 600,
     }
     autoscaling = {
         "min_replicas": 1,
         "max_replicas": 4,
-        "target_ongoing_requests": math.ceil(n_ongoing / 4),
+        "target_ongoing_requests": math.ceil(n_ongoing / 4),  # if the policy is Serve's own
+        "policy": _POLICY,
     }
-    return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=0)
+    options = defaults | _serve_options(configured.deployment, autoscaling, num_cpus=0)
+    # The ingress refuses with 429 what is more; Serve would let it wait, or answer 503.
+    return options | {"max_ongoing_requests": n_ongoing + _CONTROL_REQUESTS}
 
 
 def _serve_options(

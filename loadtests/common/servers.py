@@ -85,16 +85,16 @@ def running(
 
 @contextmanager
 def serve_run(
-    model: Mapping[str, Any], settings: Mapping[str, str] | None = None
+    model: Mapping[str, Any], settings: Mapping[str, str] | None = None, **ingress: object
 ) -> Iterator[Server]:
-    """`serve run` with this entry of Corral's `models`, in a Ray cluster of its own, and with these
-    environment variables, or those of `make serve`. Behind HAProxy it needs no keys, though Corral cannot
-    see there that all clients are local."""
+    """`serve run` with this entry of Corral's `models` and these settings of `ingress`, in a Ray cluster of
+    its own, and with these environment variables, or those of `make serve`. Behind HAProxy it needs no
+    keys, though Corral cannot see there that all clients are local."""
     environment = environment_of("one-machine.env") if settings is None else settings
 
     def command(directory: Path, port: int) -> list[str | Path]:
         hidden = "RAY_SERVE_ENABLE_HA_PROXY" in environment
-        config = write_config(directory, [model], port, allow_anonymous=hidden)
+        config = write_config(directory, [model], port, allow_anonymous=hidden, **ingress)
         return serve_command("run", config)
 
     with running(command, corral_is_ready, environment) as server:

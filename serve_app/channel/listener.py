@@ -43,8 +43,9 @@ class Call:
         self._is_accepted = self._was_told = False
         self._delta: TokenDelta | None = None
         self._error: CorralError | None = None
-        self.is_over = False
-        """Whether its end was read."""
+        self.has_ended = False
+        """Whether its end has come, read or not."""
+        self._is_over = False
         self._reader: asyncio.Future[None] | None = None
 
     def push(self, delta: TokenDelta | None) -> None:
@@ -52,8 +53,10 @@ class Call:
         if self._error is not None:
             return
         self._is_accepted = True
-        if delta is not None and delta.end is not None and delta.end.error is not None:
-            self._error, delta = delta.end.error, replace(delta, end=None)
+        if delta is not None and delta.end is not None:
+            self.has_ended = True
+            if delta.end.error is not None:
+                self._error, delta = delta.end.error, replace(delta, end=None)
         if delta is not None and delta != _NOTHING:
             self._delta = delta if self._delta is None else self._delta.then(delta)
         self._wake()
@@ -72,7 +75,7 @@ class Call:
         return self
 
     async def __anext__(self) -> Accepted | TokenDelta:
-        if self.is_over:
+        if self._is_over:
             raise StopAsyncIteration
         while True:
             if self._is_accepted and not self._was_told:
@@ -80,7 +83,7 @@ class Call:
                 return Accepted()
             if self._delta is not None:
                 delta, self._delta = self._delta, None
-                self.is_over = delta.end is not None
+                self._is_over = delta.end is not None
                 return delta
             if self._error is not None:
                 raise self._error

@@ -15,7 +15,7 @@ from functools import partial
 from serve_app.channel import frames
 from serve_app.channel.address import Address, connected
 from serve_app.errors import ChannelBrokenError
-from serve_app.types import SequenceEnd, TokenDelta
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
 logger = logging.getLogger("corral.replica")
 
@@ -65,9 +65,13 @@ class Channel:
         """Something for a call; None says that its request was taken. `flush` sends it.
 
         The decoder may be faster than who says that the request was taken: a delta says so, too. An error's
-        own text is dropped: it was held back, and whoever goes on with the request brings it."""
-        if delta is not None and delta.end is not None and delta.end.error is not None:
-            delta = replace(delta, text="")
+        own text is dropped: it was held back, and whoever goes on with the request brings it. The end
+        of one that was aborted is not sent: its call was left, or goes on elsewhere."""
+        if delta is not None and delta.end is not None:
+            if delta.end.reason is FinishReason.ABORT:
+                return
+            if delta.end.error is not None:
+                delta = replace(delta, text="")
         with self._lock:
             if self._is_broken:
                 return
@@ -234,8 +238,8 @@ class Channels:
 
     @property
     def open(self) -> tuple[Channel, ...]:
-        """Those that there are."""
-        return tuple(self._channels.values())
+        """Those that there are. Any thread."""
+        return tuple(self._channels.copy().values())  # copying is atomic, and one may open now
 
     def flush(self) -> None:
         """Any thread: send what the last step has brought."""

@@ -18,6 +18,7 @@ from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.auth import Access, AccessMiddleware
+from serve_app.ingress.http.open_requests import OpenRequests
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.model_registry import ServedModel
@@ -44,17 +45,21 @@ def build_api(
     access: Access = Access(),  # noqa: B008
     workers: Workers | None = None,
     sse_ping_interval_s: float = 0.0,
+    open_requests: OpenRequests | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
     The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
-    requests do not say otherwise; see EventStream. Raises ConfigError for a key file that cannot be used.
+    requests do not say otherwise; see EventStream. `open_requests` counts those that are answered. Raises
+    ConfigError for a key file that cannot be used.
     """
     bodies = Bodies(workers or InProcess(models))
     app = FastAPI(title="Corral", version=__version__)
     app.state.sse_ping_interval_s = sse_ping_interval_s
     errors.install(app)
-    _add_middleware(app, access)
+    if open_requests is None:
+        open_requests = OpenRequests(access.max_requests)
+    _add_middleware(app, access, open_requests)
     openai_routes.add(app, models, bodies)
     _add_information_routes(app, models)
     broadcaster.add(app, models)
@@ -66,9 +71,9 @@ def build_api(
     return app
 
 
-def _add_middleware(app: FastAPI, access: Access) -> None:
+def _add_middleware(app: FastAPI, access: Access, open_requests: OpenRequests) -> None:
     """The last one added is the first one asked."""
-    app.add_middleware(AccessMiddleware, access=access)
+    app.add_middleware(AccessMiddleware, access=access, open_requests=open_requests)
     if access.ui:
         app.add_middleware(Page, switch=access.ui, network=access.network)
     if access.cors_origins:  # before that: browsers ask what they may without a key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ from serve_app.errors import (
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
+from serve_app.ingress.http.open_requests import OpenRequests
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.workers.pool import WorkerPool
@@ -38,6 +40,7 @@ from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast, reports
+from serve_app.routing.autoscaling import PRESSURE, IngressLoad
 from serve_app.types import (
     Accepted,
     GenerationRequest,
@@ -92,7 +95,7 @@ class HandleClient:
                 async for item in call:
                     yield item
             finally:
-                if not call.is_over:
+                if not call.has_ended:
                     following.cancel()
                     await asyncio.wait([following])
                     _leave(response)
@@ -174,7 +177,7 @@ async def _follow(response: Any, call: Call) -> None:
             refusal: CorralError | None = await response
     except CorralError as error:
         refusal = error
-    if refusal is None and not call.is_over:
+    if refusal is None and not call.has_ended:
         await asyncio.sleep(_LATE_S)
     call.fail(refusal or EngineFailedError("The engine's stream ended without an end."))
 
@@ -227,6 +230,22 @@ def _served(
     )
 
 
+class CpuShare:
+    """How much of one core this process takes."""
+
+    def __init__(self) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        self._cpu_s, self._at = time.process_time(), time.monotonic()
+
+    def share(self) -> float:
+        """Since the last time that this was asked."""
+        cpu_s, at = self._cpu_s, self._at
+        self._look()
+        return (self._cpu_s - cpu_s) / max(1e-3, self._at - at)
+
+
 @serve.deployment
 @serve.ingress()
 class Ingress:
@@ -241,6 +260,8 @@ class Ingress:
     ) -> None:
         forward_to_serve()
         self._access = access
+        self._open = OpenRequests(access.max_requests)
+        self._cpu = CpuShare()
         self._sse_ping_interval_s = sse_ping_interval_s
         paths = [locate(model.source) for model in models]
         self._workers = WorkerPool(
@@ -261,4 +282,11 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
-        return build_api(self._models, self._access, self._workers, self._sse_ping_interval_s)
+        return build_api(
+            self._models, self._access, self._workers, self._sse_ping_interval_s, self._open
+        )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
+        open_part = len(self._open) / self._open.limit
+        return {PRESSURE: IngressLoad(open_part, self._cpu.share()).pressure}

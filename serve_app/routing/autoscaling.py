@@ -1,4 +1,4 @@
-"""Serve's autoscaling policy: how many replicas an engine needs, by the work that they have.
+"""Serve's autoscaling policy: how many replicas an engine or the ingress needs, by the work that they have.
 
 Serve calls `by_pressure` in its controller, and applies its own options to what it says: the least and the
 most replicas, the delays up and down, and that requests wake up a deployment without replicas.
@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 PRESSURE = "pressure"
 """Under this name replicas report theirs."""
-# What a replica should have at most: seconds of work, busy slots, and cache cells that are in use.
+# What an engine should have at most: seconds of work, busy slots, and cache cells that are in use.
 _BACKLOG_S = 10.0
 _SLOTS = 0.8
 _CELLS = 0.9
+# What an ingress should: the part of its open requests, and of the one core that its event loop can use.
+_OPEN = 0.25
+_CPU = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,21 @@ class Load:
     def pressure(self) -> float:
         """How many replicas this load would fill as they should be."""
         return max(self.backlog_s / _BACKLOG_S, self.slots / _SLOTS, self.cells / _CELLS)
+
+
+@dataclass(frozen=True, slots=True)
+class IngressLoad:
+    """What one ingress replica has to do."""
+
+    open_requests: float
+    """Of as many as it takes."""
+    cpu: float
+    """Of one core."""
+
+    @property
+    def pressure(self) -> float:
+        """How many replicas this load would fill as they should be."""
+        return max(self.open_requests / _OPEN, self.cpu / _CPU)
 
 
 def by_pressure(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:

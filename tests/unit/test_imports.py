@@ -60,6 +60,10 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app.engine", ("ray", "fastapi", "starlette", "pydantic")),
         ("serve_app.llama", ("ray", "fastapi", "serve_app.engine", "serve_app.prompt")),
         ("serve_app.ingress", ("serve_app.engine",)),
+        (
+            "serve_app.channel",
+            ("ray", "fastapi", "serve_app.engine", "serve_app.ingress", "serve_app.replica"),
+        ),
         ("serve_app.prompt", ("serve_app.engine", "serve_app.ingress", "ray", "fastapi")),
         (
             "serve_app.routing",

@@ -20,6 +20,7 @@ from serve_app.ingress.http.addresses import network_of
 from serve_app.ingress.http.api_keys import Accounts
 from serve_app.ingress.http.bodies import BodyLimits, BodyReader, replay
 from serve_app.ingress.http.network import NetworkPolicy
+from serve_app.ingress.http.open_requests import OpenRequests
 from serve_app.ingress.http.request_context import Caller
 
 # What load balancers ask for, by any name and without keys.
@@ -44,6 +45,8 @@ class Access:
     anonymous_admin: bool = False
     """Whether, with `allow_anonymous`, everybody may do what operators do."""
     bodies: BodyLimits = field(default_factory=BodyLimits)
+    max_requests: int = 1000
+    """See OpenRequests."""
 
     def accounts(self) -> Accounts | None:
         """Those who have keys. Raises ConfigError for a key file that cannot be used."""
@@ -67,9 +70,10 @@ class AccessMiddleware:
     What costs least is checked first: the network, the key, what the key has running. Only then is a body
     read, if there is a route for it."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, open_requests: OpenRequests) -> None:
         """Raises ConfigError for a key file that cannot be used."""
         self._app = app
+        self._open = open_requests
         self._accounts = access.accounts()
         self._network = access.network
         self._operators_are_all = access.operators_are_all
@@ -85,6 +89,7 @@ class AccessMiddleware:
             try:
                 caller = self._caller(scope, headers)
                 if scope["method"] == "POST":  # all others ask no engine for work
+                    held.enter_context(self._open.entered(caller.holder))
                     held.enter_context(caller.running())
                 body = await self._body(caller, scope, headers, receive)
             except CorralError as error:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
     """Two replicas."""
-    served = model(gguf, "m", n_slots=4, n_ctx_slot=1024, max_waiting=32, **EXACT)
+    served = model(gguf, "m", n_slots=4, n_ctx_slot=4096, max_waiting=32, **EXACT)
     served["deployment"]["num_replicas"] = 2
     corral = start_for_module([served])
     corral.wait_ready()
@@ -98,7 +98,7 @@ def kill_a_replica(corral: Corral) -> None:
 
 
 def test_streams_go_on_without_a_missing_or_repeated_character(corral: Corral) -> None:
-    streams = Streams(corral, 12, 600)
+    streams = Streams(corral, 12, 3000)
     with ThreadPoolExecutor(12) as pool:
         alone = list(pool.map(streams.alone, streams.numbers))
         reading = [pool.submit(streams.read, number) for number in streams.numbers]

@@ -50,7 +50,7 @@ class Clients:
 
     def endless(self, number: int) -> list[Any]:
         """A stream that goes on for longer than the deploy takes; the errors in it."""
-        body = {"prompt": f"For ever {number}", "max_tokens": 40_000, "context_shift": True}
+        body = {"prompt": f"For ever {number}", "max_tokens": 1_000_000, "context_shift": True}
         body |= {"ignore_eos": True, "stream": True}
         errors = []
         with httpx.stream(

@@ -237,11 +237,18 @@ async def test_many_who_ask_at_once_share_one() -> None:
         channels = Channels(HERE, "r")
         found = await asyncio.gather(*(channels.to(address) for _ in range(20)))
         assert len(set(map(id, found))) == len(listener._connections) == 1
-        impatient = asyncio.create_task(Channels(ELSEWHERE, "r2").to(address))
+        channels.close()
+
+
+async def test_one_who_leaves_meanwhile_does_not_take_it_from_the_others() -> None:
+    async with listening() as (_, address):
+        channels = Channels(ELSEWHERE, "r")
+        leaving, staying = [asyncio.create_task(channels.to(address)) for _ in range(2)]
         await asyncio.sleep(0)
-        impatient.cancel()
+        leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await impatient
+            await leaving
+        assert await staying is await channels.to(address)
         channels.close()
 
 

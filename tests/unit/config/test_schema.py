@@ -152,7 +152,8 @@ def test_slow_bodies_leave_room_in_the_ingress(n_ongoing: int | None, n_bodies: 
     ingress = schema.parse({"models": [model()], "ingress": {"deployment": deployment}}).ingress
     assert ingress.open_bodies == n_bodies
     options = ingress_options(ingress)
-    assert options["max_ongoing_requests"] == (n_ongoing or 1000)
+    assert options["max_ongoing_requests"] == (n_ongoing or 1000) + 16
+    assert access(ingress).max_requests == (n_ongoing or 1000)
     assert options["max_queued_requests"] == (n_ongoing or 1000)
     assert options["autoscaling_config"]["target_ongoing_requests"] >= n_bodies
     assert access(ingress).bodies == BodyLimits(n_bodies, 64 * 2**20, 500)

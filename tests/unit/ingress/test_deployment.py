@@ -16,6 +16,7 @@ from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channels
 from serve_app.errors import (
     CorralError,
+    DecodeError,
     EngineFailedError,
     EngineUnavailableError,
     QueueFullError,
@@ -33,7 +34,7 @@ from serve_app.types import (
     SlotAction,
     TokenDelta,
 )
-from tests.unit.channel.harness import HERE, PATIENCE_S, delta, last, listening, settle
+from tests.unit.channel.harness import HERE, PATIENCE_S, delta, failed, last, listening, settle
 from tests.unit.routing import replicas
 
 REQUEST = GenerationRequest("r", (1, 2), SamplingParams())
@@ -79,6 +80,8 @@ class Handle:
         self.generate = self
         self.channels = Channels(HERE, "r")
         self.listener: Listener
+        self.error: CorralError | None = None
+        """What the answers end with, if they come to their end."""
 
     def remote(self, _: GenerationRequest, __: bytes, address: Address, number: int) -> Call:
         call = self._left.pop(0)
@@ -90,7 +93,7 @@ class Handle:
         if not isinstance(call._answer, CorralError):
             channel.push(number, delta("a"))
         if call._answer is None:
-            channel.push(number, last())
+            channel.push(number, last() if self.error is None else failed(self.error))
         channel.flush()
         if not isinstance(call._answer, CorralError):
             await self._has_come(number)
@@ -167,6 +170,15 @@ async def test_a_call_that_ends_by_itself_is_not_cancelled(listener: Listener) -
     assert not listener._calls
 
 
+async def test_nor_is_one_whose_end_is_an_error(listener: Listener) -> None:
+    handle = Handle(None)
+    handle.error = DecodeError("No.")
+    with pytest.raises(DecodeError):
+        await tokens(handle, listener)
+    await settle()
+    assert [call.n_left for call in handle.calls] == [0]
+
+
 async def test_an_end_that_never_comes_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, listener: Listener
 ) -> None:
@@ -174,7 +186,7 @@ async def test_an_end_that_never_comes_is_not_waited_for(
     handle = Handle(LASTS)
     handle.calls[0]._answer = None
     handle.calls[0].answer()
-    handle.channels.to = Mute().to  # type: ignore[method-assign]
+    handle.channels.to = Mute().to  # type: ignore[method-assign, assignment]
     with pytest.raises(EngineFailedError, match="without an end"):
         await tokens(handle, listener)
 
