@@ -30,7 +30,6 @@ _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
 # for a slot to stand idle.
 _ROUTER = {
     "request_router_class": "serve_app.routing.request_router:PrefixRouter",
-    "request_routing_stats_period_s": 1.0,
     "initial_backoff_s": 0.005,
     "backoff_multiplier": 1.5,
     "max_backoff_s": 0.05,

@@ -35,7 +35,7 @@ from loadtests.common import benchmark
 from loadtests.common.benchmark import bounded, cpu_name, listed, percentile
 from loadtests.routing.replica import Workload
 from loadtests.routing.simulation import Policy, PrefixAware, RoundRobin, Simulation, TwoChoices
-from serve_app.routing.blocks import MAX_BLOCKS, chain, pack
+from serve_app.routing.blocks import MAX_BLOCKS, chain
 from serve_app.routing.score import Fleet, Prompt, Report
 
 _POLICIES: dict[str, type[RoundRobin | TwoChoices | PrefixAware]] = {
@@ -84,9 +84,10 @@ def decision_s(n_replicas: int = 64, n_tokens: int = 4096, n_times: int = 2000) 
     held = chain([rng.randrange(150_000) for _ in range(32 * (MAX_BLOCKS - n_tokens // 32))])
     common = [rng.randrange(150_000) for _ in range(n_tokens)]
     fleet = Fleet[int](rng)
-    blocks = pack(held + chain(common))
-    known = {i: Report(n_slots=16, n_live=12, work_s=9.0, blocks=blocks) for i in range(n_replicas)}
-    fleet.update(known, 0.0)
+    report = Report(n_slots=16, n_live=12, work_s=9.0, blocks=frozenset(held + chain(common)))
+    fleet.update(range(n_replicas))
+    for replica in range(n_replicas):
+        fleet.hear(replica, report, 0.0)
     taken = []
     for key in range(n_times):
         n_same = rng.randrange(n_tokens)

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from serve_app.routing.blocks import BLOCK_TOKENS, MAX_BLOCKS, Chain, pack
+from serve_app.routing.blocks import BLOCK_TOKENS, MAX_BLOCKS, Chain
 from serve_app.routing.score import Prompt, Report
 
 # A 0.6B model (Q4_0) on two cores: seconds of a decode step, and for each row of it; of a prompt token.
@@ -161,8 +161,8 @@ class Replica:
             prefill_s=missing * prompt_token_s,
             prompt_token_s=prompt_token_s,
             token_s=token_s,
-            blocks=pack(tuple(blocks)[:MAX_BLOCKS]),
-            requests=pack(tuple(self.taken)),
+            blocks=frozenset(tuple(blocks)[:MAX_BLOCKS]),
+            requests=frozenset(self.taken),
         )
 
 

@@ -71,7 +71,9 @@ class PrefixAware:
 
     def reported(self, reports: Mapping[int, Report], now: float) -> None:
         """Take them in."""
-        self._fleet.update(reports, now)
+        self._fleet.update(reports)
+        for replica, report in reports.items():
+            self._fleet.hear(replica, report, now)
 
     def ended(self, asked: Asked) -> None:
         """It is no work any more."""

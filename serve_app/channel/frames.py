@@ -1,6 +1,7 @@
 """What goes over a channel: frames, each a length and a MessagePack value.
 
-The first frame is a `Hello`. Every other one is a list of items: what a step has brought to each call.
+The first frame is a `Hello`. Every other one is a list of items, what a step has brought to each call, or
+a report, what the replica says of itself: bytes that only its maker and its reader understand.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ WELCOME = b"+"
 """What a listener answers to a Hello that it believes."""
 MOST_HELLO_BYTES = 1024
 _LENGTH = struct.Struct("<I")
+_BYTES = (b"\xc4", b"\xc5", b"\xc6")
+"""What a MessagePack value that is bytes begins with."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -45,9 +48,10 @@ def _decoded(_: type, value: bytes) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
 _items = msgspec.msgpack.Decoder(list[Item], dec_hook=_decoded)
 _hello = msgspec.msgpack.Decoder(Hello)
+_report = msgspec.msgpack.Decoder(bytes)
 
 
-def frame(value: Hello | list[Item]) -> bytes:
+def frame(value: Hello | list[Item] | bytes) -> bytes:
     """One frame, ready to be sent."""
     body = _encoder.encode(value)
     return _LENGTH.pack(len(body)) + body
@@ -56,6 +60,11 @@ def frame(value: Hello | list[Item]) -> bytes:
 def items(body: bytes) -> list[Item]:
     """What a frame's body holds. Raises msgspec.MsgspecError if that is something else."""
     return _items.decode(body)
+
+
+def report(body: bytes) -> bytes | None:
+    """The report that a frame's body is, or None if it is something else. Raises msgspec.MsgspecError."""
+    return _report.decode(body) if body[:1] in _BYTES else None
 
 
 def hello(body: bytes) -> Hello:

@@ -9,10 +9,10 @@ import itertools
 import logging
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 
@@ -91,6 +91,16 @@ class Call:
             await self._reader
 
 
+class Hearing(Protocol):
+    """Hears what one engine replica says of itself over one connection. Event loop only."""
+
+    def take(self, report: bytes) -> None:
+        """A report. Raises msgspec.MsgspecError if it is none."""
+
+    def end(self) -> None:
+        """The connection is gone."""
+
+
 class Listener:
     """Where one ingress replica hears from engine replicas. Event loop only.
 
@@ -98,8 +108,11 @@ class Listener:
     secret, which crosses Serve's handle with each request, and nothing else.
     """
 
-    def __init__(self, node_id: str, host: str) -> None:
-        """Ray's id and address of this node."""
+    def __init__(
+        self, node_id: str, host: str, heard: Callable[[str], Hearing] | None = None
+    ) -> None:
+        """Ray's id and address of this node; who hears a replica with that id, if anybody does."""
+        self._heard = heard
         self._node_id = node_id
         self._host = host
         self._secret = secrets.token_urlsafe(32)
@@ -178,6 +191,8 @@ class Listener:
         if known:
             self._strangers.pop(connection, None)
             self._connections.add(connection)
+            if self._heard is not None:
+                connection.hearing = self._heard(hello.replica_id)
         return known
 
     def take(self, connection: _Connection, body: bytes) -> None:
@@ -185,6 +200,11 @@ class Listener:
 
         If Serve believes a replica lost, it may send the same call to another one, while the first one is
         at it: who answers first is heard, and nobody else."""
+        report = frames.report(body)
+        if report is not None:
+            if connection.hearing is not None:
+                connection.hearing.take(report)
+            return
         for number, delta in frames.items(body):
             call = self._calls.get(number)
             if call is not None and call.channel in (None, connection):
@@ -195,6 +215,8 @@ class Listener:
         """A connection is gone: what it was to bring does not come."""
         self._strangers.pop(connection, None)
         self._connections.discard(connection)
+        if connection.hearing is not None:
+            connection.hearing.end()
         for call in self._calls.values():
             if call.channel is connection:
                 call.fail(ChannelBrokenError("The connection to the engine replica broke."))
@@ -214,6 +236,7 @@ class _Connection(asyncio.Protocol):
         self._listener = listener
         self._buffer = frames.FrameBuffer()
         self._is_known = False
+        self.hearing: Hearing | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -40,6 +40,7 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._pending: dict[int, TokenDelta | None] = {}
+        self._report: bytes | None = None
         self._unsent = memoryview(b"")
         self._is_blocked = False
         self._is_broken = False
@@ -87,6 +88,16 @@ class Channel:
         if call is not None and not call.done():
             call.set_result(end)
 
+    def report(self, body: bytes) -> bool:
+        """Send what the replica says of itself. False if the reader is behind, or gone: then it is dropped,
+        as a newer one will be worth more."""
+        with self._lock:
+            if self._is_blocked or self._is_broken:
+                return False
+            self._report = body
+        self.flush()
+        return True
+
     def flush(self) -> None:
         """Send what was pushed, as far as the reader takes it; the rest goes when it does."""
         with self._lock:
@@ -104,10 +115,15 @@ class Channel:
                 self._tell(self._break)
 
     def _send(self) -> None:
-        while self._unsent or self._pending:
+        while self._unsent or self._pending or self._report is not None:
             if not self._unsent:
-                self._unsent = memoryview(frames.frame(self._first_items()))
+                self._unsent = memoryview(frames.frame(self._next()))
             self._unsent = self._unsent[self._connection.send(self._unsent) :]
+
+    def _next(self) -> list[frames.Item] | bytes:
+        """What the next frame holds."""
+        report, self._report = self._report, None
+        return self._first_items() if report is None else report
 
     def _first_items(self) -> list[frames.Item]:
         """So many of those that wait as one frame holds."""
@@ -152,6 +168,7 @@ class Channel:
         with self._lock:
             self._is_broken = True
             self._pending.clear()
+            self._report = None
             self._unsent = memoryview(b"")
         if self._connection.fileno() < 0:
             return
@@ -219,16 +236,19 @@ class Channels:
             raise
         return connection
 
+    @property
+    def open(self) -> tuple[Channel, ...]:
+        """Those that there are. Any thread."""
+        return tuple(self._channels.copy().values())  # copying is atomic, and one may open now
+
     def flush(self) -> None:
         """Any thread: send what the last step has brought."""
-        for (
-            channel
-        ) in self._channels.copy().values():  # the loop may open one now; copying is atomic
+        for channel in self.open:
             channel.flush()
 
     def close(self) -> None:
         """End all of them."""
-        for channel in tuple(self._channels.values()):
+        for channel in self.open:
             channel.close()
 
 

@@ -39,7 +39,7 @@ from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.routing import broadcast
+from serve_app.routing import broadcast, reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
 from serve_app.types import (
     Accepted,
@@ -251,7 +251,7 @@ class CpuShare:
 class Ingress:
     """Speaks HTTP; holds every model's vocabulary and a handle to its engines."""
 
-    def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         models: list[ResolvedModel],
         handles: list[DeploymentHandle[Any]],
@@ -274,7 +274,8 @@ class Ingress:
         served = zip(models, paths, handles, strict=True)
         context: Any = ray.get_runtime_context()
         node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        listener = Listener(context.get_node_id(), node_ip)
+        listener = Listener(context.get_node_id(), node_ip, reports.HERE.hearing)
+        reports.HERE.address = await listener.address()
         self._models = {
             model.id: _served(model, path, handle, listener) for model, path, handle in served
         }

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +40,8 @@ from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
-from serve_app.routing.reporter import Reporter, pressure
+from serve_app.replica.reporting import Reporting
+from serve_app.routing.reporter import pressure
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,
@@ -76,7 +78,7 @@ class EngineReplica:
         self._channels = Channels(node_id, replica_id)
         self._engine.on_delivered(self._channels.flush)
         self._metrics = ReplicaMetrics(model.id)
-        self._reporter = Reporter()
+        self._reporting = Reporting(self._engine, self._channels)
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
         for batching in batched:
             batching.set_max_batch_size(options.n_slots + options.max_waiting)
@@ -92,6 +94,7 @@ class EngineReplica:
         logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
         self._kv_transfer = KVTransfer(self._engine)
         await self._kv_transfer.pull()
+        self._reporter = asyncio.create_task(self._reporting.run())
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes, address: Address, number: int
@@ -226,9 +229,10 @@ class EngineReplica:
         """See KVTransfer.take."""
         return await self._kv_transfer.take(target, sent)
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook: what `serve_app.routing.request_router` learns of this replica."""
-        return self._reporter.report(self._engine.stats(), self._engine.holdings())
+    async def attach(self, address: Address) -> None:
+        """Tell that ingress from now on what this replica holds. If it cannot be reached, it asks again."""
+        with suppress(ChannelBrokenError):
+            await self._reporting.attach(address)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
@@ -249,6 +253,7 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         await self._kv_transfer.push()
+        self._reporter.cancel()
         self._engine.close(timeout_s=0)
         self._channels.close()
 

@@ -64,9 +64,7 @@ class KVTransfer:
     def __init__(self, engine: Engine) -> None:
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
-        self._peers: DeploymentHandle[Any] = serve.get_deployment_handle(
-            context.deployment, context.app_name
-        )
+        self._deployment = context.deployment, context.app_name
         self._engine = engine
         self._prefixes = engine.prefixes
 
@@ -78,26 +76,27 @@ class KVTransfer:
         """As the source: send the replicas that stay what they all lack."""
         await self._bounded(self._push, Tally("Sent", "to"))
 
-    async def _bounded(self, work: Callable[[Tally], Awaitable[None]], tally: Tally) -> None:
+    async def _bounded(
+        self, work: Callable[[DeploymentHandle[Any], Tally], Awaitable[None]], tally: Tally
+    ) -> None:
         if not self._prefixes.budget_bytes:
             return
         try:
-            async with asyncio.timeout(_LIMIT_S):
-                await work(tally)
+            async with broadcast.handle_for_now(*self._deployment) as peers:
+                async with asyncio.timeout(_LIMIT_S):
+                    await work(peers, tally)
         except Exception as error:
             logger.warning("%s no more prefixes: %r.", tally.done, error)
         if tally.n_prefixes:
             logger.info("%s", tally)
 
-    async def _pull(self, tally: Tally) -> None:
-        offers = await broadcast.ask_all(
-            self._peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S
-        )
+    async def _pull(self, peers: DeploymentHandle[Any], tally: Tally) -> None:
+        offers = await broadcast.ask_all(peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S)
         held = await asyncio.to_thread(self._prefixes.held)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().stored_bytes
         for wanted, source in plan_pull(self._usable(offers, Offer), held, room_bytes):
             sent: list[Any] | None = await broadcast.ask_one(
-                self._peers, "send_prefix", source, wanted.prefix, timeout_s=_LIMIT_S
+                peers, "send_prefix", source, wanted.prefix, timeout_s=_LIMIT_S
             )
             if not sent:
                 continue
@@ -108,13 +107,13 @@ class KVTransfer:
                 continue
             tally.add(source, wanted.prefix, await self._import(payload, wanted.prefix))
 
-    async def _push(self, tally: Tally) -> None:
+    async def _push(self, peers: DeploymentHandle[Any], tally: Tally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
         prefixes = [one.prefix for one in offered]
         if not prefixes:
             return
         asked = "lack_prefixes", self._id, prefixes
-        answers = await broadcast.ask_all(self._peers, *asked, timeout_s=_OFFERS_S)
+        answers = await broadcast.ask_all(peers, *asked, timeout_s=_OFFERS_S)
         sent: list[Prefix] = []
         for wanted, target in plan_push(offered, self._usable(answers, TransferTarget)):
             if any(one.serves(wanted.prefix) for one in sent):
@@ -123,7 +122,7 @@ class KVTransfer:
             if payload is not None:
                 reference = await asyncio.to_thread(ray.put, payload)
                 n_bytes = await broadcast.ask_one(
-                    self._peers, "take_prefix", target, [reference], timeout_s=_LIMIT_S
+                    peers, "take_prefix", target, [reference], timeout_s=_LIMIT_S
                 )
                 tally.add(target, payload.prefix, n_bytes or 0)
                 sent.append(payload.prefix)

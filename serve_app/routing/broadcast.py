@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
+from ray import serve
+from ray.serve._private.router import SharedRouterLongPollClient
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger("corral.routing")
+
+_SHUTDOWN_S = 1.0
 
 _running: dict[tuple[str, str], frozenset[str]] = {}
 
@@ -27,6 +31,34 @@ def note_running(app: str, deployment: str, replica_ids: Iterable[str]) -> None:
 def running(handle: DeploymentHandle[Any]) -> frozenset[str]:
     """The ids of the replicas behind a handle, as far as this process has been told. Any thread."""
     return _running.get((handle.app_name, handle.deployment_name), frozenset())
+
+
+@asynccontextmanager
+async def handle_for_now(deployment: str, app: str) -> AsyncIterator[DeploymentHandle[Any]]:
+    """A handle for as long as the block runs, in a process that has no other one. Afterwards Serve's
+    controller sends this process nothing more of that deployment's replicas."""
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, app)
+    try:
+        yield handle
+    finally:
+        try:
+            _unsubscribe(handle)
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await handle.shutdown_async()  # type: ignore[no-untyped-call]
+        except Exception:
+            logger.exception("A handle to %s stays subscribed", deployment)
+
+
+def _unsubscribe(handle: DeploymentHandle[Any]) -> None:
+    """Not public, as of Serve 2.60, whose `shutdown` ends the handle's metrics only. Of a handle, two
+    clients poll the controller: its own until the one that all handles of a process share takes over, and
+    that one for ever. A handle that is made later polls by its own."""
+    router: Any = handle._router
+    if router is not None:
+        own = router._asyncio_router.long_poll_client
+        shared = SharedRouterLongPollClient.get_or_create(own.host_actor, own.event_loop)
+        own.stop()
+        shared.long_poll_client.stop()
 
 
 async def ask_all(

@@ -1,13 +1,10 @@
-"""Makes a replica's reports to the routers and the autoscaler, which go through Serve's controller."""
+"""What a replica says to the routers, and, through Serve's controller, to the autoscaler."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from serve_app.engine import EngineStats, Holdings
 from serve_app.routing.autoscaling import PRESSURE, Load
-from serve_app.routing.blocks import Inventory, pack, request_key
+from serve_app.routing.blocks import Inventory, request_key
 from serve_app.routing.score import Report
 
 
@@ -16,21 +13,26 @@ class Reporter:
 
     def __init__(self) -> None:
         self._inventory = Inventory()
+        self._last: tuple[EngineStats, Holdings, Report] | None = None
 
-    def report(self, stats: EngineStats, holdings: Holdings) -> dict[str, Any]:
-        """The fields of `Report`, all of them numbers and bytes."""
-        return asdict(
-            Report(
-                n_slots=stats.n_slots,
-                n_live=stats.running + stats.waiting,
-                work_s=stats.backlog_s,
-                prefill_s=stats.prefill_backlog_s,
-                prompt_token_s=stats.prompt_token_s,
-                token_s=stats.token_s,
-                answer_tokens=stats.answer_tokens,
-                blocks=pack(self._inventory.blocks(holdings.prompts)),
-                requests=pack([request_key(one) for one in holdings.taken]),
-            )
+    def report(self, stats: EngineStats, holdings: Holdings) -> Report:
+        """The same one for the same objects: an engine that rests has nothing new to say."""
+        last = self._last
+        if last is None or last[0] is not stats or last[1] is not holdings:
+            last = self._last = stats, holdings, self._made(stats, holdings)
+        return last[2]
+
+    def _made(self, stats: EngineStats, holdings: Holdings) -> Report:
+        return Report(
+            n_slots=stats.n_slots,
+            n_live=stats.running + stats.waiting,
+            work_s=stats.backlog_s,
+            prefill_s=stats.prefill_backlog_s,
+            prompt_token_s=stats.prompt_token_s,
+            token_s=stats.token_s,
+            answer_tokens=stats.answer_tokens,
+            blocks=frozenset(self._inventory.blocks(holdings.prompts)),
+            requests=frozenset(request_key(one) for one in holdings.taken),
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from typing import Any
 
+from ray.serve._private.common import RequestMetadata  # what is public routes where it likes
 from ray.serve.request_router import (
     FIFOMixin,
     PendingRequest,
@@ -14,9 +16,12 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
+from serve_app.channel.address import Address
+from serve_app.routing import reports
+from serve_app.routing.attachment import Attachment
 from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key
 from serve_app.routing.broadcast import note_running
-from serve_app.routing.score import Fleet, Prompt, Report
+from serve_app.routing.score import Fleet, Prompt
 from serve_app.types import GenerationRequest
 
 _SYSTEM_TOKENS = 64 * BLOCK_TOKENS
@@ -35,21 +40,15 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         """Serve calls this first."""
         self._fleet = Fleet[ReplicaID]()
-        self._reports: dict[ReplicaID, tuple[dict[str, Any], Report | None]] = {}
+        self._attachment = Attachment(reports.HERE, attach)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve calls this whenever a replica comes, goes, or reports."""
-        reports = {}
-        for replica in replicas:
-            said = replica.routing_stats
-            known = self._reports.get(replica.replica_id)
-            if known is None or known[0] != said:
-                known = said, Report.of(said) if said else None
-            reports[replica.replica_id] = known
-        self._reports = reports
-        self._fleet.update({one: report for one, (_, report) in reports.items()}, _now())
-        note_running(self.app_name, self._deployment_id.name, (one.unique_id for one in reports))
+        """Serve calls this whenever a replica comes or goes."""
+        known = {one.replica_id.unique_id: one for one in replicas}
+        self._fleet.update(one.replica_id for one in replicas)
+        note_running(self.app_name, self._deployment_id.name, known)
         super().update_replicas(replicas)
+        self._attachment.update(known)
 
     async def choose_replicas(
         self,
@@ -57,6 +56,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The best ones, each a rank of its own, as Serve would take the shortest queue of a rank."""
+        self._hear()
         now, prompt = _now(), prompt_of(pending_request)
         found = [entry for entry in self._fleet.rank(prompt, now) if entry[0] in self.curr_replicas]
         if pending_request is not None:
@@ -64,6 +64,12 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             for replica, forecast in found[:1]:
                 self._fleet.book(replica, prompt, forecast.missing, now)
         return [[self.curr_replicas[replica]] for replica, _ in found]
+
+    def _hear(self) -> None:
+        for replica in self.curr_replicas:
+            heard = reports.HERE.newest(replica.unique_id)
+            if heard is not None:
+                self._fleet.hear(replica, heard.report, heard.at)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
@@ -74,6 +80,15 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """It was answered, refused or cancelled."""
         self._fleet.ended(replica_id, internal_request_id)
+
+
+async def attach(replica: RunningReplica, address: Address) -> None:
+    """Have this very replica open a channel to that address. Raises whatever Ray raises if it is lost."""
+    request_id = str(uuid.uuid4())
+    call = RequestMetadata(request_id, request_id, call_method="attach")
+    asked = PendingRequest(args=[address], kwargs={}, metadata=call)
+    sent: Any = replica.try_send_request(asked, with_rejection=False)
+    await sent.get_async()
 
 
 def prompt_of(pending: PendingRequest | None) -> Prompt:

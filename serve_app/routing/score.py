@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from serve_app.routing.blocks import BLOCK_TOKENS, Chain, n_leading, unpack
+from serve_app.routing.blocks import BLOCK_TOKENS, Chain, n_leading
 from serve_app.routing.slot_wait import slot_wait_s
 
 _STRANGERS = 2
@@ -32,8 +32,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of itself, as plain values: it passes through Serve's controller, which does not
-    know this class. The defaults are what a replica that has not said anything is taken for."""
+    """What a replica says of itself. The defaults are what one that has not said anything is taken for."""
 
     n_slots: int = 8
     n_live: int = 0
@@ -46,15 +45,10 @@ class Report:
     token_s: float = 0.0
     answer_tokens: float = 128.0
     """Tokens that an answer has on average."""
-    blocks: bytes = b""
+    blocks: frozenset[int] = frozenset()
     """Held prefixes; see `serve_app.routing.blocks`."""
-    requests: bytes = b""
+    requests: frozenset[int] = frozenset()
     """Hashes of the requests that came last: which of them the figures include."""
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Report:
-        """From its fields; others are left out: while Corral is updated, versions meet."""
-        return cls(**{name: said[name] for name in cls.__slots__ if name in said})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +105,7 @@ class ReplicaView:
     def update(self, report: Report, now: float) -> None:
         """Take a new report in; what was sent and is not in it still counts."""
         self.report, self.at = report, now
-        self._settle(set(unpack(report.requests)), now)
+        self._settle(report.requests, now)
 
     def book(self, prompt: Prompt, missing: int, now: float) -> None:
         """Count a request that goes there; the next one with its prefix will find it."""
@@ -127,7 +121,7 @@ class ReplicaView:
             for key, sent in self.sent.items()
             if key not in included and now - sent.at <= _FORGET_S
         }
-        self.held = set(unpack(self.report.blocks))
+        self.held = set(self.report.blocks)
         for sent in self.sent.values():
             self.held.update(sent.prompt.chain)
 
@@ -164,12 +158,15 @@ class Fleet(Generic[ReplicaT]):
     def __getitem__(self, replica: ReplicaT) -> ReplicaView:
         return self._views[replica]
 
-    def update(self, reports: Mapping[ReplicaT, Report | None], now: float) -> None:
-        """These are the replicas, with what they last said."""
-        self._views = {one: self._views.get(one) or ReplicaView() for one in reports}
-        for replica, report in reports.items():
-            if report is not None and report is not self._views[replica].report:
-                self._views[replica].update(report, now)
+    def update(self, replicas: Iterable[ReplicaT]) -> None:
+        """These are the replicas. What the others said is forgotten."""
+        self._views = {one: self._views.get(one) or ReplicaView() for one in replicas}
+
+    def hear(self, replica: ReplicaT, report: Report, at: float) -> None:
+        """What one of them has said, and when it came. The same one again changes nothing."""
+        view = self._views[replica]
+        if report is not view.report:
+            view.update(report, at)
 
     def rank(self, prompt: Prompt, now: float) -> list[tuple[ReplicaT, Forecast]]:
         """A sample of the replicas, the one that answers soonest first."""

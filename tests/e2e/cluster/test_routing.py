@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +16,7 @@ import pytest
 from tests.e2e.conftest import Corral, model, wait_until
 
 N_REPLICAS = 3
+INGRESS = "ray::ServeReplica:corral:Ingress"
 REPORTS_TAKE_S = 3.0
 """Until routers know by reports what replicas hold, and no more by what they have sent."""
 
@@ -73,6 +77,39 @@ def test_a_burst_with_one_beginning_computes_it_once_or_twice(fleet: Corral) -> 
         cached = list(pool.map(lambda i: ask(fleet, text + f" {i}"), range(4)))
     computed = sum(one["prompt_tokens"] for one in replicas(fleet).values()) - before
     assert sum(n > 0 for n in cached) >= 2, (cached, computed)
+
+
+def test_a_new_ingress_hears_what_replicas_hold(fleet: Corral) -> None:
+    names = [f"{name}belle" for name in ("Anna", "Ella", "Isa", "Lu", "Mira")]
+    for name in names:
+        ask(fleet, conversation(name))
+    (victim,) = fleet.pids(INGRESS)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: set(fleet.pids(INGRESS)) - {victim} != set(), 60, "another ingress")
+    fleet.wait_ready()
+    wait_until(lambda: len(replicas(fleet)) == N_REPLICAS, 60, "it knows all replicas")
+    time.sleep(REPORTS_TAKE_S)
+    cached = [ask(fleet, conversation(name) + " And now?") for name in names]
+    assert min(cached) >= 96, cached
+
+
+def test_engines_are_not_told_who_comes_and_goes(fleet: Corral) -> None:
+    """Or each of them would be, for each of them: Serve's routers write it into their replica's log."""
+    logs = fleet.directory / "ray" / "session_latest" / "logs" / "serve"
+
+    def told(of: str) -> dict[str, int]:
+        updates = re.compile(r"Got updated replicas for Deployment\(name='engine-tiny'")
+        found = logs.glob(f"replica_corral_{of}_*.log")
+        return {log.name: len(updates.findall(log.read_text())) for log in found}
+
+    ingresses, engines = told("Ingress"), told("engine-tiny")
+    assert len(engines) == N_REPLICAS
+    assert max(engines.values()) >= 1  # the first one had nobody to ask
+    os.kill(fleet.pids("ray::ServeReplica:corral:engine-tiny")[0], signal.SIGKILL)
+    wait_until(lambda: len(told("engine-tiny")) > N_REPLICAS, 60, "another engine")
+    wait_until(lambda: len(replicas(fleet)) == N_REPLICAS, 60, "all replicas up")
+    assert sum(told("Ingress").values()) >= sum(ingresses.values()) + 2
+    assert {name: told("engine-tiny")[name] for name in engines} == engines
 
 
 def test_several_answers_to_one_prompt(fleet: Corral) -> None:

@@ -59,7 +59,8 @@ def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
     assert n_shared > 100
     (source,) = replicas(corral)
 
-    with all_the_time(lambda client: ask(corral, f"{client}: hello", 200), 8):
+    # Long answers: the last 128 prompts, which the new one is told of, must still have the first ones.
+    with all_the_time(lambda client: ask(corral, f"{client}: hello", 800), 8):
         wait_until(lambda: len(replicas(corral)) == 2, SCALE_TIMEOUT_S, "a second replica")
         grown = replicas(corral)
         (fresh,) = set(grown) - {source}

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import serve
 from ray.exceptions import ActorUnavailableError
+from ray.serve._private.long_poll import LongPollClient
+from ray.serve._private.router import (
+    AsyncioRouter,
+    CurrentLoopRouter,
+    SharedRouterLongPollClient,
+    SingletonThreadRouter,
+)
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.handle import DeploymentBroadcastResponse
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
+from serve_app.routing import broadcast
 from serve_app.routing.broadcast import ask_all, ask_one, note_running, running
 from tests.unit.routing.replicas import Handle
 
@@ -89,3 +100,85 @@ def test_the_router_tells_who_runs() -> None:
 
 def test_serve_still_has_what_is_used_of_it() -> None:
     assert callable(DeploymentBroadcastResponse._fetch_replica_results_async)
+    assert callable(LongPollClient.stop)
+    assert callable(DeploymentHandle.shutdown_async)
+    made = inspect.getsource(SharedRouterLongPollClient)
+    assert "self.long_poll_client = LongPollClient(" in made
+    assert list(inspect.signature(SharedRouterLongPollClient.get_or_create).parameters) == [
+        "controller_handle",
+        "event_loop",
+    ]
+    for source in (CurrentLoopRouter, SingletonThreadRouter):
+        assert "self._asyncio_router = AsyncioRouter(" in inspect.getsource(source)
+    assert "self.long_poll_client = LongPollClient(" in inspect.getsource(AsyncioRouter)
+
+
+class Poll:
+    """A client that polls Serve's controller."""
+
+    def __init__(self) -> None:
+        self.host_actor, self.event_loop = object(), object()
+        self.is_running = True
+
+    def stop(self) -> None:
+        self.is_running = False
+
+
+class Subscribed(Handle):
+    """A handle with its clients, as Serve 2.60 has them."""
+
+    def __init__(self, shared: Poll) -> None:
+        super().__init__([])
+        self.own, self.shared = Poll(), shared
+        self._router: Any = SimpleNamespace(
+            _asyncio_router=SimpleNamespace(long_poll_client=self.own)
+        )
+        self.is_shut_down = False
+
+    async def shutdown_async(self) -> None:
+        self.is_shut_down = True
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Subscribed:
+    made = Subscribed(Poll())
+
+    def get_or_create(host: object, loop: object) -> Any:
+        assert (host, loop) == (made.own.host_actor, made.own.event_loop)
+        return SimpleNamespace(long_poll_client=made.shared)
+
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: made)
+    monkeypatch.setattr(SharedRouterLongPollClient, "get_or_create", get_or_create)
+    return made
+
+
+async def test_a_handle_for_now_subscribes_to_nothing_afterwards(handle: Subscribed) -> None:
+    async with broadcast.handle_for_now("engines", "app") as used:
+        assert id(used) == id(handle)
+        polling = [one.is_running for one in (handle.own, handle.shared)]
+    assert polling == [True, True]
+    assert [one.is_running for one in (handle.own, handle.shared)] == [False, False]
+    assert handle.is_shut_down
+
+
+async def test_so_it_is_where_it_fails(handle: Subscribed) -> None:
+    with pytest.raises(RuntimeError, match="in use"):
+        async with broadcast.handle_for_now("engines", "app"):
+            raise RuntimeError("in use")
+    assert not handle.own.is_running
+
+
+async def test_one_that_was_never_used_has_nothing_to_stop(handle: Subscribed) -> None:
+    handle._router = None
+    async with broadcast.handle_for_now("engines", "app"):
+        pass
+    assert handle.is_shut_down
+
+
+async def test_trouble_with_the_end_of_a_handle_is_only_logged(
+    handle: Subscribed, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle._router = object()
+    async with broadcast.handle_for_now("engines", "app"):
+        pass
+    assert "A handle to engines stays subscribed" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any
 from serve_app.engine import EngineStats, Holdings, SlotStats
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.metrics.stats import HeldPrompt
-from serve_app.routing.blocks import chain, request_key, unpack
+from serve_app.routing.blocks import chain, request_key
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report
 from serve_app.types import SHARED_GROUP
@@ -24,7 +24,7 @@ def stats_with(**changed: Any) -> EngineStats:
 
 
 def blocks_of(holdings: Holdings) -> set[int]:
-    return set(unpack(Reporter().report(stats_with(), holdings)["blocks"]))
+    return set(Reporter().report(stats_with(), holdings).blocks)
 
 
 def test_an_engine_holds_prompts_that_wait_run_and_have_ended() -> None:
@@ -83,12 +83,16 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
         answer_tokens=40.0,
     )
     said = Reporter().report(stats, Holdings((HeldPrompt("mine", tuple(range(64))),), ("x",)))
-    assert Report(**said) == Report(
-        4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, Report(**said).blocks, Report(**said).requests
-    )
-    assert unpack(said["blocks"]) == chain(range(64), "mine")
-    assert unpack(said["requests"]) == (request_key("x"),)
-    assert {type(value) for value in said.values()} == {int, float, bytes}
+    held, taken = frozenset(chain(range(64), "mine")), frozenset([request_key("x")])
+    assert said == Report(4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, held, taken)
+
+
+def test_an_engine_that_rests_has_nothing_new_to_say() -> None:
+    reporter, stats, holdings = Reporter(), stats_with(), Holdings((), ("x",))
+    first = reporter.report(stats, holdings)
+    assert reporter.report(stats, holdings) is first
+    assert reporter.report(replace(stats, running=1), holdings) != first
+    assert reporter.report(stats, Holdings()) != first
 
 
 def test_pressure_counts_only_the_cells_of_running_requests() -> None:

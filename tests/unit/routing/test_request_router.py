@@ -7,15 +7,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
+from ray.serve._private.common import DeploymentID
+from ray.serve.request_router import PendingRequest, ReplicaID
 
+from serve_app.channel.address import Address
+from serve_app.replica.deployment import EngineReplica
+from serve_app.routing import reports
 from serve_app.routing.blocks import chain, request_key
-from serve_app.routing.request_router import prompt_of
-from serve_app.routing.score import Prompt
+from serve_app.routing.changes import change
+from serve_app.routing.reports import Reports
+from serve_app.routing.request_router import PrefixRouter, attach, prompt_of
+from serve_app.routing.score import Fleet, Prompt, Report
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest
 
 TOKENS = tuple(range(70))
 KEY = request_key("http")
+ADDRESS = Address("l", "n", "l", "127.0.0.1", 1, "secret")
+SERVED: Any = EngineReplica
 
 
 @pytest.mark.parametrize(
@@ -48,3 +58,61 @@ def test_calls(method: str, args: tuple[object, ...], seen: Prompt) -> None:
 
 def test_nothing_is_known_of_no_call() -> None:
     assert prompt_of(None) == Prompt(0)
+
+
+class Replica:
+    """One that Serve's router knows."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.sent: list[tuple[PendingRequest, bool]] = []
+        self._failure = failure
+
+    def try_send_request(self, pending: PendingRequest, with_rejection: bool) -> Replica:
+        self.sent.append((pending, with_rejection))
+        return self
+
+    async def get_async(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+async def test_one_replica_alone_is_asked_to_attach_itself() -> None:
+    replica: Any = Replica()
+    await attach(replica, ADDRESS)
+    ((pending, with_rejection),) = replica.sent
+    assert pending.args == [ADDRESS]
+    assert pending.metadata.call_method == "attach"
+    assert not pending.metadata.is_streaming
+    assert not with_rejection
+    assert callable(SERVED.func_or_class.attach)
+
+
+async def test_whoever_asks_one_that_is_lost_is_told() -> None:
+    replica: Any = Replica(ActorUnavailableError("gone", None))
+    with pytest.raises(ActorUnavailableError):
+        await attach(replica, ADDRESS)
+
+
+def test_the_newest_reports_are_heard_before_a_replica_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard = Reports()
+    monkeypatch.setattr(reports, "HERE", heard)
+    router: Any = PrefixRouter.__new__(PrefixRouter)
+    router._fleet = Fleet[ReplicaID]()
+    ids = [ReplicaID(name, DeploymentID("engine", "app")) for name in ("a", "b")]
+    router._replicas = dict.fromkeys(ids)
+    router._fleet.update(ids)
+    router._hear()
+    first, second = Report(n_live=1), Report(n_live=2)
+    hearing = heard.hearing("a")
+    hearing.take(change(None, first) or b"")
+    router._hear()
+    assert [router._fleet[one].report for one in ids] == [first, Report()]
+    assert hearing.heard is not None
+    assert router._fleet[ids[0]].at == hearing.heard.at
+    hearing.take(change(first, second) or b"")
+    router._hear()
+    hearing.end()
+    router._hear()
+    assert [router._fleet[one].report for one in ids] == [second, Report()]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from serve_app.routing.blocks import chain, pack
+from serve_app.routing.blocks import chain
 from serve_app.routing.score import Fleet, Prompt, Report
 
 IDLE = Report(n_slots=4, prompt_token_s=0.002, token_s=0.005, answer_tokens=100)
@@ -29,12 +29,15 @@ def report(**changed: object) -> Report:
 
 
 def holding(held: list[int], **changed: object) -> Report:
-    return report(blocks=pack(chain(held)), **changed)
+    return report(blocks=frozenset(chain(held)), **changed)
 
 
 def fleet(*reports: Report | None) -> Fleet[int]:
     made = Fleet[int](random.Random(1))
-    made.update(dict(enumerate(reports)), 0.0)
+    made.update(range(len(reports)))
+    for replica, said in enumerate(reports):
+        if said is not None:
+            made.hear(replica, said, 0.0)
     return made
 
 
@@ -58,7 +61,7 @@ def test_what_all_cache_groups_share_is_found_like_a_prefix_of_ones_own() -> Non
         (own[:17] + shared[:16], 544),
         (chain(asked, "theirs"), 0),
     ]:
-        router = fleet(report(blocks=pack(held)))
+        router = fleet(report(blocks=frozenset(held)))
         prompt = Prompt(1, len(asked), own, shared=shared)
         assert router[0].forecast(prompt, 0.0).missing == len(asked) - n_found
 
@@ -112,9 +115,9 @@ def test_what_was_sent_counts_until_a_report_includes_it() -> None:
     router, asked = fleet(IDLE), prompt(1, SYSTEM)
     send(router, asked)
     assert router[0].forecast(prompt(2, SYSTEM), 0.1).missing == 32
-    router.update({0: report(n_live=0, work_s=0.001)}, 0.5)
+    router.hear(0, report(n_live=0, work_s=0.001), 0.5)
     assert router[0].forecast(prompt(2, SYSTEM), 0.5).missing == 32
-    router.update({0: report(requests=pack([1]))}, 1.0)
+    router.hear(0, report(requests=frozenset([1])), 1.0)
     assert router[0].forecast(prompt(2, SYSTEM), 1.0).missing == 512 + 32
     assert router[0].sent == {}
 
@@ -158,11 +161,7 @@ def test_without_reports_nothing_is_remembered_for_ever() -> None:
 def test_replicas_come_and_go() -> None:
     router = fleet(IDLE, IDLE)
     send(router, prompt(1, SYSTEM))
-    router.update({1: IDLE, 2: None}, 1.0)
+    router.update([1, 2])
     assert {replica for replica, _ in router.rank(prompt(2, SYSTEM), 1.0)} == {1, 2}
-    router.update({}, 2.0)
+    router.update([])
     assert router.rank(prompt(3, SYSTEM), 2.0) == []
-
-
-def test_reports_of_other_versions_are_understood() -> None:
-    assert Report.of({"n_live": 3, "moods": 7}) == Report(n_live=3)

@@ -1,0 +1,79 @@
+"""What engine replicas say of themselves to the process of an ingress, which its routers read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from serve_app.channel.address import Address
+from serve_app.routing.changes import applied
+from serve_app.routing.score import Report
+
+
+class Heard(NamedTuple):
+    """A report, and when it came."""
+
+    report: Report
+    at: float
+
+
+class Hearing:
+    """Hears one replica over one connection: see `serve_app.channel.listener.Hearing`."""
+
+    def __init__(self, reports: Reports, replica_id: str) -> None:
+        self._reports = reports
+        self.replica_id = replica_id
+        self.heard: Heard | None = None
+        """The newest report."""
+
+    def take(self, report: bytes) -> None:
+        """A change of the last one."""
+        before = None if self.heard is None else self.heard.report
+        self.heard = Heard(applied(before, report), time.monotonic())
+
+    def end(self) -> None:
+        """The connection is gone."""
+        self._reports.left(self)
+
+
+class Reports:
+    """The newest report of each replica that has a channel to this process.
+
+    Any thread may read. Everything else is for one thread, the listener's.
+    """
+
+    def __init__(self) -> None:
+        self.address: Address | None = None
+        """Where this process listens; None if it is no ingress's."""
+        self._hearings: dict[str, Hearing] = {}
+        self._watchers: list[Callable[[str], None]] = []
+
+    def hearing(self, replica_id: str) -> Hearing:
+        """For a new connection of that replica: if an older one is left, it counts no more."""
+        hearing = self._hearings[replica_id] = Hearing(self, replica_id)
+        return hearing
+
+    def left(self, hearing: Hearing) -> None:
+        """A connection is gone, and with it what was heard over it."""
+        if self._hearings.get(hearing.replica_id) is hearing:
+            del self._hearings[hearing.replica_id]
+            for watcher in tuple(self._watchers):
+                watcher(hearing.replica_id)
+
+    def hears(self, replica_id: str) -> bool:
+        """Whether that replica has a channel to this process."""
+        return replica_id in self._hearings
+
+    def newest(self, replica_id: str) -> Heard | None:
+        """What that replica has said last over the channel that it has, if anything."""
+        hearing = self._hearings.get(replica_id)
+        return None if hearing is None else hearing.heard
+
+    def watch(self, watcher: Callable[[str], None]) -> None:
+        """Have it called, in the listener's thread, with each replica that is heard no more."""
+        self._watchers.append(watcher)
+
+
+HERE = Reports()
+"""This process's: Serve makes the routers, and nothing can be handed to them."""

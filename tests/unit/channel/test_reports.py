@@ -1,0 +1,102 @@
+"""What a replica says of itself goes beside the tokens, and never waits for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from serve_app.channel import frames
+from serve_app.channel.listener import Listener
+from serve_app.channel.sender import Channels
+from tests.unit.channel.harness import ELSEWHERE, HERE, delta, settle
+from tests.unit.channel.test_sender import Wire
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[Wire]:
+    one = Wire()
+    yield one
+    one.channel.close()
+    one.peer.close()
+
+
+def bodies(wire: Wire) -> list[bytes]:
+    return list(frames.FrameBuffer().add(wire.peer.recv(1 << 20)))
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 255, 256, 65_536])
+def test_a_report_is_told_from_tokens(n_bytes: int) -> None:
+    report = bytes(n_bytes)
+    (body,) = frames.FrameBuffer().add(frames.frame(report))
+    assert frames.report(body) == report
+    (body,) = frames.FrameBuffer().add(frames.frame([(n_bytes, delta("a"))]))
+    assert frames.report(body) is None
+
+
+async def test_a_report_is_a_frame_of_its_own(wire: Wire) -> None:
+    wire.channel.push(1, delta("a"))
+    assert wire.channel.report(b"said")
+    report, tokens = bodies(wire)
+    assert frames.report(report) == b"said"
+    assert frames.items(tokens) == [(1, delta("a"))]
+
+
+async def test_none_is_kept_for_one_who_does_not_read(wire: Wire) -> None:
+    sent = wire.fill()
+    assert [wire.channel.report(b"said") for _ in range(3)] == [False] * 3
+    received = await wire.receive_all()
+    assert sum(len(one.text) for frame in received for _, one in frame if one) == len(sent.text)
+    await settle()
+    assert wire.channel.report(b"newer")
+    assert [frames.report(body) for body in bodies(wire)] == [b"newer"]
+
+
+async def test_one_that_is_gone_is_told_nothing(wire: Wire) -> None:
+    wire.channel.close()
+    assert not wire.channel.report(b"said")
+
+
+class Heard:
+    """Who hears a replica."""
+
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.reports: list[bytes] = []
+        self.n_ends = 0
+
+    def take(self, report: bytes) -> None:
+        self.reports.append(report)
+
+    def end(self) -> None:
+        self.n_ends += 1
+
+
+@pytest.mark.parametrize("node", [HERE, ELSEWHERE])
+async def test_an_ingress_hears_each_connection_apart(node: str) -> None:
+    heard = list[Heard]()
+
+    def hear(replica_id: str) -> Heard:
+        heard.append(Heard(replica_id))
+        return heard[-1]
+
+    listener = Listener(HERE, "127.0.0.1", hear)
+    address = await listener.address()
+    for name in ("a", "b"):
+        channels = Channels(node, name)
+        channel = await channels.to(address)
+        assert channel.report(b"1")
+        assert channel.report(name.encode())
+        while len(heard[-1].reports) < 2:
+            await settle()
+        assert [one.n_ends for one in heard[:-1]] == [1] * (len(heard) - 1)
+        channels.close()
+        while not heard[-1].n_ends:
+            await settle()
+    assert [(one.replica_id, one.reports) for one in heard] == [
+        ("a", [b"1", b"a"]),
+        ("b", [b"1", b"b"]),
+    ]
+    listener.close()
+    await settle()
+    assert [one.n_ends for one in heard] == [1, 1]
