@@ -1,10 +1,10 @@
-"""`make serve`: `serve run` for a single machine, with every cycle that Ray can do without left to llama.cpp.
+"""`make serve`: `serve run` for a single machine, where llama.cpp lacks every cycle that Ray takes.
 
     python -m cluster.one_machine CONFIG
 
-Sets `one-machine.env`, and starts Ray without its dashboard, which `serve run` alone cannot leave out. Where
-Serve's `http_options.host` is loopback, clients come through HAProxy (`haproxy.env`), with a folder and ports
-of this server's own; elsewhere through Serve's own proxy, behind which addresses of clients are known.
+Sets `one-machine.env`, and starts Ray without its dashboard, which `serve run` alone cannot leave out.
+Where Serve's `http_options.host` is loopback, clients come through HAProxy (`haproxy.env`), with a folder
+and ports of this server's own; elsewhere through Serve's own proxy, behind which clients have addresses.
 """
 
 from __future__ import annotations

@@ -92,9 +92,11 @@ def _proxy_hides_strangers() -> bool:
 
 
 def _http_host() -> str | None:
-    """Serve's `http_options.host`, which no client has a say in: what HAProxy listens on is made from it, and
-    it stays while Serve runs. None if Serve does not run here."""
-    serve = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
+    """Serve's `http_options.host`, which no client has a say in: HAProxy listens on what it says, and it
+    stays while Serve runs. None if Serve does not run here."""
+    serve = (
+        _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
+    )
     return None if serve is None else serve.http_config.host
 
 
