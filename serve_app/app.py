@@ -6,7 +6,9 @@ import math
 import os
 from typing import Any
 
+import ray
 from ray.serve import Application
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from serve_app.config import schema, sizing
@@ -15,6 +17,7 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import DeploymentConfig, IngressConfig, ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.http.addresses import is_loopback
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.bodies import BodyLimits
 from serve_app.llama.model import Model
@@ -59,7 +62,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def access(ingress: IngressConfig) -> Access:
     """Who may come in, by the configuration and by what stands before the ingress."""
-    hidden = ingress.ui == "auto" and _behind_haproxy()  # loopback means nothing then
+    hidden = ingress.ui == "auto" and _proxy_hides_strangers()  # loopback means nothing then
     return Access(
         ingress.api_key_file,
         ingress.allow_anonymous,
@@ -73,18 +76,31 @@ def access(ingress: IngressConfig) -> Access:
 
 
 def _refuse_strangers(ingress: IngressConfig) -> None:
-    """Serve's HAProxy listens on all addresses unless `http_options.host` names one, and asks the ingress
-    over loopback: nobody could tell who comes from another machine. Raises ConfigError."""
+    """Raises ConfigError where nobody could tell who comes from another machine, and it matters."""
     is_open = ingress.api_key_file is None and not ingress.allow_anonymous
-    if is_open and _behind_haproxy():
+    if is_open and _proxy_hides_strangers():
         raise ConfigError(
-            "RAY_SERVE_ENABLE_HA_PROXY=1 hides who comes from another machine: set ingress.api_key_file, "
-            "or ingress.allow_anonymous: true"
+            "RAY_SERVE_ENABLE_HA_PROXY=1 hides who comes from another machine: set http_options.host: "
+            "127.0.0.1 (this machine only), ingress.api_key_file, or ingress.allow_anonymous: true"
         )
 
 
-def _behind_haproxy() -> bool:
-    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+def _proxy_hides_strangers() -> bool:
+    """Whether other machines' requests can look like this one's own: Serve's HAProxy asks the ingress over
+    loopback, adds nothing to tell who asked, and listens where Serve's `http_options.host` says."""
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        return False
+    host = _http_host()
+    return host is None or not is_loopback(host)
+
+
+def _http_host() -> str | None:
+    """Serve's `http_options.host`, which no client has a say in: HAProxy listens on what it says, and it
+    stays while Serve runs. None if Serve does not run here."""
+    serve = (
+        _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
+    )
+    return None if serve is None else serve.http_config.host
 
 
 def resolve(model: ModelConfig, share: float) -> ResolvedModel:

@@ -87,17 +87,14 @@ def running(
 def serve_run(
     model: Mapping[str, Any], settings: Mapping[str, str] | None = None, **ingress: object
 ) -> Iterator[Server]:
-    """`serve run` with this entry of Corral's `models` and these settings of `ingress`, in a Ray cluster of
-    its own, and with these environment variables, or those of `make serve`. Behind HAProxy it needs no
-    keys, though Corral cannot see there that all clients are local."""
-    environment = environment_of("one-machine.env") if settings is None else settings
+    """Corral with this entry of its `models` and these settings of `ingress`, in a Ray cluster of its own: as
+    `make serve` starts it, or by `serve run` with these environment variables."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        hidden = "RAY_SERVE_ENABLE_HA_PROXY" in environment
-        config = write_config(directory, [model], port, allow_anonymous=hidden, **ingress)
-        return serve_command("run", config)
+        config = write_config(directory, [model], port, **ingress)
+        return make_serve_command(config) if settings is None else serve_command("run", config)
 
-    with running(command, corral_is_ready, environment) as server:
+    with running(command, corral_is_ready, settings or NO_SETTINGS) as server:
         yield server
 
 
@@ -106,16 +103,9 @@ def serve_command(*arguments: str | Path) -> list[str | Path]:
     return [Path(sys.executable).with_name("serve"), *arguments]
 
 
-def environment_of(name: str) -> dict[str, str]:
-    """What a file of `cluster` sets: `one-machine.env`, as `make serve` does, or `haproxy.env`."""
-    lines = (ROOT / "cluster" / name).read_text().splitlines()
-    return dict(line.split("=") for line in lines if line and not line.startswith("#"))
-
-
-def haproxy_settings() -> dict[str, str]:
-    """The environment of `cluster/haproxy.env`, with ports that nobody uses."""
-    ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("STATS", "METRICS")}
-    return environment_of("haproxy.env") | ports
+def make_serve_command(config: Path) -> list[str | Path]:
+    """What `make serve` runs."""
+    return [sys.executable, "-m", "cluster.one_machine", config]
 
 
 def write_config(

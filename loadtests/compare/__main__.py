@@ -7,8 +7,8 @@
 Sides: `corral` is what `make serve` runs, `bare` the same routes and engine without Ray, `llama-server` the
 one of --server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
 
-- `haproxy`: as `corral`, with Serve's HAProxy and `cluster/haproxy.env`;
-- `ray-defaults`: `serve run` without what `cluster/one-machine.env` sets;
+- `serve-proxy`: `serve run` with `cluster/one-machine.env`: Serve's own proxy, and Ray's dashboard;
+- `ray-defaults`: `serve run` without it;
 - `llama-cpp-python`: `python -m llama_cpp.server`, which computes one request after the other (with
   --interrupt_requests False: by default a request cuts off the stream before it);
 - `llama-cpp-python-batched`: the example server of its source package, kept by

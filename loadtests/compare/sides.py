@@ -13,13 +13,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from cluster.one_machine import environment_of
 from loadtests.common.benchmark import BenchmarkError
 from loadtests.common.servers import (
     NO_SETTINGS,
     Server,
     corral_is_ready,
-    environment_of,
-    haproxy_settings,
     is_healthy,
     lists_models,
     running,
@@ -29,9 +28,9 @@ from loadtests.common.servers import (
 from loadtests.compare import llama_server
 
 CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
-HAPROXY, RAY_DEFAULTS = "haproxy", "ray-defaults"
+SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"
 PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
-SIDES = (CORRAL, BARE, LLAMA_SERVER, HAPROXY, RAY_DEFAULTS, PYTHON, PYTHON_BATCHED)
+SIDES = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, PYTHON, PYTHON_BATCHED)
 NATIVE = SIDES[:5]
 """Those that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
 
@@ -104,8 +103,8 @@ def start(
         return nullcontext(Server(side))
     if side == CORRAL:
         return serve_run(entry)
-    if side == HAPROXY:
-        return serve_run(entry, environment_of("one-machine.env") | haproxy_settings())
+    if side == SERVE_PROXY:
+        return serve_run(entry, environment_of("one-machine.env"))
     if side == RAY_DEFAULTS:
         return serve_run(entry, NO_SETTINGS)
     command, is_ready = {

@@ -1,4 +1,4 @@
-"""The servers that are attacked: `serve run` on loopback, with the models and keys that attacks need."""
+"""The servers that are attacked: `make serve` on loopback, with the models and keys that attacks need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from gguf import GGUFReader
 
-from loadtests.common.servers import ROOT, environment_of, running
+from loadtests.common.servers import ROOT, make_serve_command, running
 from loadtests.hostile.attack import KEYED, KEYLESS
 from loadtests.load.target import Target
 
@@ -66,12 +66,12 @@ def started(kind: str) -> Iterator[Setup]:
         http = {"host": "127.0.0.1", "port": port}
         config = directory / "serve_config.yaml"
         config.write_text(json.dumps({"http_options": http, "applications": [app]}))
-        return [Path(sys.executable).with_name("serve"), "run", config]
+        return make_serve_command(config)
 
     def is_ready(url: str) -> bool:
         return all(answers(url, keys, model["id"]) for model in models)
 
-    with running(command, is_ready, environment_of("one-machine.env")) as server:
+    with running(command, is_ready) as server:
         assert server.directory is not None
         yield Setup(Target(server.url, None, server.directory), server.directory, keys)
 

@@ -67,14 +67,26 @@ def all_the_time(ask: Callable[[int], object], n_clients: int) -> Iterator[None]
 class Corral:
     """A running `serve run` and a client for it."""
 
-    def __init__(self, directory: Path, models: list[dict[str, Any]], **ingress: object) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        models: list[dict[str, Any]],
+        *,
+        make_serve: bool = False,
+        **ingress: object,
+    ) -> None:
+        """As `make serve` starts it, or by `serve run`, as in clusters. `ingress` are its settings."""
         self.directory = directory
         self.port = servers.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self._config = servers.write_config(directory, models, self.port, **ingress)
         self._log = directory / servers.LOG
-        command = servers.serve_command("run", self._config)
+        command = (
+            servers.make_serve_command(self._config)
+            if make_serve
+            else servers.serve_command("run", self._config)
+        )
         self.process = servers.start(
             command, directory, SETTINGS | {"XDG_RUNTIME_DIR": str(directory)}
         )
@@ -159,8 +171,8 @@ def starts() -> Iterator[Callable[[list[dict[str, Any]]], Corral]]:
     # Ray puts sockets in here, whose paths must be short.
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
 
-    def start_one(models: list[dict[str, Any]]) -> Corral:
-        started.append(Corral(directory, models))
+    def start_one(models: list[dict[str, Any]], *, make_serve: bool = False) -> Corral:
+        started.append(Corral(directory, models, make_serve=make_serve))
         return started[-1]
 
     try:
@@ -184,10 +196,6 @@ def settings(environment: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-ONE_MACHINE = servers.environment_of("one-machine.env")
-"""What `make serve` sets; servers without it go the way of clusters."""
-
-
 @pytest.fixture(scope="session")
 def corral(gguf: Path) -> Iterator[Corral]:
     """One server for most tests: "big" has room, "small" is soon full, "demo" makes sense."""
@@ -198,8 +206,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
         model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048, max_waiting=16),
     ]
     models[-1]["engine"]["slot_folder"] = str(directory / "slots")
-    with settings(ONE_MACHINE):
-        server = Corral(directory, models)
+    server = Corral(directory, models, make_serve=True)
     try:
         server.wait_ready()
         yield server

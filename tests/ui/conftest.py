@@ -64,7 +64,8 @@ def guarded_server() -> Iterator[Corral]:
 def served(models: list[dict[str, Any]], keys: Path | None = None) -> Iterator[Corral]:
     """A server with these models, for who has one of the keys."""
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    server = Corral(directory, models, **({} if keys is None else {"api_key_file": str(keys)}))
+    ingress: dict[str, Any] = {} if keys is None else {"api_key_file": str(keys)}
+    server = Corral(directory, models, **ingress)
     if keys is not None:
         server.http.headers["Authorization"] = f"Bearer {KEY}"
     try:

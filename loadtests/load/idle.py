@@ -1,0 +1,87 @@
+"""Measures what a server takes of the processor while nobody asks it anything.
+
+    python -m loadtests.load.idle [--seconds 60] [--serve-run | --ray-defaults]
+
+Starts what `make serve` runs, with the built-in model on loopback, and waits until all is quiet. Prints
+each process's share of one core in that time, and their sum. With --serve-run, `serve run` with
+`cluster/one-machine.env` instead (Serve's own proxy, and Ray's dashboard); with --ray-defaults, without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cluster.one_machine import environment_of
+from loadtests.common.benchmark import bounded, table
+from loadtests.common.processes import command_line, tagged
+from loadtests.common.servers import NO_SETTINGS, exit_on_sigterm, serve_run
+from loadtests.load.observer import cpu_s
+
+_SETTLE_S = 15.0
+"""What the start has put off is done by then."""
+_MODEL = {"id": "corral-demo", "source": {"builtin": True}}
+_TITLE = re.compile(r"(ray::[^ ]+|ray-dashboard-\w+)")
+_PROGRAM = re.compile(r"([\w.]+?)(\.py)?$")
+_MODULE = re.compile(r" -m ([\w.]+)")
+
+
+def short_name(command: str) -> str:
+    """What a process is called here: the title that it gave itself, its module, or its program."""
+    if title := _TITLE.match(command):
+        return title[1]
+    if module := _MODULE.search(command):
+        return module[1]
+    words = [word for word in command.split() if not word.startswith("-")]
+    script = next((word for word in words if word.endswith(".py")), words[0] if words else "?")
+    program = _PROGRAM.search(script)
+    return script if program is None else program[1]
+
+
+def percentages(
+    before: Mapping[int, float], after: Mapping[int, float], wall_s: float
+) -> dict[int, float]:
+    """Percent of a core, by process, of CPU seconds at two times that many seconds apart; most first. Those
+    that came or went between are left out."""
+    both = [pid for pid in before if pid in after]
+    shares = {pid: 100 * (after[pid] - before[pid]) / wall_s for pid in both}
+    return dict(sorted(shares.items(), key=lambda share: -share[1]))
+
+
+def measured(directory: Path, seconds: float) -> dict[int, float]:
+    """`percentages` of the server that has this directory, over so many seconds from now."""
+    pids = tagged(directory)
+    before, start = _cpu_s(pids), time.monotonic()
+    time.sleep(seconds)
+    after, wall_s = _cpu_s(tagged(directory)), time.monotonic() - start
+    return percentages(before, after, wall_s)
+
+
+def _cpu_s(pids: Iterable[int]) -> dict[int, float]:
+    return {pid: cpu_s([pid]) for pid in pids}
+
+
+def main() -> None:
+    """Measure and print a Markdown table."""
+    parser = argparse.ArgumentParser(prog="python -m loadtests.load.idle", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--seconds", type=bounded(1, 3600), default=60)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--serve-run", action="store_true")
+    which.add_argument("--ray-defaults", action="store_true")
+    args = parser.parse_args()
+    one_machine = environment_of("one-machine.env") if args.serve_run else None
+    with serve_run(_MODEL, NO_SETTINGS if args.ray_defaults else one_machine) as server:
+        assert server.directory is not None  # it was started here
+        time.sleep(_SETTLE_S)
+        shares = measured(server.directory, args.seconds)
+        rows = [(short_name(command_line(pid)), f"{share:.2f}") for pid, share in shares.items()]
+    print(table(("process", "% of a core"), [*rows, ("all", f"{sum(shares.values()):.2f}")]))
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    main()
