@@ -87,8 +87,8 @@ def running(
 def serve_run(
     model: Mapping[str, Any], settings: Mapping[str, str] | None = None, **ingress: object
 ) -> Iterator[Server]:
-    """Corral with this entry of its `models` and these settings of `ingress`, in a Ray cluster of its own: as
-    `make serve` starts it, or by `serve run` with these environment variables."""
+    """Corral with this entry of its `models` and these settings of `ingress`, in a Ray cluster of its own:
+    as `make serve` starts it, or by `serve run` with these environment variables."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, [model], port, **ingress)
