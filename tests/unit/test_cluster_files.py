@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import re
 import resource
 import shlex
@@ -265,6 +266,7 @@ def test_haproxy_is_for_those_whom_nobody_else_reaches(
 def test_servers_of_one_machine_share_no_port_and_no_file(tmp_path: Path) -> None:
     settings = one_machine.haproxy_settings(tmp_path)
     assert environment_of("haproxy.env").keys() <= settings.keys()
+    assert os.access(settings["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
     ports = [value for name, value in settings.items() if name.endswith("_PORT")]
     assert len(set(ports)) == len(ports) == 3
     assert not {"8404", "9101", "8500"} & set(ports)
