@@ -24,21 +24,18 @@ from loadtests.load.observer import cpu_s
 _SETTLE_S = 15.0
 """What the start has put off is done by then."""
 _MODEL = {"id": "corral-demo", "source": {"builtin": True}}
-_TITLE = re.compile(r"(ray::[^ ]+|ray-dashboard-\w+)")
-_PROGRAM = re.compile(r"([\w.]+?)(\.py)?$")
-_MODULE = re.compile(r" -m ([\w.]+)")
+_TITLE = re.compile(r"ray::[^ ]+|ray-dashboard-\w+")
+_PYTHON = re.compile(r"[^ ]*python[\d.]*(?: -\w)*? (?:-m )?(?P<program>[^- ][^ ]*)")
 
 
 def short_name(command: str) -> str:
-    """What a process is called here: the title that it gave itself, its module, or its program."""
+    """What a process is called here: the title that it gave itself, Python's module or script, or its
+    program."""
     if title := _TITLE.match(command):
-        return title[1]
-    if module := _MODULE.search(command):
-        return module[1]
-    words = [word for word in command.split() if not word.startswith("-")]
-    script = next((word for word in words if word.endswith(".py")), words[0] if words else "?")
-    program = _PROGRAM.search(script)
-    return script if program is None else program[1]
+        return title[0]
+    python = _PYTHON.match(command)
+    program = python["program"] if python else command.partition(" ")[0]
+    return Path(program).name.removesuffix(".py") or "?"
 
 
 def percentages(

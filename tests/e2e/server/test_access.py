@@ -1,4 +1,4 @@
-"""Other sites' pages, proxies and slow bodies, through Serve's own proxy."""
+"""Other sites' pages, proxies and slow bodies, through HAProxy."""
 
 from __future__ import annotations
 

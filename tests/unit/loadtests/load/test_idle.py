@@ -22,6 +22,8 @@ from loadtests.load.idle import measured, percentages, short_name
             "serve_app.ingress.workers.zygote",
         ),
         ("/x/ray/core/src/ray/gcs/gcs_server --log_dir=/tmp/x", "gcs_server"),
+        ("/x/raylet/raylet --python_worker_command=/usr/bin/python /x/setup_worker.py", "raylet"),
+        ("/x/bin/python3 /x/bin/serve run serve_config.yaml", "serve"),
         ("/x/bin/haproxy -db -f /tmp/haproxy.cfg -sf 12", "haproxy"),
         ("", "?"),
     ],
