@@ -41,6 +41,8 @@ BEGIN_PER_S = 200
 """Streams that are asked for in a second."""
 PATIENCE_S = 1200.0
 COMPLETE = "complete"
+MOST_SHOWN = 200
+"""Characters of an error."""
 
 
 def main() -> int:
@@ -123,12 +125,14 @@ async def _stream(url: str, number: int, n_tokens: int, rate: int) -> str:
         wire.setblocking(False)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         await loop.sock_connect(wire, (address.hostname, address.port))
-        await loop.sock_sendall(wire, f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        await loop.sock_sendall(
+            wire, f"{head}Connection: close\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent
+        )
         read = bytearray()
         while not read.endswith(b"0\r\n\r\n"):
             part = await loop.sock_recv(wire, max(1, round(rate * EVERY_S)))
             if not part:
-                return "cut"
+                return "cut" if read.startswith(b"HTTP/1.1 200") else judged(bytes(read), n_tokens)
             read += part
             await asyncio.sleep(EVERY_S)
     return judged(bytes(read), n_tokens)
@@ -136,11 +140,12 @@ async def _stream(url: str, number: int, n_tokens: int, rate: int) -> str:
 
 def judged(answer: bytes, n_tokens: int) -> str:
     """COMPLETE if this HTTP answer, in chunks, is a stream of so many tokens; else what it is."""
-    status = answer.split(b" ", 2)[1].decode()
+    if not answer.startswith(b"HTTP/1.1 "):
+        return "no answer"
+    status, content = answer[9:12].decode(), answer.partition(b"\r\n\r\n")[2]
     if status != "200":
-        return status
-    reader = Reader()
-    chunks = answer.partition(b"\r\n\r\n")[2]
+        return f"{status}: {content[:MOST_SHOWN].decode(errors='replace')}"
+    reader, chunks = Reader(), content
     while chunks:
         length, _, rest = chunks.partition(b"\r\n")
         n_bytes = int(length, 16)

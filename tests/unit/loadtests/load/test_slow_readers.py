@@ -30,7 +30,8 @@ DONE = "data: [DONE]\n\n"
         (answer(event("a"), event("b", 2) + DONE), COMPLETE),
         (answer(event("a", 1), DONE), "1 tokens"),
         (answer(event("a", 2)), "the stream ended without [DONE]"),
-        (answer("{}", status=429), "429"),
+        (b"HTTP/1.1 429 Too Many Requests\r\nA: b\r\n\r\nfull", "429: full"),
+        (b"", "no answer"),
     ],
 )
 def test_only_whole_streams_are_complete(got: bytes, told: str) -> None:
