@@ -16,7 +16,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from serve_app.config import validation
-from serve_app.errors import AuthenticationError, ConfigError, KeyLimitError, RateLimitError
+from serve_app.errors import (
+    AuthenticationError,
+    ConfigError,
+    KeyLimitError,
+    QueueFullError,
+    RateLimitError,
+)
 
 logger = logging.getLogger("corral.ingress")
 
@@ -60,6 +66,10 @@ class KeyFile(BaseModel):
         return self
 
 
+RETRY_S = 1
+"""The shortest time that a refused client is told to wait."""
+
+
 class Account:
     """What a key uses. Only in the ingress's event loop, and for its replica only.
 
@@ -74,10 +84,23 @@ class Account:
         self._spent = 0.0
         """Tokens that are missing in the bucket."""
         self._filled = clock()
+        self._refused_until = -math.inf
+
+    def refused(self) -> None:
+        """There was no room for one of its requests. For as long as it was told to wait, others are refused
+        at once: to ask the engines each time would take more than those who wait have."""
+        self._refused_until = self._clock() + RETRY_S
 
     def enter(self, n: int = 1, *, besides: int = 0) -> None:
         """So many requests begin, `besides` some that run already and belong to them. Raises KeyLimitError
-        for more than the key may ever have, RateLimitError if too many run. Otherwise `leave` ends them."""
+        for more than the key may ever have, and RateLimitError if too many run, or if there was no room a
+        moment ago. Otherwise `leave` ends them."""
+        if not besides and self._clock() < self._refused_until:
+            raise QueueFullError(
+                "A moment ago there was no room for more requests of this API key. Wait as "
+                "`Retry-After` says.",
+                RETRY_S,
+            )
         most = self.key.max_concurrent_requests
         if most is not None and n + besides > most:
             raise KeyLimitError(

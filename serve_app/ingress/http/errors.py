@@ -11,8 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from serve_app.errors import CorralError, InvalidRequestError
-from serve_app.ingress.http import json_body
+from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
+from serve_app.ingress.http import json_body, request_context
 
 logger = logging.getLogger("corral.ingress")
 
@@ -64,6 +64,8 @@ def install(app: FastAPI) -> None:
 
 async def _corral_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, CorralError)
+    if isinstance(error, QueueFullError):
+        request_context.current().refused()
     return response(request, error)
 
 

@@ -92,6 +92,11 @@ class Caller:
             self.account.refund(self._n_reserved)
             self._n_reserved = 0
 
+    def refused(self) -> None:
+        """There was no room for the request."""
+        if self.account is not None:
+            self.account.refused()
+
     def check_operator(self, what: str) -> None:
         """Raises PermissionDeniedError unless this is an operator. `what` begins the message."""
         if self.is_operator:

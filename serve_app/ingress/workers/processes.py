@@ -19,7 +19,7 @@ from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.worker import Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
-POLITENESS = 10
+POLITENESS = 19
 """What is added to the niceness of workers that read long prompts."""
 _ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
@@ -74,7 +74,7 @@ class Worker:
         return self._cpu_s
 
     def be_polite(self) -> None:
-        """From now on it gets a tenth of a core beside a thread that decodes. That cannot be undone."""
+        """From now on it gets a sixtieth of a core beside a thread that decodes. That cannot be undone."""
         self.is_polite = True
         with suppress(ProcessLookupError):
             niceness = os.getpriority(os.PRIO_PROCESS, self.pid)

@@ -193,7 +193,9 @@ async def test_refused_requests_use_no_tokens(
     path: str,
     failure: CorralError,
     refunded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("serve_app.ingress.http.api_keys.RETRY_S", 0)  # nobody has to wait
     app = app_of(Access(keys))
     body = {"prompt": "x" * 60} if path == COMPLETIONS else {"input": "x" * 60}
     script, engine.script, engine.refusal = engine.script, [failure], failure

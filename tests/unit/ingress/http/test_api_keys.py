@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.errors import AuthenticationError, ConfigError, KeyLimitError, RateLimitError
-from serve_app.ingress.http.api_keys import Account, Accounts, ApiKey
+from serve_app.errors import (
+    AuthenticationError,
+    ConfigError,
+    KeyLimitError,
+    QueueFullError,
+    RateLimitError,
+)
+from serve_app.ingress.http.api_keys import RETRY_S, Account, Accounts, ApiKey
 from serve_app.ingress.http.request_context import Caller
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
@@ -172,3 +178,17 @@ def test_each_answer_counts_as_a_request() -> None:
         with pytest.raises(KeyLimitError, match="5 answers; with this API key, 4"):
             caller.ask_for(5)
     account.enter(4)
+
+
+def test_who_was_refused_is_refused_at_once_until_it_has_waited() -> None:
+    clock = Clock()
+    ana, ben = account(clock), account(clock)
+    ana.enter()
+    ana.refused()
+    with pytest.raises(QueueFullError) as told:
+        ana.enter()
+    assert told.value.retry_after_s == RETRY_S
+    ana.enter(31, besides=1)  # one that is in already
+    ben.enter()
+    clock.now += RETRY_S
+    ana.enter()
