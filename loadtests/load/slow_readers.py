@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import resource
 import socket
 import sys
@@ -41,8 +42,6 @@ BEGIN_PER_S = 200
 """Streams that are asked for in a second."""
 PATIENCE_S = 1200.0
 COMPLETE = "complete"
-MOST_SHOWN = 200
-"""Characters of an error."""
 
 
 def main() -> int:
@@ -60,7 +59,12 @@ def main() -> int:
     model = {
         "id": "model",
         "source": {"builtin": True},
-        "engine": {"n_slots": 16, "n_ctx_slot": 1024, "max_waiting": args.streams},
+        "engine": {
+            "n_slots": 16,
+            "n_ctx_slot": 1024,
+            "max_waiting": args.streams,
+            "max_wait_s": PATIENCE_S,
+        },
     }
     room = {"max_ongoing_requests": 2 * args.streams, "num_replicas": 1}
     with serve_run(model, deployment=room) as server:
@@ -144,7 +148,8 @@ def judged(answer: bytes, n_tokens: int) -> str:
         return "no answer"
     status, content = answer[9:12].decode(), answer.partition(b"\r\n\r\n")[2]
     if status != "200":
-        return f"{status}: {content[:MOST_SHOWN].decode(errors='replace')}"
+        code = re.search(rb'"code": ?"(\w+)"', content)
+        return f"{status} {code[1].decode()}" if code else status
     reader, chunks = Reader(), content
     while chunks:
         length, _, rest = chunks.partition(b"\r\n")
