@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from serve_app.channel.address import Address
 from serve_app.channel.listener import Call, Listener
 from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
@@ -35,6 +36,7 @@ from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.open_requests import OpenRequests
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.shared_look import SharedLooks
+from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
@@ -57,6 +59,9 @@ _LOOK_EVERY_S = 0.1
 _LEAVING_S = 1.0
 """When a client leaves, Serve cancels what its request has called, and then the request: the second comes
 within so many seconds of the first."""
+_STARTING, _STARTING_EACH = 16, 8
+"""Requests that may be on their way to an engine at once, in all and of each client: each takes
+milliseconds of the event loop, and another client's is sent between those of a burst."""
 _LATE_S = 10.0
 """The end of an answer comes at most so long after the call has ended, or never."""
 
@@ -75,6 +80,7 @@ class HandleClient:
         self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
+        self._starting = Places(_STARTING, _STARTING_EACH)
         self._following: set[asyncio.Task[None]] = set()
         """Those of answers that are complete end by themselves, a moment later."""
 
@@ -84,6 +90,16 @@ class HandleClient:
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         address = await self._listener.address()
+        async with aclosing(self._answer(request, address)) as items:
+            async with self._starting.entered(request.client):
+                first = await anext(items)
+            yield first
+            async for item in items:
+                yield item
+
+    async def _answer(
+        self, request: GenerationRequest, address: Address
+    ) -> AsyncGenerator[Accepted | TokenDelta]:
         with self._listener.call() as call:
             response: Any = self._handle.generate.remote(
                 request, self._vocabulary_key, address, call.number

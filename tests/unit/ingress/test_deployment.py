@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator, Generator
 from typing import Any
@@ -252,6 +253,40 @@ async def test_a_stream_goes_on_when_its_connection_breaks(listener: Listener) -
     text = "".join([item.text async for item in stream if isinstance(item, TokenDelta)])
     assert text == "a"
     assert [call.n_left for call in handle.calls] == [1, 0]
+
+
+class SilentHandle:
+    """Its calls are never answered."""
+
+    def __init__(self) -> None:
+        self.generate = self
+        self.clients: list[str] = []
+
+    def remote(self, asked: GenerationRequest, *_: object) -> asyncio.Future[None]:
+        self.clients.append(asked.client)
+        return asyncio.get_running_loop().create_future()
+
+
+async def test_a_burst_of_one_client_leaves_room_for_another(listener: Listener) -> None:
+    handle = SilentHandle()
+    engines = HandleClient(handle, b"", listener)  # type: ignore[arg-type]
+
+    def asks(client: str) -> asyncio.Future[object]:
+        asked = dataclasses.replace(REQUEST, client=client)
+        return asyncio.ensure_future(anext(engines.generate(asked)))
+
+    burst = [asks("greedy") for _ in range(100)]
+    async with asyncio.timeout(PATIENCE_S):
+        while len(handle.clients) < deployment._STARTING_EACH:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        burst.append(asks("other"))
+        while "other" not in handle.clients:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert handle.clients.count("greedy") == deployment._STARTING_EACH
+    for one in burst:
+        one.cancel()
+    await asyncio.gather(*burst, return_exceptions=True)
+    assert handle.clients.count("greedy") == deployment._STARTING_EACH
 
 
 # -- what is asked of all replicas ----------------------------------------------------------------
