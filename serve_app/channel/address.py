@@ -19,11 +19,10 @@ _ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIM
 class Address:
     """One ingress replica's. It crosses the Serve handle with every request."""
 
-    listener_id: str
     node_id: str
     """Ray's, of the node that it is on."""
     path: str
-    """Of a Unix socket in the abstract namespace, for those on the same node."""
+    """Of a Unix socket in the abstract namespace, for those on the same node. No other listener has it."""
     host: str
     port: int
     """For all others."""

@@ -141,7 +141,7 @@ class Listener:
             raise
         self._servers += remote, local
         port = remote.sockets[0].getsockname()[1]
-        return Address(path, self._node_id, path, self._host, port, self._secret)
+        return Address(self._node_id, path, self._host, port, self._secret)
 
     async def _start_remote(self) -> asyncio.Server:
         try:

@@ -198,14 +198,14 @@ class Channels:
     async def to(self, address: Address) -> Channel:
         """The channel to this ingress, opened if there is none. Raises ChannelBrokenError if it cannot be
         opened."""
-        channel = self._channels.get(address.listener_id)
+        channel = self._channels.get(address.path)
         if channel is not None:
             return channel
-        opening = self._opening.get(address.listener_id)
+        opening = self._opening.get(address.path)
         if opening is None:
             opening = asyncio.ensure_future(self._open(address))
-            self._opening[address.listener_id] = opening
-            opening.add_done_callback(lambda _: self._opening.pop(address.listener_id))
+            self._opening[address.path] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(address.path))
         return await asyncio.shield(opening)
 
     async def _open(self, address: Address) -> Channel:
@@ -218,10 +218,10 @@ class Channels:
             raise ChannelBrokenError("The engine replica cannot reach the ingress.") from error
 
         def lost(channel: Channel) -> None:
-            if self._channels.get(address.listener_id) is channel:
-                del self._channels[address.listener_id]
+            if self._channels.get(address.path) is channel:
+                del self._channels[address.path]
 
-        channel = self._channels[address.listener_id] = Channel(connection, lost)
+        channel = self._channels[address.path] = Channel(connection, lost)
         return channel
 
     def _connect(self, address: Address) -> socket.socket:

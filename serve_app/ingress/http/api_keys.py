@@ -87,8 +87,8 @@ class Account:
         self._refused_until = -math.inf
 
     def refused(self) -> None:
-        """There was no room for one of its requests. For as long as it was told to wait, others are refused
-        at once: to ask the engines each time would take more than those who wait have."""
+        """There was no room for one of its requests. More of them are refused at once, for the shortest
+        time that anybody is told to wait: each would cost more than to answer those who wait."""
         self._refused_until = self._clock() + RETRY_S
 
     def enter(self, n: int = 1, *, besides: int = 0) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+from serve_app.channel import frames
 from serve_app.channel.address import Address
+from serve_app.channel.frames import FrameBuffer, Item
 from serve_app.channel.listener import Call, Listener
 from serve_app.channel.sender import Channel, Channels
 from serve_app.errors import CorralError
@@ -99,3 +102,46 @@ async def settle() -> None:
     """Let what is about to happen in this loop happen."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+class Wire:
+    """A channel, the other end of its socket, and how often it was lost."""
+
+    def __init__(self) -> None:
+        ours, self.peer = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        self.peer.setblocking(False)
+        self.n_lost = 0
+        self.channel = Channel(ours, self._lost)
+        self._buffer = FrameBuffer()
+
+    def _lost(self, channel: Channel) -> None:
+        assert channel is self.channel
+        self.n_lost += 1
+
+    def fill(self) -> TokenDelta:
+        """Send to call 0 until the socket is full; returns all of it."""
+        sent = TokenDelta("", ())
+        while not self.channel._is_blocked:
+            more = delta("x" * 10_000)
+            sent = sent.then(more)
+            self.channel.push(0, more)
+            self.channel.flush()
+        return sent
+
+    def receive(self, n_bytes: int = 1 << 20) -> list[list[Item]]:
+        """The frames that have come and were not read yet."""
+        try:
+            data = self.peer.recv(n_bytes)
+        except BlockingIOError:
+            return []
+        return [frames.items(body) for body in self._buffer.add(data)]
+
+    async def receive_all(self) -> list[list[Item]]:
+        """The frames that come until nothing is left to send."""
+        found: list[list[Item]] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while self.channel._unsent or self.channel._pending:
+                found += self.receive()
+                await asyncio.sleep(0)
+        return found + self.receive()

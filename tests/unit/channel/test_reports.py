@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from serve_app.channel import frames
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channels
-from tests.unit.channel.harness import ELSEWHERE, HERE, delta, settle
-from tests.unit.channel.test_sender import Wire
-
-
-@pytest.fixture
-async def wire() -> AsyncIterator[Wire]:
-    one = Wire()
-    yield one
-    one.channel.close()
-    one.peer.close()
+from tests.unit.channel.harness import ELSEWHERE, HERE, Wire, delta, settle
 
 
 def bodies(wire: Wire) -> list[bytes]:

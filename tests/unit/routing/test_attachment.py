@@ -12,7 +12,7 @@ from serve_app.routing.attachment import Attachment
 from serve_app.routing.reports import Hearing, Reports
 from tests.unit.channel.harness import settle
 
-ADDRESS = Address("l", "n", "l", "127.0.0.1", 1, "secret")
+ADDRESS = Address("n", "l", "127.0.0.1", 1, "secret")
 
 
 class Fleet:

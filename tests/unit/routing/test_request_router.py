@@ -24,7 +24,7 @@ from serve_app.types import GenerationRequest
 
 TOKENS = tuple(range(70))
 KEY = request_key("http")
-ADDRESS = Address("l", "n", "l", "127.0.0.1", 1, "secret")
+ADDRESS = Address("n", "l", "127.0.0.1", 1, "secret")
 SERVED: Any = EngineReplica
 
 
