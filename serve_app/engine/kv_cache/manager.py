@@ -10,8 +10,9 @@ from typing import NamedTuple
 from serve_app.engine.backends.base import Backend, State
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
-from serve_app.engine.kv_cache.slots import Choice, Slot, SlotTable, Wait
-from serve_app.engine.kv_cache.state_format import packed
+from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
@@ -67,7 +68,7 @@ class KVCacheManager:
         slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
         return [
             *(HeldPrompt(slot.group, slot.prompt) for slot in slots),
-            *(HeldPrompt(stored.group, stored.tokens) for stored in self.memory_tier.newest),
+            *self.memory_tier.prompts,
         ]
 
     # -- coming and going -------------------------------------------------------------------------
@@ -75,9 +76,12 @@ class KVCacheManager:
     def place(self, sequence: Sequence) -> Place | Wait:
         """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
         should wait for one that is being computed. What is lost by that is stored first."""
-        tokens, group = sequence.reusable, sequence.request.cache_group
+        if sequence.waits is not None and self.table.lasts(sequence.waits):
+            return sequence.waits
+        group, tokens = sequence.request.cache_group, sequence.packed(sequence.n_reusable)
         n_stored, stored = self.memory_tier.longest(group, tokens)
         choice = self.table.choose(group, tokens, n_stored)
+        sequence.waits = choice if isinstance(choice, Wait) else None
         if isinstance(choice, Wait):
             return choice
         if choice.stored and stored is not None:
@@ -85,7 +89,7 @@ class KVCacheManager:
         self.store(choice.slot, self.table.loses(choice))
         n_cached = self._fill(choice, stored)
         if sequence.trace.admitted is None:  # one that was preempted was counted before
-            self.begun.append(Prefix(group, packed(sequence.request.prompt)))
+            self.begun.append(Prefix(group, sequence.packed_prompt))
         return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
 
     def release(self, sequence: Sequence) -> None:
@@ -93,7 +97,7 @@ class KVCacheManager:
         slot = self.table.slots[sequence.slot_id]
         self.table.release(slot)
         if sequence.n_exact is not None:
-            del slot.idle_tokens[self._keep(slot, len(slot.idle_tokens)) :]
+            self._hold(slot, slot.idle_tokens[: self._keep(slot, len(slot.idle_tokens))])
 
     def evict_idle(self) -> bool:
         """Empty the idle slot that nobody has used for longest; False if there is none with tokens."""
@@ -124,7 +128,11 @@ class KVCacheManager:
         there yet."""
         n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
         settled = slot.id not in self._backend.unsettled
-        if tokens and settled and self.memory_tier.wants(slot.group, tokens, n_bytes):
+        if (
+            tokens
+            and settled
+            and self.memory_tier.wants(slot.group, slot.packed(len(tokens)), n_bytes)
+        ):
             self.memory_tier.put(slot.group, tokens, self._save(slot, n_bytes))
 
     def _save(self, slot: Slot, n_bytes: int) -> State:
@@ -152,7 +160,7 @@ class KVCacheManager:
             if (
                 free
                 and self.memory_tier.has_room(n_bytes)
-                and self.memory_tier.wants(slot.group, slot.idle_tokens, n_bytes)
+                and self.memory_tier.wants(slot.group, slot.packed(slot.n_past), n_bytes)
             ):
                 return slot
         return None
@@ -185,7 +193,8 @@ class KVCacheManager:
             self._backend.restore(slot.id, prefix.state)
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
-        slot.idle_tokens, slot.group = list(prefix.tokens), prefix.group
+        slot.group = prefix.group
+        self._hold(slot, list(prefix.tokens))
 
     def erase(self, slot_id: int) -> int:
         """Empty an idle slot; returns the tokens that it had. The memory tier may have them still."""
@@ -213,19 +222,12 @@ class KVCacheManager:
     ) -> StoredPrefix | None:
         """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
         or if saving it would probably keep running sequences waiting for longer than that."""
-        n = len(tokens)
-        stored = [
-            one for one in self.memory_tier if one.group == group and one.tokens[:n] == tokens
-        ]
         slots = [
             one
-            for one in self.table.slots
-            if one.group == group
-            and one.id not in self._backend.unsettled
-            and one.n_past >= n
-            and one.tokens[:n] == tokens
+            for one in self.table.having(group, packed(tokens))
+            if one.group == group and one.id not in self._backend.unsettled
         ]
-        found = min(stored, key=lambda one: len(one.tokens), default=None)
+        found = self.memory_tier.beginning(group, tokens)
         slot = min(slots, key=lambda one: one.n_past, default=None)
         if slot is not None and (found is None or slot.n_past < len(found.tokens)):
             most_s = most_s if self.table.busy else None
@@ -284,7 +286,13 @@ class KVCacheManager:
         """Store what an idle slot has, and drop it."""
         self.store(slot, slot.idle_tokens)
         self._backend.truncate(slot.id, 0)
-        slot.idle_tokens, slot.n_shared = [], 0
+        slot.n_shared = 0
+        self._hold(slot, [])
+
+    def _hold(self, slot: Slot, tokens: list[int]) -> None:
+        """These are what an idle slot has now."""
+        slot.idle_tokens = tokens
+        self.table.index.update()
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest
@@ -297,9 +305,11 @@ class KVCacheManager:
         except DecodeError:
             self._backend.truncate(slot_id, 0)
             sequence.shift(n_keep, n_discard, cached=False)
+            self.table.index.update()
             return
         self.table.slots[slot_id].n_shared = 0
         sequence.shift(n_keep, n_discard, cached=True)
+        self.table.index.update()
 
     def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
         """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
