@@ -177,6 +177,12 @@ class Sequence:
             room = min(room, self.n_left - 1)
         return self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
 
+    def give_up(self, n_tokens: int) -> list[int]:
+        """Its first tokens, for its slot to keep: it has ended, and has none any more."""
+        tokens, self.tokens, self._packed = self.tokens, [], b""
+        del tokens[n_tokens:]
+        return tokens
+
     def advance(self, n_rows: int) -> None:
         """Its next `n_rows` tokens are in the cache now."""
         self.n_past += n_rows

@@ -292,24 +292,24 @@ class KVCacheManager:
     def _hold(self, slot: Slot, tokens: list[int]) -> None:
         """These are what an idle slot has now."""
         slot.idle_tokens = tokens
-        self.table.index.update()
+        self.table.index.tell(slot)
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest
         up, all is to be computed again."""
-        slot_id = sequence.slot_id
+        slot = self.table.slots[sequence.slot_id]
         try:
-            if slot_id in self._backend.unsettled:
+            if slot.id in self._backend.unsettled:
                 raise DecodeError("The slot is still to be written.")
-            self._backend.shift(slot_id, n_keep, n_discard)
+            self._backend.shift(slot.id, n_keep, n_discard)
         except DecodeError:
-            self._backend.truncate(slot_id, 0)
+            self._backend.truncate(slot.id, 0)
             sequence.shift(n_keep, n_discard, cached=False)
-            self.table.index.update()
+            self.table.index.tell(slot)
             return
-        self.table.slots[slot_id].n_shared = 0
+        slot.n_shared = 0
         sequence.shift(n_keep, n_discard, cached=True)
-        self.table.index.update()
+        self.table.index.tell(slot)
 
     def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
         """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""

@@ -66,11 +66,17 @@ class Slot:
             self._packed = self.idle_tokens, packed(self.idle_tokens)
         return self._packed[1][: n_wanted * TOKEN_BYTES]
 
+    def occupy(self, sequence: Sequence) -> None:
+        """It has a sequence now, and what that needs of its idle tokens."""
+        self.sequence, self.group = sequence, sequence.request.cache_group
+        self.idle_tokens, self._packed = [], (None, b"")
+
     def release(self) -> None:
         """Its sequence leaves; it keeps what that has in the cache."""
-        tokens = self.tokens[: self.n_past]
-        self._packed = tokens, self.packed(len(tokens))
-        self.sequence, self.idle_tokens = None, tokens
+        n_past, sequence = self.n_past, self.sequence
+        kept = self.packed(n_past)
+        self.idle_tokens = sequence.give_up(n_past) if sequence is not None and n_past else []
+        self.sequence, self._packed = None, (self.idle_tokens, kept)
 
     @property
     def n_tokens(self) -> int:
@@ -144,9 +150,11 @@ class SlotIndex:
         """Tell the index what has changed."""
         for slot, known in zip(self._slots, self._known, strict=True):
             if known.source is not slot.source or known.group != slot.group:
-                self._tell(slot, known)
+                self.tell(slot)
 
-    def _tell(self, slot: Slot, known: _Known) -> None:
+    def tell(self, slot: Slot) -> None:
+        """Tell the index what a slot has now."""
+        known = self._known[slot.id]
         before, n_tokens = known.entry, slot.n_tokens
         known.source, known.group, known.entry = slot.source, slot.group, None
         if n_tokens:

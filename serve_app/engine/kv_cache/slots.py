@@ -159,14 +159,13 @@ class SlotTable:
 
     def occupy(self, slot: Slot, sequence: Sequence) -> None:
         """Hand an idle slot to a sequence."""
-        slot.sequence, slot.idle_tokens = sequence, []
-        slot.group = sequence.request.cache_group
-        self.index.update()
+        slot.occupy(sequence)
+        self.index.tell(slot)
 
     def release(self, slot: Slot) -> None:
         """Take the slot back; it keeps what its sequence has in the cache for others to start from."""
         slot.release()
-        self.index.update()
+        self.index.tell(slot)
         self._clock += 1
         slot.last_used = self._clock
 
