@@ -24,7 +24,7 @@ from unittest import mock
 
 from loadtests.common.benchmark import listed, table
 from serve_app.engine.backends.base import MemoryUse
-from serve_app.engine.kv_cache.manager import KVCacheManager
+from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
@@ -72,7 +72,7 @@ class Bench:
     def _run(self, sequence: Sequence) -> None:
         """Give it a slot."""
         place = self._cache.place(sequence)
-        assert not isinstance(place, Wait)
+        assert isinstance(place, Place)
         sequence.admit(place.slot.id, place.n_cached, None)
         self._cache.table.occupy(place.slot, sequence)
         sequence.advance(sequence.n_pending)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from typing import NamedTuple
 
+from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend, State
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
@@ -21,8 +21,6 @@ logger = logging.getLogger("corral.engine")
 
 # Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
 _BEGUN_KEPT = 128
-# Seconds to save a byte of a slot, until that was measured: machines are faster.
-_SAVE_BYTE_S = 2e-9
 
 
 class Place(NamedTuple):
@@ -38,11 +36,17 @@ class Place(NamedTuple):
 class KVCacheManager:
     """Carries out in the backend what `SlotTable` decides. Decoder thread only."""
 
-    def __init__(self, backend: Backend, table: SlotTable, memory_tier: MemoryTier) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        table: SlotTable,
+        memory_tier: MemoryTier,
+        max_stall_s: float | None = None,
+    ) -> None:
         self.table = table
         self.memory_tier = memory_tier
         self._backend = backend
-        self._save_byte_s = _SAVE_BYTE_S
+        self.copies = CopyBudget(max_stall_s)
         self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
         """The last prompts that got a slot."""
         self.transferred: Counter[str] = Counter()
@@ -73,20 +77,29 @@ class KVCacheManager:
 
     # -- coming and going -------------------------------------------------------------------------
 
-    def place(self, sequence: Sequence) -> Place | Wait:
+    def place(self, sequence: Sequence) -> Place | Wait | None:
         """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
-        should wait for one that is being computed. What is lost by that is stored first."""
+        should wait for one that is being computed. What is lost by that is stored first.
+
+        While others generate, what would keep them waiting for too long is neither restored nor stored;
+        None if it is only too much for this step."""
         if sequence.waits is not None and self.table.lasts(sequence.waits):
             return sequence.waits
         group, tokens = sequence.request.cache_group, sequence.packed(sequence.n_reusable)
-        n_stored, stored = self.memory_tier.longest(group, tokens)
+        n_stored, stored = self._restorable(group, tokens)
         choice = self.table.choose(group, tokens, n_stored)
         sequence.waits = choice if isinstance(choice, Wait) else None
         if isinstance(choice, Wait):
             return choice
+        lost, restore_s = self.table.loses(choice), 0.0
+        if choice.stored and stored is not None:
+            restore_s = self.copies.restores.forecast_s(len(stored.state))
+        save_s = self.copies.saves.forecast_s(self._n_bytes(lost))
+        if self.table.streams and self.copies.can_wait(restore_s, save_s):
+            return None
         if choice.stored and stored is not None:
             self.memory_tier.used(stored)
-        self.store(choice.slot, self.table.loses(choice))
+        self.store(choice.slot, lost, restore_s)
         n_cached = self._fill(choice, stored)
         if sequence.trace.admitted is None:  # one that was preempted was counted before
             self.begun.append(Prefix(group, sequence.packed_prompt))
@@ -123,23 +136,41 @@ class KVCacheManager:
         sequence.preempt()
         self.table.release(slot)
 
-    def store(self, slot: Slot, tokens: list[int]) -> None:
+    def store(self, slot: Slot, tokens: list[int], beside_s: float = 0.0) -> None:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
-        there yet."""
-        n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
-        settled = slot.id not in self._backend.unsettled
-        if (
-            tokens
-            and settled
-            and self.memory_tier.wants(slot.group, slot.packed(len(tokens)), n_bytes)
-        ):
+        there yet, or streams would wait too long for it, and for `beside_s` seconds of other copies."""
+        n_bytes = self._n_bytes(tokens)
+        if self._is_worth_saving(slot, tokens) and self._may_save(n_bytes, beside_s):
             self.memory_tier.put(slot.group, tokens, self._save(slot, n_bytes))
 
+    def _is_worth_saving(self, slot: Slot, tokens: list[int]) -> bool:
+        settled = slot.id not in self._backend.unsettled
+        return bool(tokens and settled) and self.memory_tier.wants(
+            slot.group, slot.packed(len(tokens)), self._n_bytes(tokens)
+        )
+
+    def _may_save(self, n_bytes: int, beside_s: float) -> bool:
+        saves = self.copies.saves
+        return not self.table.streams or (
+            self.copies.allows(saves, n_bytes)
+            and self.copies.fits(saves.forecast_s(n_bytes) + beside_s)
+        )
+
     def _save(self, slot: Slot, n_bytes: int) -> State:
-        began = time.monotonic()
-        state = self._backend.save(slot.id)
-        self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
-        return state
+        with self.copies.making(self.copies.saves, n_bytes):
+            return self._backend.save(slot.id)
+
+    def _n_bytes(self, tokens: list[int]) -> int:
+        """Of the state that so many tokens have."""
+        return len(tokens) * self._backend.memory.cache_bytes_per_token
+
+    def _restorable(self, group: str, prompt: bytes) -> tuple[int, StoredPrefix | None]:
+        """See `MemoryTier.longest`; nothing if streams would wait too long for it."""
+        n_stored, stored = self.memory_tier.longest(group, prompt)
+        if stored is None or not self.table.streams:
+            return n_stored, stored
+        may_wait = self.copies.allows(self.copies.restores, len(stored.state))
+        return (n_stored, stored) if may_wait else (0, None)
 
     def would_keep(self, sequence: Sequence) -> tuple[int, float]:
         """Of the tokens that a running sequence has in the cache, how many would be stored if it lost its
@@ -148,7 +179,7 @@ class KVCacheManager:
         n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
         if slot.id in self._backend.unsettled or not self.memory_tier.fits(n_bytes):
             return 0, 0.0
-        return slot.n_past, n_bytes * self._save_byte_s
+        return slot.n_past, self.copies.saves.forecast_s(n_bytes)
 
     @property
     def behind(self) -> Slot | None:
@@ -240,7 +271,7 @@ class KVCacheManager:
     def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
         """What a slot has, unless that would take too long."""
         n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
-        if most_s is not None and n_bytes * self._save_byte_s > most_s:
+        if most_s is not None and self.copies.saves.forecast_s(n_bytes) > most_s:
             return None
         return StoredPrefix(slot.tokens[: slot.n_past], self._save(slot, n_bytes), slot.group)
 
@@ -319,7 +350,8 @@ class KVCacheManager:
             if slot.id in self._backend.unsettled:  # a copy would be of what is written now
                 return self._keep(slot, 0)
             try:
-                self._backend.restore(slot.id, stored.state)
+                with self.copies.making(self.copies.restores, len(stored.state)):
+                    self._backend.restore(slot.id, stored.state)
             except DecodeError as error:
                 logger.warning("A stored prefix is computed again: %s", error)
                 return self._keep(slot, 0)

@@ -37,4 +37,4 @@ def open_cache(
         disk_tier = DiskTier(options.prefix_folder, backend.state_key)
     kept = disk_tier.load(options.cache_ram_bytes) if disk_tier else ()
     memory_tier = MemoryTier(options.cache_ram_bytes, kept, disk_tier, index)
-    return KVCacheManager(backend, table, memory_tier), disk_tier
+    return KVCacheManager(backend, table, memory_tier, options.max_stall_s), disk_tier

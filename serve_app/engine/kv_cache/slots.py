@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot, SlotIndex
-from serve_app.engine.sequence import Sequence
+from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.types import SHARED_GROUP
 
 
@@ -76,6 +76,12 @@ class SlotTable:
     def busy(self) -> bool:
         """Whether some slot has a sequence."""
         return any(slot.sequence is not None for slot in self.slots)
+
+    @property
+    def streams(self) -> bool:
+        """Whether some sequence generates: somebody waits for its next token."""
+        sequences = (slot.sequence for slot in self.slots)
+        return any(one.state is SequenceState.DECODE for one in sequences if one is not None)
 
     @property
     def n_cells(self) -> int:
