@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.engine.backends.base import State
-from serve_app.engine.kv_cache.packing import Tokens, as_array, packed
+from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
 from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
 from serve_app.engine.metrics.stats import HeldPrompt
 
@@ -115,7 +115,8 @@ class MemoryTier:
     def longest(self, group: str, prompt: Tokens) -> tuple[int, StoredPrefix | None]:
         """How many of the prompt's first tokens the best prefix of its group has, and that prefix; of
         several, the least recently used. At least the prompt's last token is left out."""
-        n_shared, entry = self._index.match(group, as_array(prompt)[:-1]).longest()
+        told = packed(prompt)
+        n_shared, entry = self._index.match(group, told, n_tokens(told) - 1).longest()
         return n_shared, None if entry is None else entry.owner
 
     def beginning(self, group: str, tokens: Tokens) -> StoredPrefix | None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 TOKEN_BYTES = 4
 """Of a packed token."""
+_CHUNK_BYTES = 4096 * TOKEN_BYTES
 
-TokenArray = NDArray[np.int32]
 Tokens = Sequence[int] | bytes
 """Token ids, or packed ones: those need not be looked at one by one."""
 
@@ -31,11 +28,16 @@ def unpacked(tokens: bytes) -> list[int]:
     return list(struct.unpack(f"<{n_tokens(tokens)}i", tokens))
 
 
-def as_array(tokens: Tokens | TokenArray) -> TokenArray:
-    """The same tokens for numpy; packed ones are not copied. Nobody may write to it."""
-    if isinstance(tokens, np.ndarray):
-        return tokens
-    return np.frombuffer(packed(tokens), np.dtype("<i4"))
+def n_matching(run: bytes, tokens: bytes, start: int, end: int) -> int:
+    """Of packed tokens, how many first ones of `run` stand in `tokens[start:end]`, which are bytes. Nothing
+    longer than a chunk is copied, and no other thread gets the interpreter, as with numpy."""
+    if tokens.startswith(run, start, end):
+        return n_tokens(run)
+    n = 0
+    while n < len(run) and tokens.startswith(run[n : n + _CHUNK_BYTES], start + n, end):
+        n += _CHUNK_BYTES
+    rest = tokens[start + n : min(end, start + n + _CHUNK_BYTES)]
+    return (n + common_prefix(run[n : n + _CHUNK_BYTES], rest)) // TOKEN_BYTES
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """The prefix index: who has how many of a prompt's first tokens. Pure: no model, no threads, no clock.
 
 A radix tree for each cache group. A node stands for a run of tokens that all entries below it share, of any
-length: so there are fewer than two nodes for an entry, runs are compared by numpy, and what is found is
+length: so there are fewer than two nodes for an entry, runs are compared as bytes, and what is found is
 exact to the token. Whoever keeps its cache in blocks rounds that down. Source: Zheng et al., "SGLang:
 Efficient Execution of Structured Language Model Programs", 2023; it has one tree, and runs of whole pages.
 """
@@ -12,9 +12,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from serve_app.engine.kv_cache.packing import TokenArray, Tokens, as_array
+from serve_app.engine.kv_cache.packing import (
+    TOKEN_BYTES,
+    Tokens,
+    n_matching,
+    n_tokens,
+    packed,
+)
 
 # Uses that a node remembers of each entry below it, and some more, before it forgets the old ones.
 _USES_KEPT = 2
@@ -41,12 +45,12 @@ class _Node:
 
     __slots__ = ("by_age", "children", "end", "entries", "n_aged", "parent", "run")
 
-    def __init__(self, parent: _Node | None, run: TokenArray) -> None:
+    def __init__(self, parent: _Node | None, run: bytes) -> None:
         self.parent = parent
-        self.run = run.copy()  # or a few tokens would keep a whole prompt's
-        self.end: int = len(run) + (parent.end if parent else 0)
+        self.run = run
+        self.end: int = n_tokens(run) + (parent.end if parent else 0)
         """Tokens from the root to its end."""
-        self.children: dict[int, _Node] = {}
+        self.children: dict[bytes, _Node] = {}
         """By the first token of their runs."""
         self.entries: set[Entry] = set()
         """Those that end here."""
@@ -136,20 +140,21 @@ class PrefixIndex:
         self._roots: dict[str, _Node] = {}
         self._clock = 0
 
-    def match(self, group: str, tokens: Tokens | TokenArray) -> Match:
-        """Find what the group's entries have of these."""
-        wanted = as_array(tokens)
-        return Match(self._path(group, wanted), len(wanted))
+    def match(self, group: str, tokens: Tokens, n_wanted: int | None = None) -> Match:
+        """Find what the group's entries have of the first `n_wanted` of these tokens, or of all."""
+        told = packed(tokens)
+        n = n_tokens(told) if n_wanted is None else n_wanted
+        return Match(self._path(group, told, n), n)
 
     def add(self, owner: Any, group: str, tokens: Tokens) -> Entry:
         """A new entry of that group; it has no age until it is used."""
-        wanted = as_array(tokens)
-        self._roots.setdefault(group, _Node(None, wanted[:0]))
-        node, n_shared = self._path(group, wanted)[-1]
+        told = packed(tokens)
+        self._roots.setdefault(group, _Node(None, b""))
+        node, n_shared = self._path(group, told, n_tokens(told))[-1]
         if n_shared < node.end:
             node = self._split(node, n_shared)
-        if n_shared < len(wanted):
-            node = self._append(node, wanted[n_shared:])
+        if n_shared < n_tokens(told):
+            node = self._append(node, told[n_shared * TOKEN_BYTES :])
         entry = Entry(owner, group, node)
         node.entries.add(entry)
         self.version += 1
@@ -172,49 +177,46 @@ class PrefixIndex:
         self._prune(entry)
         self.version += 1
 
-    def _path(self, group: str, wanted: TokenArray) -> list[tuple[_Node, int]]:
-        """The nodes along these tokens, each with how many match up to there."""
-        node, n = self._roots.get(group), 0
+    def _path(self, group: str, tokens: bytes, n_wanted: int) -> list[tuple[_Node, int]]:
+        """The nodes along so many of these tokens, each with how many match up to there."""
+        node, n, end = self._roots.get(group), 0, n_wanted * TOKEN_BYTES
         path = []
         while node is not None:
-            n += _n_common(node.run, wanted[n:])
+            n += n_matching(node.run, tokens, n * TOKEN_BYTES, end)
             path.append((node, n))
-            more = n == node.end and n < len(wanted)
-            node = node.children.get(int(wanted[n])) if more else None
+            more = n == node.end and n < n_wanted
+            node = node.children.get(_first(tokens, n)) if more else None
         return path
 
-    def _append(self, parent: _Node, run: TokenArray) -> _Node:
-        node = parent.children[int(run[0])] = _Node(parent, run)
+    def _append(self, parent: _Node, run: bytes) -> _Node:
+        node = parent.children[_first(run)] = _Node(parent, run)
         return node
 
-    def _split(self, node: _Node, n_tokens: int) -> _Node:
+    def _split(self, node: _Node, n_shared: int) -> _Node:
         """A node that ends after so many tokens, where this one has more; this one comes behind it."""
-        parent, at = node.parent, n_tokens - node.end + len(node.run)
+        parent, at = node.parent, (n_shared - node.end) * TOKEN_BYTES
         upper = _Node(parent, node.run[:at])
         upper.n_aged, upper.by_age = node.n_aged, node.by_age.copy()
         if parent is not None:
-            parent.children[int(node.run[0])] = upper
-        node.parent, node.run = upper, node.run[at:].copy()
-        upper.children[int(node.run[0])] = node
+            parent.children[_first(node.run)] = upper
+        node.parent, node.run = upper, node.run[at:]
+        upper.children[_first(node.run)] = node
         return upper
 
     def _prune(self, entry: Entry) -> None:
         """Drop the nodes that are none any more without an entry that was there."""
         node, parent = entry.node, entry.node.parent
         while parent is not None and not node.entries and not node.children:
-            del parent.children[int(node.run[0])]
+            del parent.children[_first(node.run)]
             node, parent = parent, parent.parent
         if parent is None and not node.entries and not node.children:
             del self._roots[entry.group]
         elif parent is not None and not node.entries and len(node.children) == 1:
             (child,) = node.children.values()
-            parent.children[int(node.run[0])] = child
-            child.parent, child.run = parent, np.concatenate((node.run, child.run))
+            parent.children[_first(node.run)] = child
+            child.parent, child.run = parent, node.run + child.run
 
 
-def _n_common(a: TokenArray, b: TokenArray) -> int:
-    """How many first tokens they share."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
+def _first(tokens: bytes, n_before: int = 0) -> bytes:
+    """One packed token."""
+    return tokens[n_before * TOKEN_BYTES : (n_before + 1) * TOKEN_BYTES]

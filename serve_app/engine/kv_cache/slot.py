@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 from serve_app.engine.kv_cache.packing import (
     TOKEN_BYTES,
-    TokenArray,
-    as_array,
-    common_prefix,
+    n_matching,
     packed,
 )
 from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
@@ -138,11 +136,10 @@ class SlotIndex:
         """Of each slot, how many of the first `n_most` tokens of a cache group's prompt it has, or will
         have."""
         self.update()
-        wanted = as_array(prompt)[:n_most]
-        own = self._index.match(group, wanted)
-        for_all = self._index.match(SHARED_GROUP, wanted)
+        own = self._index.match(group, prompt, n_most)
+        for_all = self._index.match(SHARED_GROUP, prompt, n_most)
         return [
-            self._n_shared(slot, for_all if slot.group == SHARED_GROUP else own, wanted)
+            self._n_shared(slot, for_all if slot.group == SHARED_GROUP else own, prompt, n_most)
             for slot in self._slots
         ]
 
@@ -162,11 +159,12 @@ class SlotIndex:
         if before is not None:
             self._index.remove(before)
 
-    def _n_shared(self, slot: Slot, match: Match, wanted: TokenArray) -> int:
+    def _n_shared(self, slot: Slot, match: Match, prompt: bytes, n_most: int) -> int:
         entry = self._known[slot.id].entry
         if entry is None:
             return 0
-        n, n_tokens = match.n_shared(entry), min(slot.n_tokens, len(wanted))
+        n, n_tokens = match.n_shared(entry), min(slot.n_tokens, n_most)
         if n == entry.n_tokens < n_tokens:
-            n += common_prefix(slot.source[n:n_tokens], wanted[n:n_tokens].tolist())
+            tail = packed(slot.source[n:n_tokens])
+            n += n_matching(tail, prompt, n * TOKEN_BYTES, n_tokens * TOKEN_BYTES)
         return min(n, n_tokens)
