@@ -29,7 +29,7 @@ from loadtests.common.rounds import compared, in_turns
 from loadtests.engine import asking, process
 from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.kv_cache import state_format
+from serve_app.engine.kv_cache import packing
 from serve_app.engine.kv_cache.hot_prefixes import hottest
 from serve_app.engine.kv_cache.transfer import Payload
 
@@ -50,8 +50,7 @@ def _export() -> list[tuple[Payload, int]]:
     prefixes = process.engine().prefixes
     wanted = hottest(prefixes.offers(2), [], prefixes.budget_bytes)
     lent = [
-        (prefixes.export_prefix(one.prefix), state_format.n_tokens(one.prefix.tokens))
-        for one in wanted
+        (prefixes.export_prefix(one.prefix), packing.n_tokens(one.prefix.tokens)) for one in wanted
     ]
     return [(payload, n_tokens) for payload, n_tokens in lent if payload is not None]
 

@@ -220,6 +220,7 @@ class DecoderLoop:
                 break
         else:
             self._scheduler.took(batches, time.monotonic() - began)
+        self._cache.copies.stepped()
         self._counts.steps += bool(batches)
         self._flush()
         self._worked = time.monotonic()
@@ -419,6 +420,8 @@ class DecoderLoop:
             if not self._cache.table.has_idle:
                 break
             place = self._cache.place(sequence)
+            if place is None:
+                continue
             if isinstance(place, Wait):
                 n_awaiting += 1
                 if (owner := place.slot.sequence) is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from serve_app.engine.backends.base import Sampler, Vocabulary
 from serve_app.engine.decode.detokenizer import Detokenizer
 from serve_app.engine.decode.ngram_proposer import NgramProposer
 from serve_app.engine.kv_cache import context_shift
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, n_tokens, packed
 from serve_app.engine.metrics.trace import Trace
 from serve_app.errors import CorralError
 from serve_app.llama.constraint import Constraint
@@ -22,6 +24,9 @@ from serve_app.types import (
     TokenLogprobs,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from serve_app.engine.kv_cache.slots import Wait
 
 Sink = Callable[[TokenDelta], None]
 """Takes a sequence's deltas, on the decoder thread; must neither block nor raise."""
@@ -46,6 +51,7 @@ class Sequence:
     `tokens` is the prompt and everything sampled since, less what context shifts dropped;
     `tokens[:n_past]` are in the cache. A step feeds some of `tokens[n_past:]`, and drafts of what may
     follow; so a sequence cannot feed a token that is not its own, and it samples when the last is fed.
+    That list only grows: after a context shift, it is another one.
     """
 
     def __init__(
@@ -57,6 +63,8 @@ class Sequence:
         self.sink = sink
         self.tokens = list(request.prompt)
         self.n_prompt = len(request.prompt)
+        self._packed = self.packed_prompt = packed(request.prompt)
+        """Some of its first tokens; and all of its prompt. Nobody need pack them while others wait."""
         self.n_generated = 0
         """Tokens sampled so far, by other engines too."""
         self.n_past = 0
@@ -66,6 +74,8 @@ class Sequence:
         self.n_exact: int | None = None
         """After a context shift: how many first tokens are in the cache as if they had been computed
         anew, for others to start from."""
+        self.waits: Wait | None = None
+        """What it was told when it could have had a slot."""
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
         self.spent_s = 0.0
@@ -91,10 +101,17 @@ class Sequence:
         return range(len(self._prompt_logprobs), self.n_prompt - 1) if wanted else range(0)
 
     @property
-    def reusable(self) -> list[int]:
+    def n_reusable(self) -> int:
         """Its tokens, up to the first that must be computed: what is cached has no logits."""
         unscored = self.unscored
-        return self.tokens[: unscored.start + 1] if unscored else self.tokens
+        return unscored.start + 1 if unscored else len(self.tokens)
+
+    def packed(self, n_wanted: int) -> bytes:
+        """So many of its first tokens, packed: see `serve_app.engine.kv_cache.packing`."""
+        n_known = n_tokens(self._packed)
+        if n_known < n_wanted:
+            self._packed += packed(self.tokens[n_known:])
+        return self._packed[: n_wanted * TOKEN_BYTES]
 
     @property
     def n_left(self) -> int | None:
@@ -134,7 +151,8 @@ class Sequence:
             if self.constraint is not None:
                 self.constraint.take(token)
             if n_keep is not None and len(self.tokens) == n_ctx_slot:
-                del self.tokens[n_keep : n_keep + context_shift.n_dropped(n_ctx_slot, n_keep)]
+                self._drop(n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
+        self.packed(len(self.tokens))
 
     def admit(self, slot_id: int, n_cached: int, sampler: Sampler | None) -> None:
         """Give it a slot whose cache already holds its first `n_cached` tokens. It gets its sampler the
@@ -151,12 +169,19 @@ class Sequence:
         self.slot_id, self.n_past, self.n_exact = NO_SLOT, 0, None
         self.state = SequenceState.WAITING
 
-    def draft(self, n_most: int, n_ctx_slot: int) -> tuple[int, ...]:
-        """Tokens that may follow its own, so many as it may still have."""
+    def draft(self, n_most: int, n_ctx_slot: int, max_indexed: int) -> tuple[int, ...]:
+        """Tokens that may follow its own, so many as it may still have. For `max_indexed`, see
+        `NgramProposer.draft`."""
         room = n_ctx_slot - len(self.tokens) - 1
         if self.n_left is not None:
             room = min(room, self.n_left - 1)
-        return self.proposer.draft(self.tokens, min(n_most, room))
+        return self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
+
+    def give_up(self, n_tokens: int) -> list[int]:
+        """Its first tokens, for its slot to keep: it has ended, and has none any more."""
+        tokens, self.tokens, self._packed = self.tokens, [], b""
+        del tokens[n_tokens:]
+        return tokens
 
     def advance(self, n_rows: int) -> None:
         """Its next `n_rows` tokens are in the cache now."""
@@ -217,11 +242,15 @@ class Sequence:
     def shift(self, n_keep: int, n_discard: int, *, cached: bool) -> None:
         """Forget `n_discard` tokens after the first `n_keep`. Either the cache has forgotten them too, and
         moved up what is behind; or it holds nothing, and all the rest is to be computed again."""
-        del self.tokens[n_keep : n_keep + n_discard]
+        self._drop(n_keep, n_discard)
         self.n_past = self.n_past - n_discard if cached else 0
         if cached:
             self.n_exact = n_keep if self.n_exact is None else min(n_keep, self.n_exact)
         self.proposer.forget()
+
+    def _drop(self, n_keep: int, n_discard: int) -> None:
+        self.tokens = self.tokens[:n_keep] + self.tokens[n_keep + n_discard :]
+        self._packed = self._packed[: n_keep * TOKEN_BYTES]
 
     def finish(
         self,

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engine import Engine
-from serve_app.engine.kv_cache import state_format
+from serve_app.engine.kv_cache import packing
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, hottest
 from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
 from serve_app.routing import broadcast
@@ -169,7 +169,7 @@ class KVTransfer:
         """Store what is wanted of a payload; returns the bytes of what is kept."""
         try:
             return await asyncio.to_thread(
-                self._prefixes.import_prefix, payload, state_format.n_tokens(wanted.tokens)
+                self._prefixes.import_prefix, payload, packing.n_tokens(wanted.tokens)
             )
         except RefusedPrefixError as error:
             logger.warning("Another replica's prefix is refused: %s.", error)
@@ -200,7 +200,7 @@ class Tally:
         if n_bytes:
             self._replicas.add(replica_id)
             self.n_prefixes += 1
-            self._n_tokens += state_format.n_tokens(prefix.tokens)
+            self._n_tokens += packing.n_tokens(prefix.tokens)
             self.n_bytes += n_bytes
 
     def __str__(self) -> str:

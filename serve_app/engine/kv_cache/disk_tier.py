@@ -12,6 +12,7 @@ from pathlib import Path
 
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+from serve_app.engine.kv_cache.packing import packed
 from serve_app.engine.kv_cache.state_format import RefusedFileError
 from serve_app.errors import ConfigError
 
@@ -102,7 +103,7 @@ class DiskTier:
     def _name(self, prefix: StoredPrefix) -> str:
         """Of the prefix's file: one for each cache group that has these tokens."""
         group = blake2b(prefix.group.encode()).digest()  # of one size, or tokens could pass for it
-        told = self._key + group + state_format.packed(prefix.tokens)
+        told = self._key + group + packed(prefix.tokens)
         return blake2b(told, digest_size=16).hexdigest() + ".prefix"
 
     def _newest_first(self) -> list[Path]:

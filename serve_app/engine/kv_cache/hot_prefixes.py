@@ -1,6 +1,6 @@
 """Finds the common beginnings of prompts that are worth most to another engine. Pure: no Ray, no model.
 
-Prompts are packed (`serve_app.engine.kv_cache.state_format.packed`), four bytes a token: sorted, those of
+Prompts are packed (`serve_app.engine.kv_cache.packing.packed`), four bytes a token: sorted, those of
 one cache group that begin alike stand together.
 """
 
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from serve_app.engine.kv_cache.slots import common_prefix
-from serve_app.engine.kv_cache.state_format import TOKEN_BYTES
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, common_prefix
 from serve_app.types import SHARED_GROUP
 
 MAX_PREFIXES = 32

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from typing import NamedTuple
 
+from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend, State
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
-from serve_app.engine.kv_cache.slots import Choice, Slot, SlotTable, Wait
-from serve_app.engine.kv_cache.state_format import packed
+from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
@@ -20,8 +21,6 @@ logger = logging.getLogger("corral.engine")
 
 # Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
 _BEGUN_KEPT = 128
-# Seconds to save a byte of a slot, until that was measured: machines are faster.
-_SAVE_BYTE_S = 2e-9
 
 
 class Place(NamedTuple):
@@ -37,11 +36,17 @@ class Place(NamedTuple):
 class KVCacheManager:
     """Carries out in the backend what `SlotTable` decides. Decoder thread only."""
 
-    def __init__(self, backend: Backend, table: SlotTable, memory_tier: MemoryTier) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        table: SlotTable,
+        memory_tier: MemoryTier,
+        max_stall_s: float | None = None,
+    ) -> None:
         self.table = table
         self.memory_tier = memory_tier
         self._backend = backend
-        self._save_byte_s = _SAVE_BYTE_S
+        self.copies = CopyBudget(max_stall_s)
         self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
         """The last prompts that got a slot."""
         self.transferred: Counter[str] = Counter()
@@ -67,25 +72,37 @@ class KVCacheManager:
         slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
         return [
             *(HeldPrompt(slot.group, slot.prompt) for slot in slots),
-            *(HeldPrompt(stored.group, stored.tokens) for stored in self.memory_tier.newest),
+            *self.memory_tier.prompts,
         ]
 
     # -- coming and going -------------------------------------------------------------------------
 
-    def place(self, sequence: Sequence) -> Place | Wait:
+    def place(self, sequence: Sequence) -> Place | Wait | None:
         """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
-        should wait for one that is being computed. What is lost by that is stored first."""
-        tokens, group = sequence.reusable, sequence.request.cache_group
-        n_stored, stored = self.memory_tier.longest(group, tokens)
+        should wait for one that is being computed. What is lost by that is stored first.
+
+        While others generate, what would keep them waiting for too long is neither restored nor stored;
+        None if it is only too much for this step."""
+        if sequence.waits is not None and self.table.lasts(sequence.waits):
+            return sequence.waits
+        group, tokens = sequence.request.cache_group, sequence.packed(sequence.n_reusable)
+        n_stored, stored = self._restorable(group, tokens)
         choice = self.table.choose(group, tokens, n_stored)
+        sequence.waits = choice if isinstance(choice, Wait) else None
         if isinstance(choice, Wait):
             return choice
+        lost, restore_s = self.table.loses(choice), 0.0
+        if choice.stored and stored is not None:
+            restore_s = self.copies.restores.forecast_s(len(stored.state))
+        save_s = self.copies.saves.forecast_s(self._n_bytes(lost))
+        if self.table.streams and self.copies.can_wait(restore_s, save_s):
+            return None
         if choice.stored and stored is not None:
             self.memory_tier.used(stored)
-        self.store(choice.slot, self.table.loses(choice))
+        self.store(choice.slot, lost, restore_s)
         n_cached = self._fill(choice, stored)
         if sequence.trace.admitted is None:  # one that was preempted was counted before
-            self.begun.append(Prefix(group, packed(sequence.request.prompt)))
+            self.begun.append(Prefix(group, sequence.packed_prompt))
         return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
 
     def release(self, sequence: Sequence) -> None:
@@ -93,7 +110,7 @@ class KVCacheManager:
         slot = self.table.slots[sequence.slot_id]
         self.table.release(slot)
         if sequence.n_exact is not None:
-            del slot.idle_tokens[self._keep(slot, len(slot.idle_tokens)) :]
+            self._hold(slot, slot.idle_tokens[: self._keep(slot, len(slot.idle_tokens))])
 
     def evict_idle(self) -> bool:
         """Empty the idle slot that nobody has used for longest; False if there is none with tokens."""
@@ -119,19 +136,41 @@ class KVCacheManager:
         sequence.preempt()
         self.table.release(slot)
 
-    def store(self, slot: Slot, tokens: list[int]) -> None:
+    def store(self, slot: Slot, tokens: list[int], beside_s: float = 0.0) -> None:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
-        there yet."""
-        n_bytes = len(tokens) * self._backend.memory.cache_bytes_per_token
-        settled = slot.id not in self._backend.unsettled
-        if tokens and settled and self.memory_tier.wants(slot.group, tokens, n_bytes):
+        there yet, or streams would wait too long for it, and for `beside_s` seconds of other copies."""
+        n_bytes = self._n_bytes(tokens)
+        if self._is_worth_saving(slot, tokens) and self._may_save(n_bytes, beside_s):
             self.memory_tier.put(slot.group, tokens, self._save(slot, n_bytes))
 
+    def _is_worth_saving(self, slot: Slot, tokens: list[int]) -> bool:
+        settled = slot.id not in self._backend.unsettled
+        return bool(tokens and settled) and self.memory_tier.wants(
+            slot.group, slot.packed(len(tokens)), self._n_bytes(tokens)
+        )
+
+    def _may_save(self, n_bytes: int, beside_s: float) -> bool:
+        saves = self.copies.saves
+        return not self.table.streams or (
+            self.copies.allows(saves, n_bytes)
+            and self.copies.fits(saves.forecast_s(n_bytes) + beside_s)
+        )
+
     def _save(self, slot: Slot, n_bytes: int) -> State:
-        began = time.monotonic()
-        state = self._backend.save(slot.id)
-        self._save_byte_s = (time.monotonic() - began) / max(1, n_bytes)
-        return state
+        with self.copies.making(self.copies.saves, n_bytes):
+            return self._backend.save(slot.id)
+
+    def _n_bytes(self, tokens: list[int]) -> int:
+        """Of the state that so many tokens have."""
+        return len(tokens) * self._backend.memory.cache_bytes_per_token
+
+    def _restorable(self, group: str, prompt: bytes) -> tuple[int, StoredPrefix | None]:
+        """See `MemoryTier.longest`; nothing if streams would wait too long for it."""
+        n_stored, stored = self.memory_tier.longest(group, prompt)
+        if stored is None or not self.table.streams:
+            return n_stored, stored
+        may_wait = self.copies.allows(self.copies.restores, len(stored.state))
+        return (n_stored, stored) if may_wait else (0, None)
 
     def would_keep(self, sequence: Sequence) -> tuple[int, float]:
         """Of the tokens that a running sequence has in the cache, how many would be stored if it lost its
@@ -140,7 +179,7 @@ class KVCacheManager:
         n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
         if slot.id in self._backend.unsettled or not self.memory_tier.fits(n_bytes):
             return 0, 0.0
-        return slot.n_past, n_bytes * self._save_byte_s
+        return slot.n_past, self.copies.saves.forecast_s(n_bytes)
 
     @property
     def behind(self) -> Slot | None:
@@ -152,7 +191,7 @@ class KVCacheManager:
             if (
                 free
                 and self.memory_tier.has_room(n_bytes)
-                and self.memory_tier.wants(slot.group, slot.idle_tokens, n_bytes)
+                and self.memory_tier.wants(slot.group, slot.packed(slot.n_past), n_bytes)
             ):
                 return slot
         return None
@@ -185,7 +224,8 @@ class KVCacheManager:
             self._backend.restore(slot.id, prefix.state)
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
-        slot.idle_tokens, slot.group = list(prefix.tokens), prefix.group
+        slot.group = prefix.group
+        self._hold(slot, list(prefix.tokens))
 
     def erase(self, slot_id: int) -> int:
         """Empty an idle slot; returns the tokens that it had. The memory tier may have them still."""
@@ -213,19 +253,12 @@ class KVCacheManager:
     ) -> StoredPrefix | None:
         """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
         or if saving it would probably keep running sequences waiting for longer than that."""
-        n = len(tokens)
-        stored = [
-            one for one in self.memory_tier if one.group == group and one.tokens[:n] == tokens
-        ]
         slots = [
             one
-            for one in self.table.slots
-            if one.group == group
-            and one.id not in self._backend.unsettled
-            and one.n_past >= n
-            and one.tokens[:n] == tokens
+            for one in self.table.having(group, packed(tokens))
+            if one.group == group and one.id not in self._backend.unsettled
         ]
-        found = min(stored, key=lambda one: len(one.tokens), default=None)
+        found = self.memory_tier.beginning(group, tokens)
         slot = min(slots, key=lambda one: one.n_past, default=None)
         if slot is not None and (found is None or slot.n_past < len(found.tokens)):
             most_s = most_s if self.table.busy else None
@@ -238,7 +271,7 @@ class KVCacheManager:
     def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
         """What a slot has, unless that would take too long."""
         n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
-        if most_s is not None and n_bytes * self._save_byte_s > most_s:
+        if most_s is not None and self.copies.saves.forecast_s(n_bytes) > most_s:
             return None
         return StoredPrefix(slot.tokens[: slot.n_past], self._save(slot, n_bytes), slot.group)
 
@@ -284,22 +317,30 @@ class KVCacheManager:
         """Store what an idle slot has, and drop it."""
         self.store(slot, slot.idle_tokens)
         self._backend.truncate(slot.id, 0)
-        slot.idle_tokens, slot.n_shared = [], 0
+        slot.n_shared = 0
+        self._hold(slot, [])
+
+    def _hold(self, slot: Slot, tokens: list[int]) -> None:
+        """These are what an idle slot has now."""
+        slot.idle_tokens = tokens
+        self.table.index.tell(slot)
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest
         up, all is to be computed again."""
-        slot_id = sequence.slot_id
+        slot = self.table.slots[sequence.slot_id]
         try:
-            if slot_id in self._backend.unsettled:
+            if slot.id in self._backend.unsettled:
                 raise DecodeError("The slot is still to be written.")
-            self._backend.shift(slot_id, n_keep, n_discard)
+            self._backend.shift(slot.id, n_keep, n_discard)
         except DecodeError:
-            self._backend.truncate(slot_id, 0)
+            self._backend.truncate(slot.id, 0)
             sequence.shift(n_keep, n_discard, cached=False)
+            self.table.index.tell(slot)
             return
-        self.table.slots[slot_id].n_shared = 0
+        slot.n_shared = 0
         sequence.shift(n_keep, n_discard, cached=True)
+        self.table.index.tell(slot)
 
     def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
         """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
@@ -309,7 +350,8 @@ class KVCacheManager:
             if slot.id in self._backend.unsettled:  # a copy would be of what is written now
                 return self._keep(slot, 0)
             try:
-                self._backend.restore(slot.id, stored.state)
+                with self.copies.making(self.copies.restores, len(stored.state)):
+                    self._backend.restore(slot.id, stored.state)
             except DecodeError as error:
                 logger.warning("A stored prefix is computed again: %s", error)
                 return self._keep(slot, 0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.engine.backends.base import State
-from serve_app.engine.kv_cache.slots import common_prefix
+from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
+from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
+from serve_app.engine.metrics.stats import HeldPrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,34 +41,41 @@ class MemoryTier:
         budget_bytes: int,
         prefixes: Iterable[StoredPrefix] = (),
         mirror: Mirror | None = None,
+        index: PrefixIndex | None = None,
     ) -> None:
         """Begins with `prefixes`, the least recently used first, which the mirror knows."""
         self._budget_bytes = budget_bytes
-        self._prefixes = list(prefixes)  # the least recently used first
         self._mirror = mirror
+        self._index = PrefixIndex() if index is None else index
+        self._entries = OrderedDict[StoredPrefix, Entry]()  # the least recently used first
+        self._prompts: tuple[HeldPrompt, ...] | None = None
+        self.n_bytes = 0
+        """Of all states."""
+        for prefix in prefixes:
+            self._keep(prefix, packed(prefix.tokens))
 
     def __len__(self) -> int:
-        return len(self._prefixes)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[StoredPrefix]:
-        return iter(self._prefixes)
-
-    @property
-    def n_bytes(self) -> int:
-        """Of all states."""
-        return sum(len(prefix.state) for prefix in self._prefixes)
+        return iter(self._entries)
 
     @property
     def newest(self) -> Iterator[StoredPrefix]:
         """Every prefix, whose tokens nobody changes; the one used last first."""
-        return reversed(self._prefixes)
+        return reversed(self._entries)
 
-    def wants(self, group: str, tokens: list[int], n_bytes: int) -> bool:
+    @property
+    def prompts(self) -> tuple[HeldPrompt, ...]:
+        """The tokens of each, in the same order."""
+        if self._prompts is None:
+            self._prompts = tuple(HeldPrompt(one.group, one.tokens) for one in self.newest)
+        return self._prompts
+
+    def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
         """Whether to keep a state of that size for these tokens: it fits, and no other of the group has
         them."""
-        return self.fits(n_bytes) and not any(
-            common_prefix(known.tokens, tokens) == len(tokens) for known in self._of(group)
-        )
+        return self.fits(n_bytes) and not self._index.match(group, tokens).is_stored
 
     def fits(self, n_bytes: int) -> bool:
         """Whether a state of that size could be stored, whatever has to go for it."""
@@ -78,36 +88,49 @@ class MemoryTier:
     def put(self, group: str, tokens: list[int], state: State) -> None:
         """Keep a prefix; those of its group that it continues go, and then the least recently used of all,
         for room."""
-        for known in [p for p in self._of(group) if p.tokens == tokens[: len(p.tokens)]]:
-            self._drop(known)
+        told = packed(tokens)
+        for entry in self._index.match(group, told).begun():
+            if isinstance(entry.owner, StoredPrefix):
+                self._drop(entry.owner)
         prefix = StoredPrefix(list(tokens), state, group)
-        self._prefixes.append(prefix)
+        self._keep(prefix, told)
         if self._mirror:
             self._mirror.add(prefix)
         while self.n_bytes > self._budget_bytes:
-            self._drop(self._prefixes[0])
+            self._drop(next(iter(self._entries)))
+
+    def _keep(self, prefix: StoredPrefix, tokens: bytes) -> None:
+        entry = self._entries[prefix] = self._index.add(prefix, prefix.group, tokens)
+        self._index.use(entry)
+        self._prompts = None
+        self.n_bytes += len(prefix.state)
 
     def _drop(self, prefix: StoredPrefix) -> None:
-        self._prefixes.remove(prefix)
+        self._index.remove(self._entries.pop(prefix))
+        self._prompts = None
+        self.n_bytes -= len(prefix.state)
         if self._mirror:
             self._mirror.discard(prefix)
 
-    def longest(self, group: str, prompt: list[int]) -> tuple[int, StoredPrefix | None]:
-        """How many of the prompt's first tokens the best prefix of its group has, and that prefix. At least
-        the prompt's last token is left out."""
-        best, found = 0, None
-        for prefix in self._of(group):
-            n_shared = min(common_prefix(prefix.tokens, prompt), len(prompt) - 1)
-            if n_shared > best:
-                best, found = n_shared, prefix
-        return best, found
+    def longest(self, group: str, prompt: Tokens) -> tuple[int, StoredPrefix | None]:
+        """How many of the prompt's first tokens the best prefix of its group has, and that prefix; of
+        several, the least recently used. At least the prompt's last token is left out."""
+        told = packed(prompt)
+        n_shared, entry = self._index.match(group, told, n_tokens(told) - 1).longest()
+        return n_shared, None if entry is None else entry.owner
 
-    def _of(self, group: str) -> Iterator[StoredPrefix]:
-        return (prefix for prefix in self._prefixes if prefix.group == group)
+    def beginning(self, group: str, tokens: Tokens) -> StoredPrefix | None:
+        """The shortest prefix of a group that begins with these tokens; of several, the least recently
+        used."""
+        found = self._index.match(group, tokens).beginning()
+        stored = [entry for entry in found if isinstance(entry.owner, StoredPrefix)]
+        best = min(stored, key=lambda one: (one.n_tokens, one.last_used), default=None)
+        return None if best is None else best.owner
 
     def used(self, prefix: StoredPrefix) -> None:
         """Make it the most recently used."""
-        self._prefixes.remove(prefix)
-        self._prefixes.append(prefix)
+        self._entries.move_to_end(prefix)
+        self._index.use(self._entries[prefix])
+        self._prompts = None
         if self._mirror:
             self._mirror.add(prefix)

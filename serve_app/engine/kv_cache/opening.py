@@ -9,6 +9,7 @@ from serve_app.engine.backends.base import Backend
 from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
+from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import SlotTable
 from serve_app.engine.options import EngineOptions
 
@@ -21,6 +22,7 @@ def open_cache(
 ) -> tuple[KVCacheManager, DiskTier | None]:
     """The manager, and the disk tier if there is a folder for one: it is to be closed. Decoder thread only;
     waits for the disk. Raises ConfigError if the folder cannot be used."""
+    index = PrefixIndex()
     token_s = costs.prompt_token_s
     copy_tokens = math.ceil(costs.copy_s / token_s) if token_s else 0
     table = SlotTable(
@@ -28,10 +30,11 @@ def open_cache(
         max(_LEAST_COPY, copy_tokens),
         options.pinned,
         consecutive=not backend.mode.kv_unified,
+        index=index,
     )
     disk_tier = None
     if options.prefix_folder is not None and options.cache_ram_bytes:
         disk_tier = DiskTier(options.prefix_folder, backend.state_key)
     kept = disk_tier.load(options.cache_ram_bytes) if disk_tier else ()
-    memory_tier = MemoryTier(options.cache_ram_bytes, kept, disk_tier)
-    return KVCacheManager(backend, table, memory_tier), disk_tier
+    memory_tier = MemoryTier(options.cache_ram_bytes, kept, disk_tier, index)
+    return KVCacheManager(backend, table, memory_tier, options.max_stall_s), disk_tier

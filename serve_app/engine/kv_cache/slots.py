@@ -2,65 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from serve_app.engine.sequence import Sequence
+from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
+from serve_app.engine.kv_cache.prefix_index import PrefixIndex
+from serve_app.engine.kv_cache.slot import Slot, SlotIndex
+from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.types import SHARED_GROUP
-
-
-@dataclass(slots=True)
-class Slot:
-    """One `seq_id` of the shared context: what llama.cpp calls a sequence. It outlives the engine's
-    sequences and keeps their cached tokens."""
-
-    id: int
-    """Its `seq_id`."""
-    idle_tokens: list[int] = field(default_factory=list)
-    """Its tokens in the cache while it is idle."""
-    sequence: Sequence | None = None
-    pinned: bool = False
-    """Whether it only keeps `idle_tokens`, for others to copy."""
-    n_shared: int = 0
-    """First tokens whose cells are another slot's too, in a unified cache."""
-    last_used: int = 0
-    """Counts releases: the smallest is the least recently used; 0 was never used."""
-    group: str = ""
-    """The cache group of its tokens."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether it could take a sequence."""
-        return self.sequence is None and not self.pinned
-
-    @property
-    def tokens(self) -> list[int]:
-        """What others may start from: the tokens of its sequence, cached or not yet, up to a context
-        shift; those in the cache while it is idle."""
-        if self.sequence is None:
-            return self.idle_tokens
-        tokens, n_exact = self.sequence.tokens, self.sequence.n_exact
-        return tokens if n_exact is None else tokens[:n_exact]
-
-    @property
-    def prompt(self) -> SequenceOf[int]:
-        """The same without what a running sequence has generated. Nobody changes it any more."""
-        if self.sequence is None:
-            return self.idle_tokens
-        prompt, n_exact = self.sequence.request.prompt, self.sequence.n_exact
-        return prompt if n_exact is None else prompt[:n_exact]
-
-    @property
-    def n_past(self) -> int:
-        """How many of `tokens` are in the cache."""
-        if self.sequence is None:
-            return len(self.idle_tokens)
-        n_exact = self.sequence.n_exact
-        return self.sequence.n_past if n_exact is None else min(n_exact, self.sequence.n_past)
-
-    def serves(self, group: str) -> bool:
-        """Whether prompts of that cache group may start from its tokens."""
-        return self.group in (group, SHARED_GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +37,11 @@ class Wait:
     """Where its prefix is being computed."""
     n_tokens: int
     """How long that will be."""
+    until: int = field(default=-1, compare=False)
+    """It waits until one of `comers` has more tokens in the cache than that, ..."""
+    comers: tuple[Slot, ...] = field(default=(), compare=False)
+    version: int = field(default=-1, compare=False)
+    """... or the index has another version."""
 
 
 class SlotTable:
@@ -102,12 +55,14 @@ class SlotTable:
         pinned: tuple[tuple[int, ...], ...] = (),
         *,
         consecutive: bool = False,
+        index: PrefixIndex | None = None,
     ) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
         self.slots += [
             Slot(n_slots + i, list(tokens), pinned=True, group=SHARED_GROUP)
             for i, tokens in enumerate(pinned)
         ]
+        self.index = SlotIndex(self.slots, PrefixIndex() if index is None else index)
         self._min_copy = min_copy
         self._consecutive = consecutive
         self._clock = 0
@@ -123,6 +78,12 @@ class SlotTable:
         return any(slot.sequence is not None for slot in self.slots)
 
     @property
+    def streams(self) -> bool:
+        """Whether some sequence generates: somebody waits for its next token."""
+        sequences = (slot.sequence for slot in self.slots)
+        return any(one.state is SequenceState.DECODE for one in sequences if one is not None)
+
+    @property
     def n_cells(self) -> int:
         """Cells in use, if the cache is unified: what slots share counts once."""
         return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
@@ -135,7 +96,7 @@ class SlotTable:
         }
         return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
 
-    def choose(self, group: str, prompt: list[int], n_stored: int = 0) -> Choice | Wait:
+    def choose(self, group: str, prompt: Tokens, n_stored: int = 0) -> Choice | Wait:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
         Its first `n_stored` tokens can also be had from outside the slots. What slots of other cache groups
         hold counts as nothing.
@@ -147,10 +108,9 @@ class SlotTable:
         so is one that is stored. At least the prompt's last token is left to decode. There must be an idle
         slot.
         """
-        shared = [
-            min(common_prefix(slot.tokens, prompt), len(prompt) - 1) if slot.serves(group) else 0
-            for slot in self.slots
-        ]
+        prompt = packed(prompt)
+        n_most = n_tokens(prompt) - 1
+        shared = self.index.shared(group, prompt, n_most)
         ready = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
         idle = [slot for slot in self.slots if slot.idle]
         in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *self._fits(slot)))
@@ -158,13 +118,28 @@ class SlotTable:
         best = max(ready[in_place.id], ready[source.id])
         coming = max(self.slots, key=lambda slot: shared[slot.id])
         if shared[coming.id] - max(best, n_stored) >= self._min_copy:
-            return Wait(coming, shared[coming.id])
+            return self._wait(coming, shared, n_most)
         if n_stored - best >= self._min_copy:
             return Choice(max(idle, key=self._fits), n_stored, stored=True)
         others = [slot for slot in idle if slot is not source]
         if ready[source.id] - ready[in_place.id] >= self._min_copy and others:
             return Choice(max(others, key=self._fits), ready[source.id], copy_from=source)
         return Choice(in_place, ready[in_place.id])
+
+    def _wait(self, coming: Slot, shared: list[int], n_most: int) -> Wait:
+        until = shared[coming.id] - self._min_copy
+        comers = tuple(slot for slot in self.slots if shared[slot.id] > until)
+        grows = any(
+            shared[slot.id] == slot.n_tokens < n_most for slot in self.slots if slot.sequence
+        )
+        version = -1 if grows else self.index.version
+        return Wait(coming, shared[coming.id], until, comers, version)
+
+    def lasts(self, wait: Wait) -> bool:
+        """Whether `choose` would say the same again."""
+        return wait.version == self.index.version and all(
+            slot.n_past <= wait.until for slot in wait.comers
+        )
 
     def _fits(self, slot: Slot) -> tuple[int, int, int]:
         """Larger is better for a prompt that finds nothing there."""
@@ -177,24 +152,26 @@ class SlotTable:
         n_kept = choice.n_cached if choice.in_place else 0
         if len(slot.idle_tokens) - n_kept < self._min_copy:
             return []
-        others = (one for one in self.slots if one is not slot and one.serves(slot.group))
-        kept = any(self._holds(other, slot.idle_tokens) for other in others)
-        return [] if kept else slot.idle_tokens
+        others = self.having(slot.group, slot.packed(len(slot.idle_tokens)))
+        return [] if any(one is not slot for one in others) else slot.idle_tokens
 
-    @staticmethod
-    def _holds(slot: Slot, tokens: list[int]) -> bool:
-        n = len(tokens)
-        return slot.n_past >= n and slot.tokens[:n] == tokens
+    def having(self, group: str, tokens: bytes) -> list[Slot]:
+        """The slots that serve a group and have all these tokens in the cache."""
+        n = n_tokens(tokens)
+        shared = self.index.shared(group, tokens, n)
+        return [
+            one for one in self.slots if one.serves(group) and min(shared[one.id], one.n_past) >= n
+        ]
 
     def occupy(self, slot: Slot, sequence: Sequence) -> None:
         """Hand an idle slot to a sequence."""
-        slot.sequence, slot.idle_tokens = sequence, []
-        slot.group = sequence.request.cache_group
+        slot.occupy(sequence)
+        self.index.tell(slot)
 
     def release(self, slot: Slot) -> None:
         """Take the slot back; it keeps what its sequence has in the cache for others to start from."""
-        slot.idle_tokens = slot.tokens[: slot.n_past]
-        slot.sequence = None
+        slot.release()
+        self.index.tell(slot)
         self._clock += 1
         slot.last_used = self._clock
 
@@ -212,17 +189,3 @@ def _worth(slot: Slot, n_shared: int) -> int:
 def _age(slot: Slot) -> tuple[int, int]:
     """Larger is older; of slots as old, the lowest id."""
     return -slot.last_used, -slot.id
-
-
-def common_prefix(a: SequenceOf[int], b: SequenceOf[int]) -> int:
-    """How many first items two sequences of a type share: found by halving, as comparing slices is fast."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # a[:low] == b[:low], a[:high] != b[:high]
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

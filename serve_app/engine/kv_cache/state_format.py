@@ -10,12 +10,12 @@ import os
 import stat
 import struct
 import tempfile
-from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, packed, unpacked
 
 UNFINISHED = ".unfinished"
 """How names of files end that are being written."""
@@ -27,8 +27,6 @@ _FIELDS = struct.Struct(
     "<8sI32sIQI"
 )  # magic, version, fingerprint, tokens, bytes of state, of group
 _DIGEST_BYTES = 32
-TOKEN_BYTES = 4
-"""Of a packed token."""
 
 
 class RefusedFileError(Exception):
@@ -91,21 +89,6 @@ def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
         Path(unfinished).unlink(missing_ok=True)
         raise
     return n_bytes
-
-
-def packed(tokens: Sequence[int]) -> bytes:
-    """Tokens as bytes, four each."""
-    return struct.pack(f"<{len(tokens)}i", *tokens)
-
-
-def n_tokens(tokens: bytes) -> int:
-    """How many `packed` made bytes of."""
-    return len(tokens) // TOKEN_BYTES
-
-
-def unpacked(tokens: bytes) -> list[int]:
-    """What `packed` made bytes of."""
-    return list(struct.unpack(f"<{n_tokens(tokens)}i", tokens))
 
 
 def _checksum(*parts: State) -> bytes:

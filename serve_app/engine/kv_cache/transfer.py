@@ -14,6 +14,7 @@ from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, begun_with
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+from serve_app.engine.kv_cache.packing import packed, unpacked
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
@@ -67,13 +68,13 @@ class PrefixTransfer:
     def export_prefix(self, wanted: Prefix) -> Payload | None:
         """The shortest prefix of that cache group with these first tokens. None if it is gone, or if saving
         it would keep running sequences waiting for longer than `max_stall_s`."""
-        tokens, most_s = state_format.unpacked(wanted.tokens), self._options.max_stall_s
+        tokens, most_s = unpacked(wanted.tokens), self._options.max_stall_s
         found: StoredPrefix | None = self._run(
             lambda cache: cache.export_prefix(wanted.group, tokens, most_s)
         )
         if found is None:
             return None
-        prefix = Prefix(found.group, state_format.packed(found.tokens))
+        prefix = Prefix(found.group, packed(found.tokens))
         return Payload(self.key, prefix, np.frombuffer(found.state, np.uint8))
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
@@ -82,7 +83,7 @@ class PrefixTransfer:
         payload's memory may be freed then. Raises RefusedPrefixError if the payload cannot be used."""
         if payload.key != self.key:
             raise RefusedPrefixError("it is of another model, context or version of llama.cpp")
-        tokens = state_format.unpacked(payload.prefix.tokens)
+        tokens = unpacked(payload.prefix.tokens)
         if not 0 < n_wanted <= len(tokens) < self._options.n_ctx_slot:
             raise RefusedPrefixError(f"it has {len(tokens)} tokens")
         prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group)
@@ -99,4 +100,4 @@ class PrefixTransfer:
 
 
 def _packed(held: HeldPrompt) -> Prefix:
-    return Prefix(held.group, state_format.packed(held.tokens))
+    return Prefix(held.group, packed(held.tokens))

@@ -7,7 +7,7 @@ from collections import Counter
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.kv_cache.manager import KVCacheManager
-from serve_app.engine.kv_cache.slots import Slot
+from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.metrics.stats import Counts, EngineStats, SlotStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.backlog import Forecast

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.engine.decode.ngram_proposer import MAX_INDEXED
 from serve_app.engine.scheduler.batch import Batch, Turn, plan_batch
 from serve_app.engine.sequence import Sequence
 
@@ -195,7 +196,8 @@ class Scheduler:
 
     def _drafting(self, decoding: list[Sequence], n_past: float) -> dict[str, tuple[int, ...]]:
         """Whose drafts are worth a batch of their own, and the drafts: all of one length."""
-        drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot) for one in decoding}
+        share = MAX_INDEXED // len(decoding) + 1
+        drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot, share) for one in decoding}
         best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
         best: dict[str, tuple[int, ...]] = {}
         for n_drafted in _DRAFTS:

@@ -34,6 +34,22 @@ def test_growing_text_gives_the_same_drafts_as_new_text(tokens: list[int], n_mos
         assert proposer.draft(tokens[:end], n_most) == NgramProposer().draft(tokens[:end], n_most)
 
 
+@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 2)), st.integers(1, 9))
+def test_a_long_text_is_indexed_bit_by_bit_and_then_known_whole(
+    prompt: list[int], answer: list[int], max_indexed: int
+) -> None:
+    proposer = NgramProposer()
+    for n_calls in range(len(prompt) + 1):
+        n_known = len(proposer._after)
+        proposer.draft(prompt, 5, max_indexed)
+        assert len(proposer._after) <= n_known + max_indexed
+        last = prompt[max(0, len(prompt) - (n_calls + 1) * max_indexed - 3) :]
+        assert proposer.draft(prompt, 5, 0) == NgramProposer().draft(last, 5)
+    for end in range(len(answer) + 1):
+        text = prompt + answer[:end]
+        assert proposer.draft(text, 5, max_indexed) == NgramProposer().draft(text, 5)
+
+
 def test_changed_text_is_indexed_anew() -> None:
     proposer = NgramProposer()
     assert proposer.draft([1, 2, 3, 4, 1, 2, 3], 1) == (4,)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engine.kv_cache import state_format
+from serve_app.engine.kv_cache import packing, state_format
 from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.errors import ConfigError
@@ -283,7 +283,7 @@ def test_a_file_of_another_cache_group_is_not_taken_for_ones_own(
 
 def test_tokens_cannot_pass_for_a_cache_group(tmp_path: Path) -> None:
     """What is hashed to a name tells where the group ends."""
-    packed = state_format.packed([7]).decode()
+    packed = packing.packed([7]).decode()
     with opened(tmp_path) as files:
         files.add(StoredPrefix([7, 8], b"", ""))
         files.add(StoredPrefix([8], b"", packed))

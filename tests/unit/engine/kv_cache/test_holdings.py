@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from serve_app.engine import GenerationRequest, Holdings, SamplingParams
 from serve_app.engine.backends.fake import FakeBackend
-from serve_app.engine.kv_cache.slots import Slot
+from serve_app.engine.kv_cache.slot import Slot
 from tests.unit.engine.harness import Inbox, endless, options, request, running
 from tests.unit.engine.kv_cache.test_slots import busy
 

@@ -11,7 +11,7 @@ from serve_app.engine.kv_cache.hot_prefixes import (
     begun_with,
     hottest,
 )
-from serve_app.engine.kv_cache.state_format import packed, unpacked
+from serve_app.engine.kv_cache.packing import packed, unpacked
 from serve_app.types import SHARED_GROUP
 
 SYSTEM = [1] * 40

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait, common_prefix
+from serve_app.engine.kv_cache.packing import common_prefix
+from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
 from serve_app.engine.sequence import Sequence
 from serve_app.types import SHARED_GROUP, GenerationRequest
 

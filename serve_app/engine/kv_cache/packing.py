@@ -1,0 +1,54 @@
+"""Tokens as bytes, four each: what indexes, files and other engines have of them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+TOKEN_BYTES = 4
+"""Of a packed token."""
+_CHUNK_BYTES = 4096 * TOKEN_BYTES
+
+Tokens = Sequence[int] | bytes
+"""Token ids, or packed ones: those need not be looked at one by one."""
+
+
+def packed(tokens: Tokens) -> bytes:
+    """Tokens as bytes; those that are bytes already stay what they are."""
+    return tokens if isinstance(tokens, bytes) else struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def n_tokens(tokens: bytes) -> int:
+    """How many `packed` made bytes of."""
+    return len(tokens) // TOKEN_BYTES
+
+
+def unpacked(tokens: bytes) -> list[int]:
+    """What `packed` made bytes of."""
+    return list(struct.unpack(f"<{n_tokens(tokens)}i", tokens))
+
+
+def n_matching(run: bytes, tokens: bytes, start: int, end: int) -> int:
+    """Of packed tokens, how many first ones of `run` stand in `tokens[start:end]`, which are bytes. Nothing
+    longer than a chunk is copied, and no other thread gets the interpreter, as with numpy."""
+    if tokens.startswith(run, start, end):
+        return n_tokens(run)
+    n = 0
+    while n < len(run) and tokens.startswith(run[n : n + _CHUNK_BYTES], start + n, end):
+        n += _CHUNK_BYTES
+    rest = tokens[start + n : min(end, start + n + _CHUNK_BYTES)]
+    return (n + common_prefix(run[n : n + _CHUNK_BYTES], rest)) // TOKEN_BYTES
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first items two sequences of a type share: found by halving, as comparing slices is fast."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] == b[:low], a[:high] != b[:high]
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,312 @@
+"""What the index finds is what comparing a prompt with all slots and stores finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
+from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
+from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.kv_cache.slots import SlotTable, Wait
+from serve_app.engine.sequence import Sequence
+from serve_app.types import SHARED_GROUP, GenerationRequest
+
+GROUPS = ["", "mine", SHARED_GROUP]
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+"""Of two kinds, so that many begin alike."""
+
+
+def n_common(a: SequenceOf[int], b: SequenceOf[int]) -> int:
+    """Counted one by one."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+# -- the index alone ------------------------------------------------------------------------------
+
+
+def nodes(index: PrefixIndex) -> int:
+    """How many it has, roots included."""
+    found, new = 0, list(index._roots.values())
+    while new:
+        found += len(new)
+        new = [child for node in new for child in node.children.values()]
+    return found
+
+
+@given(st.data())
+def test_it_finds_what_counting_finds(data: st.DataObject) -> None:
+    index, held = PrefixIndex(), dict[Entry, tuple[str, list[int]]]()
+    used = list[Entry]()
+    for _ in range(data.draw(st.integers(1, 25))):
+        change = data.draw(st.sampled_from(["add", "add", "use", "remove"]))
+        if change == "add":
+            group, tokens = data.draw(st.sampled_from(GROUPS)), data.draw(TOKENS)
+            held[index.add(object(), group, tokens)] = group, tokens
+        elif held:
+            entry = data.draw(st.sampled_from(list(held)))
+            used = [one for one in used if one is not entry]
+            if change == "use":
+                index.use(entry)
+                used.append(entry)
+            else:
+                index.remove(entry)
+                del held[entry]
+        wanted_group, wanted = data.draw(st.sampled_from(GROUPS)), data.draw(TOKENS)
+        match = index.match(wanted_group, wanted)
+        shared = {
+            one: n_common(tokens, wanted) if group == wanted_group else 0
+            for one, (group, tokens) in held.items()
+        }
+        assert {one: match.n_shared(one) for one in held} == shared
+        best = max((shared[one] for one in used), default=0)
+        first = next((one for one in used if best and shared[one] == best), None)
+        assert match.longest() == (best, first)
+        own = {one: tokens for one, (group, tokens) in held.items() if group == wanted_group}
+        beginning = {one for one in own if shared[one] == len(wanted)}
+        assert set(match.beginning()) == beginning
+        assert match.is_stored == bool(beginning.intersection(used))
+        assert set(match.begun()) == {
+            one for one, tokens in own.items() if shared[one] == len(tokens)
+        }
+    assert nodes(index) <= 2 * len(held) + len(GROUPS)
+    for entry in held:
+        index.remove(entry)
+    assert nodes(index) == 0
+
+
+def test_what_is_used_again_and_again_takes_no_more_memory() -> None:
+    index = PrefixIndex()
+    entries = [index.add(object(), "", [1, 2, i]) for i in range(10)]
+    for _ in range(100):
+        for entry in entries:
+            index.use(entry)
+    assert all(len(node.by_age) < 50 for node in entries[0].node.up())
+    assert index.match("", [1, 2]).longest() == (2, entries[0])
+
+
+def test_what_is_removed_is_not_kept_alive() -> None:
+    index = PrefixIndex()
+    entries = [index.add(object(), "", [1, i]) for i in range(3)]
+    for entry in entries:
+        index.use(entry)
+    index.remove(entries[1])
+    remembered = {use[1].owner for node in entries[0].node.up() for use in node.by_age}
+    assert remembered == {entries[0].owner, entries[2].owner, None}
+
+
+# -- slots and stores, against all of them compared one by one -----------------------------------
+
+
+class Compared:
+    """What a table and a store would say if they compared a prompt with everything."""
+
+    def __init__(self, table: SlotTable, tier: MemoryTier) -> None:
+        self.table = table
+        self.tier = tier
+
+    def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
+        """For `SlotIndex.shared`."""
+        wanted = memoryview(prompt).cast("i").tolist()[:n_most]
+        return [
+            n_common(slot.tokens, wanted) if slot.serves(group) else 0 for slot in self.table.slots
+        ]
+
+    def longest(self, group: str, prompt: list[int]) -> tuple[int, StoredPrefix | None]:
+        """See `MemoryTier.longest`."""
+        best: tuple[int, StoredPrefix | None] = 0, None
+        for prefix in self.tier:
+            n = n_common(prefix.tokens, prompt[:-1]) if prefix.group == group else 0
+            best = (n, prefix) if n > best[0] else best
+        return best
+
+    def wants(self, group: str, tokens: list[int]) -> bool:
+        """See `MemoryTier.wants`."""
+        return not any(
+            one.tokens[: len(tokens)] == tokens for one in self.tier if one.group == group
+        )
+
+    def beginning(self, group: str, tokens: list[int]) -> StoredPrefix | None:
+        """See `MemoryTier.beginning`."""
+        n = len(tokens)
+        found = [one for one in self.tier if one.group == group and one.tokens[:n] == tokens]
+        return min(found, key=lambda one: len(one.tokens), default=None)
+
+
+class Workload:
+    """Slots and a store that anything may happen to."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        index = PrefixIndex()
+        pinned = data.draw(st.sampled_from([(), ((0, 1, 0),)]))
+        n_slots, min_copy = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+        self.data = data
+        self.table = SlotTable(n_slots, min_copy, pinned, index=index)
+        self.tier = MemoryTier(30, index=index)
+        self.compared = Compared(self.table, self.tier)
+        self.waiting: list[Sequence] = []
+
+    def slot(self, *, busy: bool) -> Slot | None:
+        """One of those, if there are any."""
+        slots = [one for one in self.table.slots if not one.pinned and one.idle is not busy]
+        return self.data.draw(st.sampled_from(slots)) if slots else None
+
+    def prompt(self) -> list[int]:
+        """Often one that goes on where something ends, or leaves it."""
+        held = [slot.tokens for slot in self.table.slots] + [one.tokens for one in self.tier]
+        begun = self.data.draw(st.sampled_from([[], *held]))
+        n = self.data.draw(st.integers(0, len(begun)))
+        n = len(begun) if self.data.draw(st.booleans()) else n
+        return begun[:n] + self.data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))
+
+    def come(self) -> None:
+        """A request, which gets a slot or waits."""
+        group, prompt = self.data.draw(st.sampled_from(GROUPS[:2])), self.prompt()
+        self.waiting.append(
+            Sequence(GenerationRequest("a", tuple(prompt), cache_group=group), lambda delta: None)
+        )
+
+    def admit(self) -> None:
+        """One that waits gets the slot that it should."""
+        sequence = self.waiting[0] if self.waiting else None
+        if sequence is None or not self.table.has_idle:
+            return
+        group, tokens = sequence.request.cache_group, sequence.tokens
+        n_stored, stored = self.tier.longest(group, tokens)
+        choice = self.table.choose(group, tokens, n_stored)
+        if isinstance(choice, Wait):
+            sequence.waits = choice
+            return
+        if choice.stored and stored is not None:
+            self.tier.used(stored)
+        self.waiting.pop(0)
+        sequence.admit(choice.slot.id, choice.n_cached, None)
+        self.table.occupy(choice.slot, sequence)
+
+    def compute(self) -> None:
+        """Some of a prompt."""
+        slot = self.slot(busy=True)
+        if slot is not None and slot.sequence is not None and slot.sequence.n_pending:
+            slot.sequence.advance(self.data.draw(st.integers(1, slot.sequence.n_pending)))
+
+    def generate(self) -> None:
+        """A token."""
+        slot = self.slot(busy=True)
+        if slot is not None and slot.sequence is not None:
+            slot.sequence.n_past = len(slot.sequence.tokens)
+            slot.sequence.tokens.append(self.data.draw(st.integers(0, 1)))
+
+    def shift(self) -> None:
+        """A context shift."""
+        slot = self.slot(busy=True)
+        if slot is None or slot.sequence is None or slot.sequence.n_past < 2:
+            return
+        n_keep = self.data.draw(st.integers(1, slot.sequence.n_past - 1))
+        n_discard = self.data.draw(st.integers(1, slot.sequence.n_past - n_keep))
+        slot.sequence.shift(n_keep, n_discard, cached=self.data.draw(st.booleans()))
+        self.table.index.update()
+
+    def end(self) -> None:
+        """A sequence leaves its slot."""
+        slot = self.slot(busy=True)
+        if slot is not None:
+            self.table.release(slot)
+
+    def refill(self) -> None:
+        """A slot is erased, or restored from a file."""
+        slot = self.slot(busy=False)
+        if slot is not None:
+            slot.group = self.data.draw(st.sampled_from(GROUPS[:2]))
+            slot.idle_tokens = self.data.draw(st.one_of(st.just([]), TOKENS))
+            self.table.index.update()
+
+    def store(self) -> None:
+        """A prefix, for which others give way."""
+        group, tokens = self.data.draw(st.sampled_from(GROUPS[:2])), self.data.draw(TOKENS)
+        if self.tier.wants(group, tokens, len(tokens)):
+            given = [
+                one
+                for one in self.tier
+                if one.group != group or one.tokens != tokens[: len(one.tokens)]
+            ]
+            self.tier.put(group, tokens, bytes(len(tokens)))
+            kept = list(self.tier)
+            assert [*given, kept[-1]][-len(kept) :] == kept
+            assert self.tier.n_bytes == sum(len(one.state) for one in kept) <= 30
+            assert (
+                len(kept) == len(given) + 1 or self.tier.n_bytes + len(given[-len(kept)].state) > 30
+            )
+
+    def check(self) -> None:
+        """Any prompt finds what comparing it with everything finds."""
+        group, prompt = self.data.draw(st.sampled_from(GROUPS[:2])), self.prompt()
+        table, tier, compared = self.table, self.tier, self.compared
+        told, n = packed(prompt), len(prompt)
+        shared = table.index.shared(group, told, n)
+        assert shared == compared.shared(group, told, n)
+        n_stored, stored = compared.longest(group, prompt)
+        assert tier.longest(group, prompt) == (n_stored, stored)
+        assert tier.wants(group, prompt, 1) == compared.wants(group, prompt)
+        assert tier.beginning(group, prompt) is compared.beginning(group, prompt)
+        for one in self.waiting:
+            if one.waits is not None and table.lasts(one.waits) and table.has_idle:
+                n_stored, _ = tier.longest(one.request.cache_group, one.tokens)
+                with self.by_comparison():
+                    assert table.choose(one.request.cache_group, one.tokens, n_stored) == one.waits
+        if table.has_idle:
+            found = table.choose(group, prompt, n_stored)
+            having = table.having(group, packed(prompt))
+            with self.by_comparison():
+                expected = table.choose(group, prompt, n_stored)
+                assert having == table.having(group, packed(prompt))
+            assert found == expected
+
+    def by_comparison(self) -> mock._patch[object]:
+        """The table without the index."""
+        return mock.patch.object(self.table.index, "shared", self.compared.shared)
+
+
+HAPPENS = [
+    "come",
+    "admit",
+    "admit",
+    "compute",
+    "generate",
+    "generate",
+    "shift",
+    "end",
+    "refill",
+    "store",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_happens_all_is_as_if_everything_were_compared(data: st.DataObject) -> None:
+    workload = Workload(data)
+    for what in data.draw(st.lists(st.sampled_from(HAPPENS), min_size=10, max_size=40)):
+        getattr(workload, what)()
+        workload.check()
+
+
+@pytest.mark.parametrize("n_slots", [1, 3])
+def test_what_nobody_has_any_more_is_not_in_the_index(n_slots: int) -> None:
+    index = PrefixIndex()
+    table, tier = SlotTable(n_slots, 3, index=index), MemoryTier(20, index=index)
+    for i in range(100):
+        sequence = Sequence(GenerationRequest("a", (i, 1, 2, i)), lambda delta: None)
+        choice = table.choose("", [i, 1, 2, i])
+        assert not isinstance(choice, Wait)
+        table.occupy(choice.slot, sequence)
+        sequence.advance(3)
+        table.release(choice.slot)
+        tier.put(str(i), [i, 1, 2], bytes(10))
+    assert nodes(index) <= 1 + n_slots + 2 * 2
