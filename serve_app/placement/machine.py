@@ -9,22 +9,48 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from serve_app.placement import topology
+from serve_app.placement.topology import Topology
 
 _ROOT = Path("/")
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may keep busy: the smaller of its affinity mask and its cgroups' CPU
-    quota, at least 1. `root` is where /proc and /sys are."""
-    cores, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one process, and those that it starts, may use of a machine."""
+
+    topology: Topology
+    quota: float | None
+    """See `cpu_quota`; None also if it is no less than all CPUs."""
+    memory_bytes: int
+
+    @property
+    def n_cpus(self) -> int:
+        """CPUs that can be busy at once, hyper-threads counted, as Ray counts; at least 1."""
+        n = len(self.topology.cpus)
+        return n if self.quota is None else max(1, math.floor(self.quota))
+
+    @property
+    def n_cores(self) -> int:
+        """Physical cores that can be busy at once."""
+        return min(self.n_cpus, len(self.topology.cores))
 
 
-def own_cores(reserved: float) -> int:
-    """Of them, those that are a replica's own, when Ray has reserved so many; 0 reserves none."""
-    cores = usable_cores()
-    return min(cores, max(1, math.floor(reserved))) if reserved > 0 else cores
+def read(root: Path = _ROOT) -> Machine:
+    """The machine whose /proc and /sys are in `root`."""
+    found, quota = topology.read(root), cpu_quota(root)
+    if quota is not None and quota >= len(found.cpus):
+        quota = None
+    return Machine(found, quota, available_memory(root))
+
+
+def own_cpus(machine: Machine, reserved: float) -> int:
+    """CPUs that are a replica's own, when Ray has reserved so many; 0 reserves none, and means all."""
+    cpus = machine.n_cpus
+    return min(cpus, max(1, math.floor(reserved))) if reserved > 0 else cpus
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
@@ -46,13 +72,14 @@ def oversubscription(threads: int, cores: int, whose: str) -> str | None:
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that this process can still take: the smaller of what the machine has available and
     what its cgroups' limits leave."""
-    meminfo = (root / "proc/meminfo").read_text()
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in meminfo.splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    return max(0, min([available, *_memory_headrooms(root)]))
+    return max(0, min([_machine_memory(root), *_memory_headrooms(root)]))
+
+
+def _machine_memory(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no Linux: all there is
 
 
 def throttled_s(root: Path = _ROOT) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.placement.machine import available_memory, throttled_s, usable_cores
+from serve_app.placement.machine import available_memory, read, throttled_s
 
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -68,9 +68,9 @@ V1 = {"proc/self/cgroup": "4:memory:/docker/x\n3:cpuset:/\n2:cpu,cpuacct:/docker
         "v1 seen from inside a container",
     ],
 )
-def test_usable_cores(tmp_path: Path, files: dict[str, str], quota: int | None) -> None:
+def test_cpus_that_can_be_busy(tmp_path: Path, files: dict[str, str], quota: int | None) -> None:
     expected = AFFINITY if quota is None else min(AFFINITY, quota)
-    assert usable_cores(machine(tmp_path, files)) == expected
+    assert read(machine(tmp_path, files)).n_cpus == expected
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,15 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) 
     assert available_memory(machine(tmp_path, files)) == expected
 
 
+def test_without_meminfo_it_is_all_memory(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def test_affinity_counts() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        assert usable_cores() == 1
+        assert read().n_cpus == 1
     finally:
         os.sched_setaffinity(0, allowed)
 
