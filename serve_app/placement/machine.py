@@ -72,7 +72,7 @@ def oversubscription(threads: int, cores: int, whose: str) -> str | None:
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that this process can still take: the smaller of what the machine has available and
     what its cgroups' limits leave."""
-    return max(0, min([_machine_memory(root), *_memory_headrooms(root)]))
+    return max(0, min([_machine_memory(root), *_cpuset_memory(root), *_memory_headrooms(root)]))
 
 
 def _machine_memory(root: Path) -> int:
@@ -80,6 +80,25 @@ def _machine_memory(root: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no Linux: all there is
+
+
+def _cpuset_memory(root: Path) -> Iterator[int]:
+    """What is free, or holds pages of files, on the NUMA nodes that a cpuset allows, if it forbids some."""
+    nodes = {
+        int(folder.name.removeprefix("node")): _node_memory(folder)
+        for folder in (root / "sys/devices/system/node").glob("node[0-9]*")
+    }
+    for line in _read(root / "proc/thread-self/status").splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            allowed = topology.parse_cpus(line.partition(":")[2])
+            if not nodes.keys() <= allowed:
+                yield sum(n_bytes for node, n_bytes in nodes.items() if node in allowed)
+
+
+def _node_memory(folder: Path) -> int:
+    fields = (line.split()[2:4] for line in _read(folder / "meminfo").splitlines())
+    counted = ("MemFree:", "Active(file):", "Inactive(file):")
+    return sum(int(number) * 1024 for name, number in fields if name in counted)
 
 
 def throttled_s(root: Path = _ROOT) -> float:

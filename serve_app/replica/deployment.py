@@ -38,7 +38,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
-from serve_app.replica.settling import reserved_cpus, settle_in
+from serve_app.replica.settling import settle_in
 from serve_app.routing.reporter import pressure
 from serve_app.types import (
     GenerationRequest,
@@ -62,7 +62,7 @@ class EngineReplica:
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         forward_to_serve()
         path = locate(model.source)
-        self._settled, self._sizing = settle_in(model, reserved_cpus()), model.sizing
+        self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
             model.options,
@@ -308,3 +308,9 @@ def _prefixes(path: Path, system_prompts: Sequence[str]) -> tuple[tuple[int, ...
         return ()
     tokenizer = Tokenizer(path)
     return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
+
+
+def _reserved_cpus() -> float:
+    """What Ray has reserved for this replica."""
+    context: Any = ray.get_runtime_context()
+    return float(context.get_assigned_resources().get("CPU", 0.0))

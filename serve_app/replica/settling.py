@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
-
-import ray
 
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError
@@ -27,12 +24,6 @@ class Settled:
     """Why so many, in one line."""
     computing_cpus: tuple[int, ...] | None
     """What the threads that compute keep to; None: all that the process may use."""
-
-
-def reserved_cpus() -> float:
-    """What Ray has reserved for this replica."""
-    context: Any = ray.get_runtime_context()
-    return float(context.get_assigned_resources().get("CPU", 0.0))
 
 
 def settle_in(model: ResolvedModel, reserved: float, here: Machine | None = None) -> Settled:

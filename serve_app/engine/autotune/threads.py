@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import Row
+from serve_app.engine.options import EngineOptions
 from serve_app.llama.threads import FEW_ROWS, Threads
 
 # With no more threads than this, each of them is worth having.
@@ -41,6 +42,12 @@ class Cycle(NamedTuple):
 def candidates(most: int) -> list[int]:
     """Numbers of threads that are tried, the largest first; only one if there is nothing to try."""
     return [most] if most <= _FEW_THREADS else [most, 3 * most // 4, most // 2]
+
+
+def tries_fewer(options: EngineOptions) -> tuple[str, ...]:
+    """Not empty if there is something to try: what a profile's key then says besides."""
+    tried = options.fewer_threads and len(candidates(options.threads)) > 1
+    return ("fewer",) if tried else ()
 
 
 def choose(cycles: Mapping[int, Cycle]) -> int:

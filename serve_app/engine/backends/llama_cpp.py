@@ -16,7 +16,7 @@ from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import Profiler, in_turns
-from serve_app.engine.autotune.threads import ThreadTrial, candidates
+from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
@@ -118,7 +118,7 @@ class LlamaBackend:
             model=self.vocabulary.fingerprint().hex(),
             llama_cpp=library.version(),
             modes=open_modes,
-            threads=(options.threads, options.threads_batch, options.numa, *self._tries_fewer),
+            threads=(options.threads, options.threads_batch, options.numa, *tries_fewer(options)),
             slots=(options.n_slots, options.n_ctx_slot, [len(tokens) for tokens in options.pinned]),
             max_stall_s=options.max_stall_s,
             n_batch=options.n_batch,
@@ -183,16 +183,10 @@ class LlamaBackend:
         choice = replace(choice, profile=profile, threads=threads)
         return choice, computed_s / (took_s * n_threads)
 
-    @property
-    def _tries_fewer(self) -> tuple[str, ...]:
-        """What a profile's key says besides, where fewer threads may be chosen."""
-        open_to_choice = self._options.fewer_threads and len(candidates(self._options.threads)) > 1
-        return ("fewer",) if open_to_choice else ()
-
     def _try_threads(self, contexts: Sequence[Context], n_ctx_slot: int) -> Threads | None:
         """What the contexts compute with from now on, if that is open."""
         options = self._options
-        if not self._tries_fewer:
+        if not tries_fewer(options):
             return None
         trial = ThreadTrial(
             contexts[0], n_slots=options.n_slots, n_ctx_slot=n_ctx_slot, most=options.threads

@@ -97,6 +97,24 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) 
     assert available_memory(machine(tmp_path, files)) == expected
 
 
+NODE = "Node {0} MemTotal: 900 kB\nNode {0} MemFree: {1} kB\nNode {0} Inactive(file): 100 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [("0-2", 1000), ("1", 300), ("0-1", 700), ("0,2", 500), ("0-63", 1000)]
+)
+def test_memory_of_the_nodes_that_a_cpuset_allows(
+    tmp_path: Path, allowed: str, expected: int
+) -> None:
+    """The third node has memory only."""
+    folder = "sys/devices/system/node"
+    files = {
+        f"{folder}/node{i}/meminfo": NODE.format(i, free) for i, free in enumerate((300, 200, 0))
+    }
+    files["proc/thread-self/status"] = f"Cpus_allowed_list:\t0\nMems_allowed_list:\t{allowed}\n"
+    assert available_memory(machine(tmp_path, files)) == 1024 * expected
+
+
 def test_without_meminfo_it_is_all_memory(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
