@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -117,7 +116,7 @@ def resolve(models: Sequence[ModelConfig], here: Machine | None = None) -> list[
         if _is_sized(model):
             share = plan.undivided(here, len(models))
         try:
-            resolved.append(_resolve(model, share, here, here.memory_bytes // len(models)))
+            resolved.append(_resolve(model, share, here, len(models)))
         except ConfigError as error:
             raise ConfigError(f"models ({model.id}): {error}") from None
     return resolved
@@ -130,10 +129,10 @@ def _is_sized(model: ModelConfig) -> bool:
     return any(size is not None for size in sizes)
 
 
-def _resolve(model: ModelConfig, share: Share, here: Machine, memory_bytes: int) -> ResolvedModel:
-    needs = _needs(model)
+def _resolve(model: ModelConfig, share: Share, here: Machine, n_models: int) -> ResolvedModel:
+    needs, memory_bytes = _needs(model), here.memory_bytes // n_models
     if needs is not None:
-        share = _with_room(model, share, needs, memory_bytes)
+        share = _with_room(model, share, needs, here.total_bytes // n_models)
     num_cpus = _num_cpus(model, share, here)
     reserved = model.deployment.ray_actor_options.num_cpus
     reserved = num_cpus if reserved is None else reserved
@@ -160,15 +159,12 @@ def _resolve(model: ModelConfig, share: Share, here: Machine, memory_bytes: int)
     )
 
 
-def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, memory_bytes: int) -> Share:
-    """No more replicas than the memory has room for."""
+def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes: int) -> Share:
+    """No more replicas than all memory has room for: those that are to be replaced may take some now."""
     if share.n_replicas == 1:
         return share
-    n = sizing.fitting_replicas(model.engine, needs, share.n_replicas, memory_bytes)
-    if n == share.n_replicas:
-        return share
-    reason = f"{n} of {share.reason}, as memory has no room for more"
-    return dataclasses.replace(share, n_replicas=n, reason=reason)
+    n = sizing.fitting_replicas(model.engine, needs, share.n_replicas, total_bytes)
+    return share if n == share.n_replicas else plan.merged(share, n)
 
 
 def _most_replicas(configured: DeploymentConfig, share: Share) -> int:

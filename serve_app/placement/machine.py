@@ -26,6 +26,9 @@ class Machine:
     quota: float | None
     """See `cpu_quota`; None also if it is no less than all CPUs."""
     memory_bytes: int
+    """See `available_memory`."""
+    total_bytes: int
+    """What would be available if nobody used any."""
 
     @property
     def n_cpus(self) -> int:
@@ -44,7 +47,7 @@ def read(root: Path = _ROOT) -> Machine:
     found, quota = topology.read(root), cpu_quota(root)
     if quota is not None and quota >= len(found.cpus):
         quota = None
-    return Machine(found, quota, available_memory(root))
+    return Machine(found, quota, available_memory(root), total_memory(root))
 
 
 def own_cpus(machine: Machine, reserved: float) -> int:
@@ -69,15 +72,22 @@ def oversubscription(threads: int, cores: int, whose: str) -> str | None:
     )
 
 
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes of the machine's memory, or of the least of this process's cgroups' limits."""
+    return min([_machine_memory(root, "MemTotal:"), *(limit for limit, _ in _memory_limits(root))])
+
+
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that this process can still take: the smaller of what the machine has available and
     what its cgroups' limits leave."""
-    return max(0, min([_machine_memory(root), *_cpuset_memory(root), *_memory_headrooms(root)]))
+    headrooms = (limit - used for limit, used in _memory_limits(root))
+    bounds = [_machine_memory(root, "MemAvailable:"), *_cpuset_memory(root), *headrooms]
+    return max(0, min(bounds))
 
 
-def _machine_memory(root: Path) -> int:
+def _machine_memory(root: Path, name: str) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(name):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no Linux: all there is
 
@@ -125,15 +135,16 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
             yield int(quota) / int(_read(group / "cpu.cfs_period_us"))
 
 
-def _memory_headrooms(root: Path) -> Iterator[int]:
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Each limit, and what is in use of it."""
     for group in _groups(root, ""):
         limit = _read(group / "memory.max")
         if limit.isdigit():
-            yield int(limit) - int(_read(group / "memory.current") or 0)
+            yield int(limit), int(_read(group / "memory.current") or 0)
     for group in _groups(root, "memory"):
         limit = _read(group / "memory.limit_in_bytes")
         if limit.isdigit():
-            yield int(limit) - int(_read(group / "memory.usage_in_bytes") or 0)
+            yield int(limit), int(_read(group / "memory.usage_in_bytes") or 0)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

@@ -52,6 +52,18 @@ def undivided(machine: Machine, n_models: int) -> Share:
     return _dealt(machine, n_models, 1, machine.n_cpus, "the configuration sizes it")[0]
 
 
+def merged(share: Share, n_replicas: int) -> Share:
+    """Fewer replicas, at least 1, that take the places of all."""
+    n_places = share.n_replicas // n_replicas
+    of_what = f"{n_replicas} replica{'s' * (n_replicas > 1)} in the place of {share.n_replicas}"
+    return Share(
+        n_replicas,
+        share.num_cpus * n_places,
+        share.n_cores * n_places,
+        f"{of_what}, as memory has no room for more",
+    )
+
+
 def n_cores(machine: Machine, reserved: float) -> int:
     """Physical cores that so many reserved CPUs are; 0 reserves none, and means all."""
     cpus = own_cpus(machine, reserved)

@@ -86,7 +86,7 @@ def test_checking_a_file_prints_one_line_and_fails(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-HERE = Machine(topology(SMALL), None, 2**34)
+HERE = Machine(topology(SMALL), None, 2**34, 2**34)
 SCALING = {
     "min_replicas": 1,
     "max_replicas": 1,
@@ -133,7 +133,7 @@ def test_configured_options_win() -> None:
     [(8, 1, 8, 8), (8, 2, 4, 4), (8, 3, 2, 2), (2, 3, 0.66, 1)],
 )
 def test_models_share_the_machine(cores: int, n_models: int, num_cpus: float, threads: int) -> None:
-    here = Machine(topology(((i,), 0) for i in range(cores)), None, 2**34)
+    here = Machine(topology(((i,), 0) for i in range(cores)), None, 2**34, 2**34)
     sizes = {"n_slots": 4, "n_ctx_slot": 256}
     entries = [model(id=f"m{i}", engine=sizes) for i in range(n_models)]
     configured = schema.parse({"models": entries}).models
@@ -176,7 +176,7 @@ def test_hosts_have_no_ports_and_schemes(host: str) -> None:
         schema.parse({"models": [model()], "ingress": {"allowed_hosts": [host]}})
 
 
-EPYC_HERE = Machine(topology(EPYC), None, 2**39)
+EPYC_HERE = Machine(topology(EPYC), None, 2**39, 2**39)
 
 
 def options_on_epyc(deployment: dict[str, Any], **engine: Any) -> dict[str, Any]:
@@ -224,9 +224,9 @@ def resolved_on(here: Machine, deployment: dict[str, Any] | None = None) -> Reso
 def test_slots_and_memory_by_the_share() -> None:
     """24 GiB among three replicas of eight CPUs each: a third for each."""
     cores = [((i,), 0) for i in range(24)]
-    alone = resolved_on(Machine(topology(cores[:8]), None, 8 * 2**30))
+    alone = resolved_on(Machine(topology(cores[:8]), None, 8 * 2**30, 2**36))
     third = resolved_on(
-        Machine(topology(cores), None, 24 * 2**30),
+        Machine(topology(cores), None, 24 * 2**30, 2**36),
         {"num_replicas": 3, "ray_actor_options": {"num_cpus": 8}},
     )
     assert third.options.n_slots == alone.options.n_slots == 32
@@ -238,7 +238,8 @@ def test_slots_and_memory_by_the_share() -> None:
 
 def test_as_many_replicas_as_the_memory_has_room_for() -> None:
     """The built-in model needs little: a machine with hardly any memory."""
-    small = resolved_on(Machine(topology(EPYC), None, 2**29))
-    assert small.n_replicas == 1
-    assert "1 of 2 replicas, as each of 2 NUMA nodes has 128 CPUs, as memory" in small.sizing
-    assert resolved_on(EPYC_HERE).n_replicas == 2
+    small = resolved_on(Machine(topology(EPYC), None, 2**29, 2**29))
+    assert (small.n_replicas, small.num_cpus, small.options.threads) == (1, 256, 128)
+    assert small.sizing.startswith("1 replica in the place of 2, as memory has no room for more;")
+    in_use = resolved_on(Machine(topology(EPYC), None, 2**29, 2**39))
+    assert in_use.n_replicas == resolved_on(EPYC_HERE).n_replicas == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.placement.machine import available_memory, read, throttled_s
+from serve_app.placement.machine import available_memory, read, throttled_s, total_memory
 
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -95,6 +95,19 @@ def test_cpus_that_can_be_busy(tmp_path: Path, files: dict[str, str], quota: int
 )
 def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     assert available_memory(machine(tmp_path, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 3 kB\n"}, 9 * 1024),
+        (V2 | {"sys/fs/cgroup/a/memory.max": "5000", "sys/fs/cgroup/a/memory.current": "2"}, 5000),
+    ],
+    ids=["machine", "a limit"],
+)
+def test_total_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    files = {"proc/meminfo": "MemTotal: 9 kB\n", **files}
+    assert total_memory(machine(tmp_path, files)) == expected
 
 
 NODE = "Node {0} MemTotal: 900 kB\nNode {0} MemFree: {1} kB\nNode {0} Inactive(file): 100 kB\n"

@@ -114,6 +114,16 @@ def test_reasons(
     assert plan.shares(here, 2)[0].reason.endswith(", which 2 models share")
 
 
+@pytest.mark.parametrize(("n", "expected"), [(1, (1, 16, 16)), (2, (2, 8, 8)), (3, (3, 4, 4))])
+def test_fewer_replicas_take_the_places_of_all(
+    tmp_path: Path, n: int, expected: tuple[int, float, int]
+) -> None:
+    (share,) = plan.shares(machine(tmp_path, FOUR_NODES), 1)
+    fewer = plan.merged(share, n)
+    assert (fewer.n_replicas, fewer.num_cpus, fewer.n_cores) == expected
+    assert "in the place of 4, as memory has no room for more" in fewer.reason
+
+
 def test_nodes_with_memory_only_have_no_replica(tmp_path: Path) -> None:
     """As CXL memory is: a node of its own, without CPUs."""
     node = "sys/devices/system/node/node2"
