@@ -223,8 +223,8 @@ class ReplicaStats:
     """The CPUs that are its own, by the kernel's numbers; None if it is not pinned to any."""
     numa_node: int | None = None
     """The NUMA node that has all of them, if one has."""
-    placement: str = ""
-    """Why it is there, why there are so many replicas, and the memory that these divide."""
     latencies: dict[str, dict[float, int]] = field(default_factory=dict)
     """Of the last five minutes: how many first tokens (`ttft_s`, from the arrival here) and gaps between
     tokens (`itl_s`) took up to so many seconds, and more than the bound before; bounds are 10% apart."""
+    placement: str = ""
+    """Why it is there, why there are so many replicas, and the memory that these divide."""
