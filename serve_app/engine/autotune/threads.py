@@ -118,5 +118,8 @@ class ThreadTrial:
 
 def _told(n_rows: int, chosen: int, cycles: Mapping[int, Cycle]) -> str:
     rows = "1 row" if n_rows == 1 else f"2 to {FEW_ROWS} rows"
-    times = ", ".join(f"{cycle.batch_s * 1e3:.1f} ms with {n}" for n, cycle in cycles.items())
-    return f"{chosen} for {rows} ({times})"
+    times = ", ".join(
+        f"{cycle.batch_s * 1e3:.1f} and {cycle.both_s * 1e3:.1f} ms with {n}"
+        for n, cycle in cycles.items()
+    )
+    return f"{chosen} for {rows} (alone, and with a prompt's after it: {times})"
