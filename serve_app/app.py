@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -14,14 +15,17 @@ from ray.serve.exceptions import RayServeException
 from serve_app.config import schema, sizing
 from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import DeploymentConfig, IngressConfig, ModelConfig
+from serve_app.config.schema import DeploymentConfig, EngineConfig, IngressConfig, ModelConfig
+from serve_app.config.sizing import ModelNeeds
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.bodies import BodyLimits
 from serve_app.llama.model import Model
-from serve_app.placement.machine import available_memory, oversubscription, usable_cores
+from serve_app.placement import machine, plan
+from serve_app.placement.machine import Machine, oversubscription
+from serve_app.placement.plan import Share
 from serve_app.replica.deployment import EngineReplica
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
@@ -48,7 +52,7 @@ def build(args: dict[str, Any]) -> Application:
     try:
         app = schema.parse(args)
         _refuse_strangers(app.ingress)
-        models = [resolve(model, share=1 / len(app.models)) for model in app.models]
+        models = resolve(app.models)
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [
@@ -103,19 +107,43 @@ def _http_host() -> str | None:
     return None if serve is None else serve.http_config.host
 
 
-def resolve(model: ModelConfig, share: float) -> ResolvedModel:
-    """Decide what the configuration leaves open, from the model file if it is here and this share
-    of the machine: all models must fit on it. Raises ConfigError that names the model."""
-    try:
-        options = sizing.resolve(
-            model.engine,
-            _needs(model),
-            cores=max(1, math.floor(share * usable_cores())),
-            memory_bytes=math.floor(share * available_memory()),
-        )
-        num_cpus = _num_cpus(model, share)
-    except ConfigError as error:
-        raise ConfigError(f"models ({model.id}): {error}") from None
+def resolve(models: Sequence[ModelConfig], here: Machine | None = None) -> list[ResolvedModel]:
+    """Decide what the configuration leaves open, from the model files if they are here and from a machine,
+    by default this one: all models must fit on it. Raises ConfigError that names the model."""
+    here = here or machine.read()
+    resolved = []
+    for model, share in zip(models, plan.shares(here, len(models)), strict=True):
+        if _is_sized(model):
+            share = plan.undivided(here, len(models))
+        try:
+            resolved.append(_resolve(model, share, here, len(models)))
+        except ConfigError as error:
+            raise ConfigError(f"models ({model.id}): {error}") from None
+    return resolved
+
+
+def _is_sized(model: ModelConfig) -> bool:
+    """Whether the configuration says what a replica has of a machine."""
+    engine, reserved = model.engine, model.deployment.ray_actor_options.num_cpus
+    sizes = (engine.threads, engine.threads_batch, engine.numa, reserved)
+    return any(size is not None for size in sizes)
+
+
+def _resolve(model: ModelConfig, share: Share, here: Machine, n_models: int) -> ResolvedModel:
+    needs, memory_bytes = _needs(model), here.memory_bytes // n_models
+    if needs is not None:
+        share = _with_room(model, share, needs, here.total_bytes // n_models)
+    num_cpus = _num_cpus(model, share, here)
+    reserved = model.deployment.ray_actor_options.num_cpus
+    reserved = num_cpus if reserved is None else reserved
+    n_together = plan.n_together(here, reserved, _most_replicas(model.deployment, share))
+    options = sizing.resolve(
+        model.engine,
+        needs,
+        cores=_cores(model.engine, share, here, reserved),
+        memory_bytes=memory_bytes,
+        n_replicas=n_together,
+    )
     return ResolvedModel(
         id=model.id,
         source=model.source,
@@ -124,47 +152,72 @@ def resolve(model: ModelConfig, share: float) -> ResolvedModel:
         threads=model.engine.threads,
         allow_oversubscription=model.engine.allow_oversubscription,
         pin_cores=model.engine.pin_cores,
+        n_replicas=share.n_replicas,
+        sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
     )
 
 
-def _num_cpus(model: ModelConfig, share: float) -> float:
+def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes: int) -> Share:
+    """No more replicas than all memory has room for: those that are to be replaced may take some now."""
+    if share.n_replicas == 1:
+        return share
+    n = sizing.fitting_replicas(model.engine, needs, share.n_replicas, total_bytes)
+    return share if n == share.n_replicas else plan.merged(share, n)
+
+
+def _most_replicas(configured: DeploymentConfig, share: Share) -> int:
+    """As many as may run at once, on any machine."""
+    scaling = configured.autoscaling_config
+    if scaling is not None and "max_replicas" in scaling.model_fields_set:
+        most = scaling.max_replicas
+    else:
+        most = configured.num_replicas or share.n_replicas
+    return min(most, configured.max_replicas_per_node or most)
+
+
+def _cores(engine: EngineConfig, share: Share, here: Machine, reserved: float) -> int:
+    """Physical cores that a replica computes with."""
+    threads = max(engine.threads or 0, engine.threads_batch or 0)
+    return min(threads or share.n_cores, plan.n_cores(here, reserved))
+
+
+def _memory_report(memory_bytes: int, n_replicas: int) -> str:
+    gib = f"{memory_bytes / 2**30:.1f} GiB of memory"
+    return gib if n_replicas == 1 else f"{gib} for {n_replicas} replicas"
+
+
+def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
     """What Ray reserves for a replica, unless the deployment says otherwise: a core for each thread.
-    Raises ConfigError for threads that cannot have one; the replica looks again, on its own node."""
+    Raises ConfigError for threads that cannot have a CPU each; the replica looks again, on its node."""
     engine, given = model.engine, model.deployment.ray_actor_options.num_cpus
-    threads, cores = max(engine.threads or 0, engine.threads_batch or 0), usable_cores()
+    threads, cpus = max(engine.threads or 0, engine.threads_batch or 0), here.n_cpus
     complaint = None
     if given is None:
         whose = (
             "all that this machine may use (if replicas run on others, set "
             "deployment.ray_actor_options.num_cpus)"
         )
-        complaint = oversubscription(threads, cores, whose)
+        complaint = oversubscription(threads, cpus, whose)
     elif given > 0:
         whose = "which deployment.ray_actor_options.num_cpus reserves"
         complaint = oversubscription(threads, max(1, math.floor(given)), whose)
     if complaint and not engine.allow_oversubscription:
         raise ConfigError(complaint)
-    if engine.threads is None:  # replicas take what they get
-        return max(_whole_or_fraction(share * cores), threads)
-    return min(threads, cores)
+    wanted = plan.cpus_for(here, threads)
+    return max(share.num_cpus, wanted) if engine.threads is None else wanted
 
 
-def _whole_or_fraction(cpus: float) -> float:
-    """Whole cores where there are any; a fraction is cut to what Ray can add up."""
-    return math.floor(cpus) if cpus >= 1 else math.floor(100 * cpus) / 100
-
-
-def _needs(model: ModelConfig) -> sizing.ModelNeeds | None:
-    """What the model needs; None if the configuration leaves nothing open. Raises ConfigError for a file
-    here that cannot be served."""
+def _needs(model: ModelConfig) -> ModelNeeds | None:
+    """What the model needs; None if its file is not here and the configuration leaves nothing open. Raises
+    ConfigError for a file here that cannot be served."""
     if model.engine.n_slots is not None and model.engine.n_ctx_slot is not None:
         path = None if model.source.path is None else model.source.path.expanduser()
-        if path is not None and path.is_file():  # replicas on other nodes look for themselves
-            Model(path, vocab_only=True)
-        return None
-    return sizing.ModelNeeds.of(Model(locate(model.source), vocab_only=True))
+        if path is None or not path.is_file():  # replicas on other nodes look for themselves
+            return None
+        return ModelNeeds.of(Model(path, vocab_only=True))
+    return ModelNeeds.of(Model(locate(model.source), vocab_only=True))
 
 
 def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, Any]:
@@ -178,9 +231,10 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         "graceful_shutdown_timeout_s": 30,
         "request_router_config": _ROUTER,
     }
+    scaled = configured.deployment.autoscaling_config is not None
     autoscaling = {
-        "min_replicas": 1,
-        "max_replicas": 1,
+        "min_replicas": 1 if scaled else model.n_replicas,
+        "max_replicas": model.n_replicas,
         "target_ongoing_requests": options.n_slots,  # if the policy is Serve's own
         "policy": _POLICY,
         "look_back_period_s": 15,

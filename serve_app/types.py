@@ -226,3 +226,5 @@ class ReplicaStats:
     latencies: dict[str, dict[float, int]] = field(default_factory=dict)
     """Of the last five minutes: how many first tokens (`ttft_s`, from the arrival here) and gaps between
     tokens (`itl_s`) took up to so many seconds, and more than the bound before; bounds are 10% apart."""
+    placement: str = ""
+    """Why it is there, why there are so many replicas, and the memory that these divide."""

@@ -75,7 +75,7 @@ class LocalClient:
 def serve(file: Path) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError for a configuration that cannot work."""
     http_options = yaml.safe_load(file.read_text())["http_options"]
-    model = resolve(schema.load(file).models[0], share=1)
+    (model,) = resolve(schema.load(file).models[:1])
     path = locate(model.source)
     options = dataclasses.replace(model.options, profile_folder=cache_folder() / "profiles")
     engine = Engine.load(path, options)  # as the replica does it

@@ -21,6 +21,10 @@ class ResolvedModel:
     """Configured threads; None lets each replica count its own cores."""
     allow_oversubscription: bool
     pin_cores: bool
+    n_replicas: int
+    """How many there are, unless the deployment says otherwise."""
+    sizing: str
+    """Why there are so many, and what each has of the machine, for people."""
     num_cpus: float
     """What Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float

@@ -73,10 +73,11 @@ class EngineConfig(_Section):
     """Whether all slots share the KV cache's cells: better for common beginnings, worse for prompts of
     their own. `auto` takes what is measured to be faster, with `system_prompts` if there are any."""
     threads: PositiveInt | None = None
-    """Threads that llama.cpp computes with, one row at a time. Default: the cores that the replica may
-    really use (affinity mask, cgroup quota, `ray_actor_options.num_cpus`)."""
+    """Threads that llama.cpp computes with, one row at a time. Default: the physical cores that the replica
+    may really use (affinity mask, cgroup quota, `ray_actor_options.num_cpus`), or fewer, if faster."""
     threads_batch: PositiveInt | None = None
-    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`."""
+    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`, or
+    for up to 16 rows what is measured."""
     allow_oversubscription: bool = False
     """Whether more threads than usable cores are only worth a warning, instead of stopping the start."""
     pin_cores: bool = True
@@ -141,8 +142,8 @@ class RayActorOptions(_Section):
     """What Ray reserves for one replica."""
 
     num_cpus: NonNegativeFloat | None = None
-    """Default for an engine: `engine.threads`, or the cores of the machine that reads the
-    configuration."""
+    """Hyper-threads counted. Default for an engine: those of `engine.threads` cores, or of a NUMA node of
+    the machine that reads the configuration."""
     memory: PositiveInt | None = None
     """Bytes."""
     resources: dict[str, float] | None = None
@@ -155,7 +156,8 @@ class DeploymentConfig(_Section):
     """A Ray Serve deployment, by Serve's own option names."""
 
     autoscaling_config: Autoscaling | None = None
-    """Serve's autoscaling; default: see `serve_app.app`."""
+    """Serve's autoscaling; default for an engine: a replica for each NUMA node of the machine that reads
+    the configuration, if that does not size replicas. See `serve_app.app`."""
     num_replicas: PositiveInt | None = None
     """A fixed number of replicas instead of autoscaling."""
     max_ongoing_requests: PositiveInt | None = None

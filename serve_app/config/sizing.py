@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from serve_app.config.schema import EngineConfig
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
-from serve_app.llama.formats import CacheType, block_size, n_bytes
+from serve_app.llama.formats import CacheType, LoadMode, block_size, n_bytes
 from serve_app.llama.model import Model
 
 _MAX_DEFAULT_CTX = 4096
@@ -18,6 +18,12 @@ _SLOTS_PER_CORE = 4
 # Of the memory that the weights leave; compute buffers, Python and the page cache get the rest.
 _KV_SHARE_OF_MEMORY = 0.5
 _CACHE_RAM_SHARE_OF_MEMORY = 1 / 8
+# What a replica needs beside weights and cache, at least: Python, Ray and compute buffers.
+_PROCESS_BYTES = 2**29
+# GGUF's numbers of file types whose matrices llama.cpp computes with as they are mapped: F32, F16, BF16.
+# Most quantised ones it packs anew at the start, into memory of the process.
+_MAPPED_FILE_TYPES = ("0", "1", "32")
+_MAPPING_LOAD_MODES = ("auto", "mmap", "mlock", "mmap+mlock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +37,19 @@ class ModelNeeds:
     head_sizes: tuple[int, int]
     """Elements of one head's key and value."""
     weight_bytes: int
+    mapped: bool = False
+    """Whether replicas on one machine can share the weights as pages of the file."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
         """Read from a GGUF's metadata; the vocabulary is enough."""
         weight_bytes = model.path.stat().st_size
-        return cls(model.n_ctx_train, model.cache_elements, model.head_sizes, weight_bytes)
+        mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
+        return cls(model.n_ctx_train, model.cache_elements, model.head_sizes, weight_bytes, mapped)
+
+    def shared_bytes(self, load_mode: LoadMode) -> int:
+        """Bytes of weights that all replicas on a machine hold together; the rest, each has for itself."""
+        return self.weight_bytes if self.mapped and load_mode in _MAPPING_LOAD_MODES else 0
 
     def cache_bytes_per_token(self, type_k: CacheType, type_v: CacheType) -> int:
         """Bytes of one token in the KV cache. Raises ConfigError for a format that does not divide
@@ -54,15 +67,34 @@ class ModelNeeds:
         return total
 
 
+def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
+    """How many of `most` replicas so much memory has room for, each with the slots and the tokens that the
+    configuration says, or the fewest that it should have; at least 1."""
+    per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
+    n_slots = (config.n_slots or _MIN_DEFAULT_SLOTS) + len(config.system_prompts)
+    n_ctx_slot = config.n_ctx_slot or min(needs.n_ctx_train, _MIN_DEFAULT_CTX)
+    cache_bytes = per_token * (config.n_ctx or n_slots * n_ctx_slot)
+    shared = needs.shared_bytes(config.load_mode)
+    each = needs.weight_bytes - shared + cache_bytes + _PROCESS_BYTES
+    return max(1, min(most, (memory_bytes - shared) // each))
+
+
 def resolve(
-    config: EngineConfig, needs: ModelNeeds | None, *, cores: int, memory_bytes: int
+    config: EngineConfig,
+    needs: ModelNeeds | None,
+    *,
+    cores: int,
+    memory_bytes: int,
+    n_replicas: int = 1,
 ) -> EngineOptions:
-    """Fill what the configuration leaves open.
+    """Fill what the configuration leaves open, for so many replicas on a machine: each has its part of the
+    memory, and `cores`.
 
     More slots share a step better, so slots give way last: context first, down to 1024 tokens, then
     slots. `needs` may be None if both are set. Raises ConfigError for what cannot work.
     """
     n_slots, n_ctx_slot = config.n_slots, config.n_ctx_slot
+    left = _left(config, needs, memory_bytes, n_replicas)
     if n_slots is None or n_ctx_slot is None:
         if needs is None:
             raise ConfigError(
@@ -70,12 +102,11 @@ def resolve(
                 "not on the machine that reads the configuration"
             )
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
-        cache_bytes = int(_KV_SHARE_OF_MEMORY * max(0, memory_bytes - needs.weight_bytes))
+        cache_bytes = int(_KV_SHARE_OF_MEMORY * left)
         room = cache_bytes // per_token if config.n_ctx is None else sys.maxsize  # it is said
         n_pinned = len(config.system_prompts)
         n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, n_pinned)
         n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
-    left = max(0, memory_bytes - (0 if needs is None else needs.weight_bytes))
     cache_ram_bytes = (
         int(_CACHE_RAM_SHARE_OF_MEMORY * left)
         if config.cache_ram_mib is None
@@ -106,6 +137,17 @@ def resolve(
         slot_folder=config.slot_folder,
         slot_folder_max_bytes=config.slot_folder_max_mib << 20,
     )
+
+
+def _left(
+    config: EngineConfig, needs: ModelNeeds | None, memory_bytes: int, n_replicas: int
+) -> int:
+    """What the weights leave of one replica's part."""
+    if needs is None:
+        return memory_bytes // n_replicas
+    shared = needs.shared_bytes(config.load_mode)
+    of_one = (memory_bytes - shared) // n_replicas - (needs.weight_bytes - shared)
+    return max(0, of_one)
 
 
 def _fit(

@@ -18,9 +18,13 @@ class EngineOptions:
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one slot holds."""
     threads: int
-    """Threads with which llama.cpp computes a batch of one row."""
+    """Threads with which llama.cpp computes a batch of one row, or at most, with `fewer_threads`."""
     threads_batch: int | None = None
     """Threads for batches of more rows; None: as many."""
+    fewer_threads: bool = False
+    """Whether batches of few rows get fewer threads, where that is measured to be faster."""
+    computing_cpus: tuple[int, ...] | None = None
+    """CPUs that the threads which compute keep to; None: all that the process may use."""
     numa: NumaStrategy | None = None
     """How llama.cpp spreads its threads over NUMA nodes, in the whole process; None: not at all."""
     n_batch: int = 512

@@ -15,6 +15,7 @@ from serve_app.errors import CacheFullError, ConfigError, DecodeError
 from serve_app.llama import library
 from serve_app.llama.formats import CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
+from serve_app.llama.threads import FEW_ROWS, Threads
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
@@ -77,7 +78,9 @@ class Context:
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = n_seq_max
         params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
-        params.n_threads, params.n_threads_batch = threads, threads_batch or threads
+        self._threads = Threads.alike(threads, threads_batch)
+        self._batch_threads = self._threads.many_rows
+        params.n_threads, params.n_threads_batch = self._threads.one_row, self._batch_threads
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
             if flash_attn
@@ -148,12 +151,26 @@ class Context:
             token[i], pos[i], seq_id[i][0], logits[i] = row
         batch.n_tokens = len(rows)
         self._copied = None
+        self._set_threads(len(rows))
         status = llama_cpp.llama_decode(self.pointer, batch)
         if status == _CACHE_FULL:
             raise CacheFullError(f"The KV cache has no room for {len(rows)} tokens more.")
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
         self.unsettled.clear()
+
+    def use_threads(self, threads: Threads) -> None:
+        """Compute with these from now on."""
+        self._threads = threads
+        self._batch_threads = 0  # none of them
+
+    def _set_threads(self, n_rows: int) -> None:
+        """llama.cpp knows two numbers, for one row and for more."""
+        threads = self._threads
+        n = threads.few_rows if n_rows <= FEW_ROWS else threads.many_rows
+        if n != self._batch_threads:
+            llama_cpp.llama_set_n_threads(self.pointer, threads.one_row, n)
+            self._batch_threads = n
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good

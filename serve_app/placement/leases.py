@@ -21,6 +21,8 @@ class CoreLease:
 
     cpus: tuple[int, ...]
     """Ascending."""
+    one_of_each: tuple[int, ...]
+    """Of them, one for each physical core; ascending."""
     numa_node: int | None
     """The node that has all of them, if one has and the kernel tells."""
     _locks: tuple[int, ...]
@@ -39,44 +41,50 @@ def default_folder() -> Path:
     return base / "cores"
 
 
-def take(topology: Topology, n: int, folder: Path) -> CoreLease | None:
-    """Lease `n` CPUs; None if fewer are free. Processes that take at the same time do it one after
-    the other. Raises OSError if the folder is not ours alone, or cannot be used."""
+def take(topology: Topology, n: int, folder: Path, *, spread: bool = False) -> CoreLease | None:
+    """Lease `n` CPUs; None if fewer are free. See `choose`. Processes that take at the same time do it one
+    after the other. Raises OSError if the folder is not ours alone, or cannot be used."""
     _make_private(folder)
     choosing = _locked(folder / "choosing", wait=True)
     try:
         free = {cpu for cpu in topology.cpus if _is_free(folder / str(cpu))}
-        cpus = choose(topology, free, n)
+        cpus = choose(topology, free, n, spread=spread)
         if cpus is None:
             return None
         # Free a moment ago, and whoever wants one now waits for this one.
         locks = tuple(_locked(folder / str(cpu), wait=True) for cpu in cpus)
-        return CoreLease(cpus, topology.node_of(set(cpus)), locks)
+        of_all = set(cpus)
+        return CoreLease(cpus, topology.one_of_each(of_all), topology.node_of(of_all), locks)
     finally:
         os.close(choosing)
 
 
-def choose(topology: Topology, free: Set[int], n: int) -> tuple[int, ...] | None:
+def choose(
+    topology: Topology, free: Set[int], n: int, *, spread: bool = False
+) -> tuple[int, ...] | None:
     """`n` of the free CPUs, ascending, or None. Pure.
 
     Of one NUMA node if one has as many: the one with most idle physical cores, as each node has memory
-    bandwidth of its own. One hyper-thread of each idle physical core first, then their others, then
-    those beside somebody else's.
+    bandwidth of its own. Whole idle physical cores first, so that nobody else computes on their other
+    hyper-threads, then those beside somebody else's. With `spread`, which is for as many threads as CPUs,
+    one hyper-thread of each idle physical core first.
     """
     nodes = [[core for core in topology.cores if core.node == node] for node in topology.nodes]
     nodes.sort(key=lambda cores: (-len(_idle(cores, free)), -_n_free(cores, free)))
     fitting = [cores for cores in nodes if _n_free(cores, free) >= n]
     pool = fitting[0] if fitting else [core for cores in nodes for core in cores]
-    chosen = _by_preference(pool, free)[:n]
+    chosen = _by_preference(pool, free, spread)[:n]
     return tuple(sorted(chosen)) if len(chosen) == n else None
 
 
-def _by_preference(cores: Sequence[PhysicalCore], free: Set[int]) -> list[int]:
+def _by_preference(cores: Sequence[PhysicalCore], free: Set[int], spread: bool) -> list[int]:
     idle = _idle(cores, free)
-    first = [core.cpus[0] for core in idle]
-    their_others = [cpu for core in idle for cpu in core.cpus[1:]]
+    of_idle = [cpu for core in idle for cpu in core.cpus]
+    if spread:
+        first = {core.cpus[0] for core in idle}
+        of_idle.sort(key=lambda cpu: cpu not in first)
     beside_others = [cpu for core in cores if core not in idle for cpu in core.cpus if cpu in free]
-    return first + their_others + beside_others
+    return of_idle + beside_others
 
 
 def _idle(cores: Sequence[PhysicalCore], free: Set[int]) -> list[PhysicalCore]:

@@ -9,22 +9,51 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from serve_app.placement import topology
+from serve_app.placement.topology import Topology
 
 _ROOT = Path("/")
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may keep busy: the smaller of its affinity mask and its cgroups' CPU
-    quota, at least 1. `root` is where /proc and /sys are."""
-    cores, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one process, and those that it starts, may use of a machine."""
+
+    topology: Topology
+    quota: float | None
+    """See `cpu_quota`; None also if it is no less than all CPUs."""
+    memory_bytes: int
+    """See `available_memory`."""
+    total_bytes: int
+    """What would be available if nobody used any."""
+
+    @property
+    def n_cpus(self) -> int:
+        """CPUs that can be busy at once, hyper-threads counted, as Ray counts; at least 1."""
+        n = len(self.topology.cpus)
+        return n if self.quota is None else max(1, math.floor(self.quota))
+
+    @property
+    def n_cores(self) -> int:
+        """Physical cores that can be busy at once."""
+        return min(self.n_cpus, len(self.topology.cores))
 
 
-def own_cores(reserved: float) -> int:
-    """Of them, those that are a replica's own, when Ray has reserved so many; 0 reserves none."""
-    cores = usable_cores()
-    return min(cores, max(1, math.floor(reserved))) if reserved > 0 else cores
+def read(root: Path = _ROOT) -> Machine:
+    """The machine whose /proc and /sys are in `root`."""
+    found, quota = topology.read(root), cpu_quota(root)
+    if quota is not None and quota >= len(found.cpus):
+        quota = None
+    return Machine(found, quota, available_memory(root), total_memory(root))
+
+
+def own_cpus(machine: Machine, reserved: float) -> int:
+    """CPUs that are a replica's own, when Ray has reserved so many; 0 reserves none, and means all."""
+    cpus = machine.n_cpus
+    return min(cpus, max(1, math.floor(reserved))) if reserved > 0 else cpus
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
@@ -43,16 +72,43 @@ def oversubscription(threads: int, cores: int, whose: str) -> str | None:
     )
 
 
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes of the machine's memory, or of the least of this process's cgroups' limits."""
+    return min([_machine_memory(root, "MemTotal:"), *(limit for limit, _ in _memory_limits(root))])
+
+
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that this process can still take: the smaller of what the machine has available and
     what its cgroups' limits leave."""
-    meminfo = (root / "proc/meminfo").read_text()
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in meminfo.splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    return max(0, min([available, *_memory_headrooms(root)]))
+    headrooms = (limit - used for limit, used in _memory_limits(root))
+    bounds = [_machine_memory(root, "MemAvailable:"), *_cpuset_memory(root), *headrooms]
+    return max(0, min(bounds))
+
+
+def _machine_memory(root: Path, name: str) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no Linux: all there is
+
+
+def _cpuset_memory(root: Path) -> Iterator[int]:
+    """What is free, or holds pages of files, on the NUMA nodes that a cpuset allows, if it forbids some."""
+    nodes = {
+        int(folder.name.removeprefix("node")): _node_memory(folder)
+        for folder in (root / "sys/devices/system/node").glob("node[0-9]*")
+    }
+    for line in _read(root / "proc/thread-self/status").splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            allowed = topology.parse_cpus(line.partition(":")[2])
+            if not nodes.keys() <= allowed:
+                yield sum(n_bytes for node, n_bytes in nodes.items() if node in allowed)
+
+
+def _node_memory(folder: Path) -> int:
+    fields = (line.split()[2:4] for line in _read(folder / "meminfo").splitlines())
+    counted = ("MemFree:", "Active(file):", "Inactive(file):")
+    return sum(int(number) * 1024 for name, number in fields if name in counted)
 
 
 def throttled_s(root: Path = _ROOT) -> float:
@@ -79,15 +135,16 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
             yield int(quota) / int(_read(group / "cpu.cfs_period_us"))
 
 
-def _memory_headrooms(root: Path) -> Iterator[int]:
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Each limit, and what is in use of it."""
     for group in _groups(root, ""):
         limit = _read(group / "memory.max")
         if limit.isdigit():
-            yield int(limit) - int(_read(group / "memory.current") or 0)
+            yield int(limit), int(_read(group / "memory.current") or 0)
     for group in _groups(root, "memory"):
         limit = _read(group / "memory.limit_in_bytes")
         if limit.isdigit():
-            yield int(limit) - int(_read(group / "memory.usage_in_bytes") or 0)
+            yield int(limit), int(_read(group / "memory.usage_in_bytes") or 0)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

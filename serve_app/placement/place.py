@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.placement import leases, topology
+from serve_app.placement import leases
 from serve_app.placement.leases import CoreLease
-from serve_app.placement.machine import cpu_quota
+from serve_app.placement.machine import Machine, read
+from serve_app.placement.topology import list_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Place:
         return None if self.lease is None else self.lease.cpus
 
     @property
+    def one_of_each(self) -> tuple[int, ...] | None:
+        """Of them, one for each physical core."""
+        return None if self.lease is None else self.lease.one_of_each
+
+    @property
     def numa_node(self) -> int | None:
         """The NUMA node that has all leased CPUs."""
         return None if self.lease is None else self.lease.numa_node
@@ -38,34 +44,46 @@ def unpinned(reason: str) -> Place:
     return Place(None, f"not pinned to cores: {reason}")
 
 
-def settle(reserved: float, folder: Path, root: Path = Path("/")) -> Place:
+def settle(
+    reserved: float, folder: Path, machine: Machine | None = None, *, spread: bool = False
+) -> Place:
     """Lease as many CPUs as are reserved for this process and pin all its threads to them; those that
-    start later inherit that. Memory follows: the kernel takes a page from the node of the thread that
-    first touches it. No lease is not an error: CPUs that are not its own are left to the kernel then."""
+    start later inherit that. Default: of this machine. For `spread`, see `leases.choose`. Memory follows:
+    the kernel takes a page from the node of the thread that first touches it. No lease is not an error:
+    CPUs that are not its own are left to the kernel then."""
     if reserved < 1 or reserved != int(reserved):
         return unpinned(f"{reserved:g} CPUs are reserved for it, which are no whole cores")
-    machine, quota = topology.read(root), cpu_quota(root)
-    if quota is not None and quota < len(machine.cpus):
+    here = machine or read()
+    cpus, quota = here.topology.cpus, here.quota
+    if quota is not None:
         return unpinned(
-            f"it has a CPU quota of {quota:g} cores on {len(machine.cpus)} that others use, too"
+            f"it has a CPU quota of {quota:g} cores on {len(cpus)} that others use, too"
         )
     try:
-        lease = leases.take(machine, int(reserved), folder)
+        lease = leases.take(here.topology, int(reserved), folder, spread=spread)
     except OSError as error:
         return unpinned(f"there can be no leases in {folder} ({error})")
     if lease is None:
-        return unpinned(f"fewer than {reserved:g} of {len(machine.cpus)} cores are free")
+        return unpinned(f"fewer than {reserved:g} of {len(cpus)} cores are free")
     try:
         _pin(lease.cpus)
     except OSError as error:
         lease.release()
         return unpinned(f"the kernel refuses ({error})")
-    node = "" if lease.numa_node is None else f" of NUMA node {lease.numa_node}"
-    return Place(lease, f"pinned to cores {', '.join(map(str, lease.cpus))}{node}, its own")
+    return Place(lease, f"pinned to cores {list_cpus(lease.cpus)}{_node(here, lease)}, its own")
+
+
+def _node(here: Machine, lease: CoreLease) -> str:
+    nodes = here.topology.nodes
+    if lease.numa_node is not None:
+        return f" of NUMA node {lease.numa_node}"
+    return "" if len(nodes) < 2 else f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
 
 
 def _pin(cpus: Iterable[int]) -> None:
     """Every thread of this process; sched_setaffinity(2) is for one thread."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise OSError("it has no affinity masks")
     mask = set(cpus)
     os.sched_setaffinity(0, mask)  # first, so that threads that start meanwhile have it
     for thread in Path("/proc/self/task").iterdir():

@@ -1,14 +1,16 @@
 """The physical cores, hyper-threads and NUMA nodes that this process may run on.
 
 Source: the kernel's sysfs: cpu/online, cpu/cpu*/topology/thread_siblings_list and node/node*/cpulist, as
-in its admin-guide/cputopology.rst and ABI/stable/sysfs-devices-node. What is not there, as in some
-containers, counts as one hyper-thread for each core and no known node.
+in its admin-guide/cputopology.rst and ABI/stable/sysfs-devices-node; the affinity mask is that of
+/proc/thread-self/status. What is not there, as in some containers and on macOS, counts as one hyper-thread
+for each core and no known node. Nodes without CPUs, which only have memory, do not appear.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,19 +46,35 @@ class Topology:
         nodes = {core.node for core in self.cores if not cpus.isdisjoint(core.cpus)}
         return nodes.pop() if len(nodes) == 1 else None
 
+    def one_of_each(self, cpus: Set[int]) -> tuple[int, ...]:
+        """The lowest of these CPUs on each physical core that has some of them, ascending."""
+        of_cores = ([cpu for cpu in core.cpus if cpu in cpus] for core in self.cores)
+        return tuple(sorted(min(of_core) for of_core in of_cores if of_core))
+
 
 def read(root: Path = Path("/"), allowed: Set[int] | None = None) -> Topology:
-    """What is online of the allowed CPUs; default: this thread's affinity mask. `root` is where /sys is."""
+    """What is online of the allowed CPUs; default: `allowed_cpus`. `root` is where /proc and /sys are."""
     system = root / "sys/devices/system"
-    cpus = set(os.sched_getaffinity(0) if allowed is None else allowed)
+    cpus = set(allowed_cpus(root) if allowed is None else allowed)
     online = _cpu_list(system / "cpu/online")
-    cpus = cpus & online if online else cpus
+    cpus = cpus & online or cpus
     nodes = {
         cpu: int(folder.name.removeprefix("node"))
         for folder in system.glob("node/node[0-9]*")
         for cpu in _cpu_list(folder / "cpulist")
     }
     return Topology(tuple(_cores(system / "cpu", cpus, nodes)))
+
+
+def allowed_cpus(root: Path = Path("/")) -> set[int]:
+    """This thread's affinity mask, which a container's cpuset bounds; all CPUs where there is none."""
+    with suppress(OSError):
+        for line in (root / "proc/thread-self/status").read_text().splitlines():
+            if line.startswith("Cpus_allowed_list:"):
+                return parse_cpus(line.partition(":")[2])
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
 
 
 def _cores(folder: Path, cpus: set[int], nodes: dict[int, int]) -> Iterator[PhysicalCore]:
@@ -70,10 +88,27 @@ def _cores(folder: Path, cpus: set[int], nodes: dict[int, int]) -> Iterator[Phys
 
 
 def _cpu_list(path: Path) -> set[int]:
-    """The CPUs of a file like "0-3,8"; none if there is no such file."""
+    """The CPUs of such a file; none if there is no such file."""
     try:
-        text = path.read_text().strip()
+        return parse_cpus(path.read_text())
     except OSError:
         return set()
-    ends = (part.partition("-") for part in text.split(",") if part)
+
+
+def parse_cpus(text: str) -> set[int]:
+    """The CPUs of a list like "0-3,8", as the kernel writes it."""
+    ends = (part.partition("-") for part in text.strip().split(",") if part)
     return {cpu for low, _, high in ends for cpu in range(int(low), int(high or low) + 1)}
+
+
+def list_cpus(cpus: Iterable[int]) -> str:
+    """The other way round, for people: "0-3, 8"; two neighbours are two numbers."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][-1] == cpu - 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )

@@ -27,20 +27,18 @@ from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.errors import (
     ChannelBrokenError,
-    ConfigError,
     CorralError,
     EngineFailedError,
     ModelReplacedError,
 )
 from serve_app.logs import forward_to_serve
-from serve_app.placement import leases, topology
-from serve_app.placement.machine import cpu_quota, oversubscription, own_cores, throttled_s
-from serve_app.placement.place import Place, settle, unpinned
+from serve_app.placement.machine import cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
+from serve_app.replica.settling import settle_in
 from serve_app.routing.reporter import pressure
 from serve_app.types import (
     GenerationRequest,
@@ -64,11 +62,13 @@ class EngineReplica:
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         forward_to_serve()
         path = locate(model.source)
-        self._place, threads = settle_in(model, _reserved_cpus())
+        self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
             model.options,
-            threads=threads,
+            threads=self._settled.threads,
+            fewer_threads=model.threads is None and model.options.threads_batch is None,
+            computing_cpus=self._settled.computing_cpus,
             pinned=_prefixes(path, model.system_prompts),
             profile_folder=cache_folder() / "profiles",
         )
@@ -84,12 +84,14 @@ class EngineReplica:
             batching.set_max_batch_size(options.n_slots + options.max_waiting)
             batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
         logger.info(
-            "Model %s: %d slots x %d tokens, %d threads, %s.",
+            "Model %s: %d slots x %d tokens, %d threads (%s), %s; %s.",
             model.id,
             options.n_slots,
             options.n_ctx_slot,
             options.threads,
-            self._place.report,
+            self._settled.reason,
+            self._settled.place.report,
+            model.sizing,
         )
         logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
         self._kv_transfer = KVTransfer(self._engine)
@@ -188,8 +190,9 @@ class EngineReplica:
             replica_id=replica_id,
             node_id=node_id,
             engine=dataclasses.asdict(self._engine.stats()),
-            cores=self._place.cores,
-            numa_node=self._place.numa_node,
+            cores=self._settled.place.cores,
+            numa_node=self._settled.place.numa_node,
+            placement=f"{self._settled.place.report}; {self._sizing}",
             latencies=self._engine.latencies(),
         )
 
@@ -311,28 +314,3 @@ def _reserved_cpus() -> float:
     """What Ray has reserved for this replica."""
     context: Any = ray.get_runtime_context()
     return float(context.get_assigned_resources().get("CPU", 0.0))
-
-
-def settle_in(model: ResolvedModel, reserved: float) -> tuple[Place, int]:
-    """A replica's place on its node and its threads, with so many reserved CPUs. Before anything starts
-    threads: they inherit the place. Raises ConfigError for more threads than cores, unless the
-    configuration allows them."""
-    cores, numa = own_cores(reserved), model.options.numa
-    threads = model.threads or cores
-    complaint = oversubscription(
-        max(threads, model.options.threads_batch or 0),
-        cores,
-        "all that this replica may use (affinity mask, CPU quota, num_cpus)",
-    )
-    if complaint and not model.allow_oversubscription:
-        raise ConfigError(f"models ({model.id}): {complaint}")
-    if complaint:
-        logger.warning("Model %s: %s", model.id, complaint)
-        return unpinned("it has more threads than cores"), threads
-    if numa is not None and len(topology.read().nodes) == 1:
-        logger.info("Model %s: engine.numa has no effect: there is one NUMA node.", model.id)
-    elif numa in ("distribute", "isolate"):
-        return unpinned(f"engine.numa: {numa} places its threads"), threads
-    if not model.pin_cores:
-        return unpinned("engine.pin_cores is false"), threads
-    return settle(reserved, leases.default_folder()), threads

@@ -10,6 +10,7 @@ from typing import Any
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.options import EngineOptions
 from serve_app.llama.formats import block_size
+from serve_app.llama.threads import Threads
 
 # Modes in which a request takes up to so much longer than in the best one are as good.
 _SAME = 0.12
@@ -50,6 +51,8 @@ class Choice:
     mode: Mode
     reason: str
     profile: Profile
+    threads: Threads | None = None
+    """With which the profile was measured; None: as the options say."""
 
 
 def request_s(profile: Profile, options: EngineOptions, *, kv_unified: bool) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.llama.threads import Threads
 
 logger = logging.getLogger("corral.engine")
 
@@ -57,9 +58,25 @@ def _parse(document: object) -> Choice:
             "mode": {"flash_attn": bool(flash_attn), "kv_unified": bool(kv_unified)},
             "reason": str(reason),
             "profile": dict(profile),
+            **others,
         }:
-            return Choice(Mode(flash_attn, kv_unified), reason, _profile(profile))
+            threads = _threads(others.get("threads"))
+            return Choice(Mode(flash_attn, kv_unified), reason, _profile(profile), threads)
     raise TypeError("it holds no profile")
+
+
+def _threads(document: object) -> Threads | None:
+    match document:
+        case {
+            "one_row": int(one_row),
+            "few_rows": int(few_rows),
+            "many_rows": int(many_rows),
+            "reason": str(reason),
+        }:
+            return Threads(one_row, few_rows, many_rows, reason)
+        case None:
+            return None
+    raise TypeError(f"threads are {document!r}")
 
 
 def _profile(document: Mapping[str, object]) -> Profile:

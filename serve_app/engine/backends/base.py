@@ -16,6 +16,7 @@ from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.llama.threads import Threads
 from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 
@@ -114,6 +115,10 @@ class Backend(Protocol):
     @property
     def mode_reason(self) -> str:
         """Why, in one line."""
+
+    @property
+    def threads(self) -> Threads:
+        """What it computes with."""
 
     @property
     def profile(self) -> Profile:

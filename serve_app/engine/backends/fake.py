@@ -15,6 +15,7 @@ from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
 from serve_app.llama.constraint import Constraint
+from serve_app.llama.threads import Threads
 from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 
@@ -69,6 +70,7 @@ class FakeBackend:
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
         self.mode_reason = "scripted"
+        self.threads = Threads.alike(1, None)
         self.profile = Profile()
         self.can_rewind = True
         self.can_shift = True

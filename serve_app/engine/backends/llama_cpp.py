@@ -16,6 +16,7 @@ from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import Profiler, in_turns
+from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
@@ -26,6 +27,7 @@ from serve_app.llama.context import Context
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
+from serve_app.llama.threads import Threads
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
 
@@ -41,6 +43,8 @@ _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 _PROFILE_CTX = 512
 # The part of its time in which profiling compares modes.
 _COMPARING = 0.8
+# And in which it tries numbers of threads.
+_TRYING_THREADS = 0.1
 # A profile is not kept if this process had less of its threads' time than this meanwhile: something else
 # computed. Ray and its start take a fifth of two cores.
 _ALONE = 0.75
@@ -54,6 +58,8 @@ class LlamaBackend:
     """
 
     def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
+        if options.computing_cpus is not None:  # OpenMP's threads inherit it from this one
+            os.sched_setaffinity(0, options.computing_cpus)
         if options.numa:
             library.init_numa(options.numa)
         self.vocabulary = Model(path, load_mode=options.load_mode, delimiters=DELIMITERS)
@@ -63,12 +69,16 @@ class LlamaBackend:
             choice = self._choose()
             self.mode, self.mode_reason = choice.mode, choice.reason
             self.profile = choice.profile
+            self.threads = choice.threads or Threads.alike(options.threads, options.threads_batch)
             self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
+            self._context.use_threads(self.threads)
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
         self.can_rewind = self.vocabulary.can_rewind
         self.fills_gaps = self.can_rewind and not (self.mode.kv_unified or self._context.window)
         logger.info("%s.", self.mode_reason)
+        if choice.threads is not None:
+            logger.info("Of %d threads, %s.", self.threads.many_rows, self.threads.reason)
 
     # -- opening ----------------------------------------------------------------------------------
 
@@ -101,14 +111,14 @@ class LlamaBackend:
     def _choose(self) -> Choice:
         """One of the modes that are open, as measured now or at an earlier start."""
         options, folder = self._options, self._options.profile_folder
-        candidates = modes.candidates(options)
+        open_modes = modes.candidates(options)
         if options.profile_limit_s <= 0 or not self.vocabulary.is_causal:
-            return modes.choose({candidates[0]: Profile()}, options)
+            return modes.choose({open_modes[0]: Profile()}, options)
         name = profile_cache.key(
             model=self.vocabulary.fingerprint().hex(),
             llama_cpp=library.version(),
-            modes=candidates,
-            threads=(options.threads, options.threads_batch, options.numa),
+            modes=open_modes,
+            threads=(options.threads, options.threads_batch, options.numa, *tries_fewer(options)),
             slots=(options.n_slots, options.n_ctx_slot, [len(tokens) for tokens in options.pinned]),
             max_stall_s=options.max_stall_s,
             n_batch=options.n_batch,
@@ -118,7 +128,7 @@ class LlamaBackend:
         known = profile_cache.load(folder, name) if folder else None
         if known is not None:
             return known
-        choice, used = self._run_profilers(candidates)
+        choice, used = self._run_profilers(open_modes)
         if used < _ALONE:
             logger.warning(
                 "Something else computed meanwhile: %.0f%% of the time of these threads were left. It is "
@@ -139,6 +149,8 @@ class LlamaBackend:
             for mode in candidates:
                 contexts[mode] = self._open(mode, n_ctx_slot, None)
             began, computed = time.perf_counter(), time.process_time()
+            threads = self._try_threads([*contexts.values()], n_ctx_slot)
+            tried_s = time.perf_counter() - began
             profilers = {
                 mode: Profiler(
                     context,
@@ -150,7 +162,7 @@ class LlamaBackend:
                 )
                 for mode, context in contexts.items()
             }
-            in_turns(list(profilers.values()), _COMPARING * options.profile_limit_s)
+            in_turns(list(profilers.values()), _COMPARING * options.profile_limit_s - tried_s)
             choice = modes.choose(
                 {mode: profiler.profile for mode, profiler in profilers.items()}, options
             )
@@ -165,9 +177,24 @@ class LlamaBackend:
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
         # llama.cpp copies all of a slot's cells.
         copy_s = profiler.profile.copy_s * options.n_ctx_slot / n_ctx_slot
-        choice = replace(choice, profile=replace(profiler.profile, copy_s=copy_s))
-        n_threads = min(options.threads, options.threads_batch or options.threads)
+        profile = replace(profiler.profile, copy_s=copy_s)
+        used = threads or Threads.alike(options.threads, options.threads_batch)
+        n_threads = min(used.one_row, used.few_rows, used.many_rows)
+        choice = replace(choice, profile=profile, threads=threads)
         return choice, computed_s / (took_s * n_threads)
+
+    def _try_threads(self, contexts: Sequence[Context], n_ctx_slot: int) -> Threads | None:
+        """What the contexts compute with from now on, if that is open."""
+        options = self._options
+        if not tries_fewer(options):
+            return None
+        trial = ThreadTrial(
+            contexts[0], n_slots=options.n_slots, n_ctx_slot=n_ctx_slot, most=options.threads
+        )
+        threads = trial.run(_TRYING_THREADS * options.profile_limit_s)
+        for context in contexts:
+            context.use_threads(threads)
+        return threads
 
     # -- running ----------------------------------------------------------------------------------
 

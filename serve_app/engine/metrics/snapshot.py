@@ -29,13 +29,15 @@ def engine_stats(
 ) -> EngineStats:
     """A snapshot: it does not change with its parts. `ended` are requests by the reason of their end,
     `embedded` the counts of `EmbeddingQueue`."""
-    mode, memory = backend.mode, backend.memory
+    mode, memory, threads = backend.mode, backend.memory, backend.threads
     transferred = cache.transferred
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
-        threads=options.threads,
-        threads_batch=options.threads_batch or options.threads,
+        threads=threads.one_row,
+        threads_few=threads.few_rows,
+        threads_batch=threads.many_rows,
+        threads_reason=threads.reason,
         flash_attn=mode.flash_attn,
         kv_unified=mode.kv_unified,
         mode_reason=backend.mode_reason,

@@ -54,7 +54,7 @@ class EngineStats:
     n_slots: int
     n_ctx_slot: int
     threads: int
-    """For batches of one row; for those of more, `threads_batch`."""
+    """For batches of one row; for those of 2 to 16, `threads_few`; for those of more, `threads_batch`."""
     threads_batch: int
     flash_attn: bool
     kv_unified: bool
@@ -120,6 +120,9 @@ class EngineStats:
     step_time: dict[str, dict[int, float]] = field(default_factory=dict)
     """What a batch costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's rows,
     `verify_ms` by one sequence's rows with drafts."""
+    threads_few: int = 0
+    threads_reason: str = ""
+    """Why so many."""
     slots: tuple[SlotStats, ...] = ()
     prefill_backlog_s: float = 0.0
     """Of `backlog_s`, what is missing of prompts."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 
 from loadtests.engine import pinning
 from serve_app.engine import Engine, EngineOptions
+from serve_app.engine.autotune.threads import ThreadTrial
 from serve_app.llama import library
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
+from serve_app.llama.threads import FEW_ROWS, Threads
 
 
 def test_numa_is_set_up_before_the_model_is_loaded(
@@ -60,6 +64,51 @@ def test_the_engine_tells_both(tiny_gguf: Path) -> None:
     stats = engine.stats()
     engine.close()
     assert (stats.threads, stats.threads_batch) == (1, 2)
+
+
+def test_batches_of_few_rows_have_threads_of_their_own(tiny_gguf: Path) -> None:
+    context = Context(
+        Model(tiny_gguf), n_seq_max=1, n_ctx_slot=64, n_batch=32, threads=2, flash_attn=False
+    )
+    context.use_threads(Threads(1, 1, 2, "a test"))
+    found, begin = [], 0
+    for n_rows in (1, FEW_ROWS, FEW_ROWS + 1, 2):
+        context.decode([(0, begin + i, 0, i == 0) for i in range(n_rows)])
+        begin += n_rows
+        found.append(llama_cpp.llama_n_threads_batch(context.pointer))
+        assert llama_cpp.llama_n_threads(context.pointer) == 1
+    context.close()
+    assert found == [1, 1, 2, 1]
+
+
+def test_fewer_threads_are_tried_once_and_kept_with_the_profile(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Threads(2, 3, 5, "a test")
+    trials = [chosen]
+    monkeypatch.setattr(ThreadTrial, "run", lambda self, limit_s: trials.pop())
+    monkeypatch.setattr("serve_app.engine.backends.llama_cpp._ALONE", 0.0)
+    options = EngineOptions(
+        2, 64, threads=5, fewer_threads=True, profile_limit_s=0.5, profile_folder=tmp_path
+    )
+    for _ in range(2):
+        engine = Engine.load(tiny_gguf, options)
+        stats = engine.stats()
+        engine.close()
+        found = (stats.threads, stats.threads_few, stats.threads_batch, stats.threads_reason)
+        assert found == (2, 3, 5, "a test")
+    assert not trials
+
+
+def test_the_threads_that_compute_keep_to_their_cpus(tiny_gguf: Path) -> None:
+    ours = os.sched_getaffinity(0)
+    options = EngineOptions(1, 64, threads=1, profile_limit_s=0, computing_cpus=(min(ours),))
+    engine = Engine.load(tiny_gguf, options)
+    (decoder,) = [thread for thread in threading.enumerate() if thread.name == "corral-decoder"]
+    assert decoder.native_id is not None
+    masks = os.sched_getaffinity(decoder.native_id), os.sched_getaffinity(0)
+    engine.close()
+    assert masks == ({min(ours)}, ours)
 
 
 def test_the_pinning_benchmark_has_a_row_for_each_way(

@@ -12,8 +12,11 @@ import yaml
 
 from serve_app.app import access, engine_options, ingress_options, resolve
 from serve_app.config import schema
+from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError
 from serve_app.ingress.http.bodies import BodyLimits
+from serve_app.placement.machine import Machine
+from tests.unit.placement.machines import EPYC, SMALL, topology
 
 ROOT = Path(__file__).parents[3]
 
@@ -83,6 +86,7 @@ def test_checking_a_file_prints_one_line_and_fails(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
+HERE = Machine(topology(SMALL), None, 2**34, 2**34)
 SCALING = {
     "min_replicas": 1,
     "max_replicas": 1,
@@ -95,7 +99,7 @@ SCALING = {
 
 def test_serve_gets_explicit_options() -> None:
     configured = schema.parse({"models": [model()]}).models[0]
-    options = engine_options(configured, resolve(configured, share=1))
+    options = engine_options(configured, *resolve([configured], HERE))
     assert options == {
         "name": "engine-m",
         "max_ongoing_requests": 2 * (4 + 8) + 16,
@@ -118,7 +122,7 @@ def test_configured_options_win() -> None:
         "ray_actor_options": {"num_cpus": 2, "resources": {"big": 1}},
     }
     configured = schema.parse({"models": [model(deployment=deployment)]}).models[0]
-    options = engine_options(configured, resolve(configured, share=1))
+    options = engine_options(configured, *resolve([configured], HERE))
     assert options["max_ongoing_requests"] == 5
     assert options["ray_actor_options"] == {"num_cpus": 2, "resources": {"big": 1}}
     assert options["autoscaling_config"] == SCALING | {"max_replicas": 9, "upscale_delay_s": 3}
@@ -128,15 +132,14 @@ def test_configured_options_win() -> None:
     ("cores", "n_models", "num_cpus", "threads"),
     [(8, 1, 8, 8), (8, 2, 4, 4), (8, 3, 2, 2), (2, 3, 0.66, 1)],
 )
-def test_models_share_the_machine(
-    monkeypatch: pytest.MonkeyPatch, cores: int, n_models: int, num_cpus: float, threads: int
-) -> None:
-    monkeypatch.setattr("serve_app.app.usable_cores", lambda: cores)
+def test_models_share_the_machine(cores: int, n_models: int, num_cpus: float, threads: int) -> None:
+    here = Machine(topology(((i,), 0) for i in range(cores)), None, 2**34, 2**34)
     sizes = {"n_slots": 4, "n_ctx_slot": 256}
-    configured = schema.parse({"models": [model(engine=sizes)]}).models[0]
-    resolved = resolve(configured, share=1 / n_models)
-    assert engine_options(configured, resolved)["ray_actor_options"] == {"num_cpus": num_cpus}
-    assert resolved.options.threads == threads
+    entries = [model(id=f"m{i}", engine=sizes) for i in range(n_models)]
+    configured = schema.parse({"models": entries}).models
+    for entry, resolved in zip(configured, resolve(configured, here), strict=True):
+        assert engine_options(entry, resolved)["ray_actor_options"] == {"num_cpus": num_cpus}
+        assert resolved.options.threads == threads
 
 
 def test_fixed_replicas_switch_autoscaling_off() -> None:
@@ -171,3 +174,72 @@ def test_hosts_are_names(host: str) -> None:
 def test_hosts_have_no_ports_and_schemes(host: str) -> None:
     with pytest.raises(ConfigError, match=r"ingress\.allowed_hosts\.0"):
         schema.parse({"models": [model()], "ingress": {"allowed_hosts": [host]}})
+
+
+EPYC_HERE = Machine(topology(EPYC), None, 2**39, 2**39)
+
+
+def options_on_epyc(deployment: dict[str, Any], **engine: Any) -> dict[str, Any]:
+    """Of one model on two sockets of 64 cores."""
+    entry = model(engine=engine, deployment=deployment)
+    (configured,) = schema.parse({"models": [entry]}).models
+    return engine_options(configured, *resolve([configured], EPYC_HERE))
+
+
+@pytest.mark.parametrize(
+    ("deployment", "engine", "replicas", "num_cpus"),
+    [
+        ({}, {}, (2, 2), 128),
+        ({"autoscaling_config": {"upscale_delay_s": 3}}, {}, (1, 2), 128),
+        ({"autoscaling_config": {"min_replicas": 0, "max_replicas": 9}}, {}, (0, 9), 128),
+        ({"ray_actor_options": {"num_cpus": 8}}, {}, (1, 1), 8),
+        ({}, {"threads": 16}, (1, 1), 32),
+        ({}, {"threads_batch": 64}, (1, 1), 256),
+        ({}, {"numa": "distribute"}, (1, 1), 256),
+    ],
+)
+def test_a_replica_for_each_numa_node(
+    deployment: dict[str, Any],
+    engine: dict[str, Any],
+    replicas: tuple[int, int],
+    num_cpus: float,
+) -> None:
+    options = options_on_epyc(deployment, **engine)
+    scaling = options["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == replicas
+    assert options["ray_actor_options"] == {"num_cpus": num_cpus}
+
+
+def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
+    options = options_on_epyc({"num_replicas": 3})
+    assert options["num_replicas"] == 3
+    assert "autoscaling_config" not in options
+
+
+def resolved_on(here: Machine, deployment: dict[str, Any] | None = None) -> ResolvedModel:
+    entry = model(engine={}, deployment=deployment or {})
+    return resolve(schema.parse({"models": [entry]}).models, here)[0]
+
+
+def test_slots_and_memory_by_the_share() -> None:
+    """24 GiB among three replicas of eight CPUs each: a third for each."""
+    cores = [((i,), 0) for i in range(24)]
+    alone = resolved_on(Machine(topology(cores[:8]), None, 8 * 2**30, 2**36))
+    third = resolved_on(
+        Machine(topology(cores), None, 24 * 2**30, 2**36),
+        {"num_replicas": 3, "ray_actor_options": {"num_cpus": 8}},
+    )
+    assert third.options.n_slots == alone.options.n_slots == 32
+    assert third.options.n_ctx_slot == alone.options.n_ctx_slot
+    assert third.options.cache_ram_bytes == alone.options.cache_ram_bytes
+    assert third.options.threads == 8
+    assert third.sizing.endswith("24.0 GiB of memory for 3 replicas")
+
+
+def test_as_many_replicas_as_the_memory_has_room_for() -> None:
+    """The built-in model needs little: a machine with hardly any memory."""
+    small = resolved_on(Machine(topology(EPYC), None, 2**29, 2**29))
+    assert (small.n_replicas, small.num_cpus, small.options.threads) == (1, 256, 128)
+    assert small.sizing.startswith("1 replica in the place of 2, as memory has no room for more;")
+    in_use = resolved_on(Machine(topology(EPYC), None, 2**29, 2**39))
+    assert in_use.n_replicas == resolved_on(EPYC_HERE).n_replicas == 2

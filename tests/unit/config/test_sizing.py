@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import ModelNeeds, resolve
+from serve_app.config.sizing import ModelNeeds, fitting_replicas, resolve
 from serve_app.errors import ConfigError
 
 GIB = 2**30
@@ -82,3 +83,37 @@ def test_memory_for_prefixes_without_a_slot(mib: int | None, expected: int) -> N
     needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=4 * GIB)
     config = EngineConfig(cache_ram_mib=mib)
     assert resolve(config, needs, cores=2, memory_bytes=8 * GIB).cache_ram_bytes == expected
+
+
+F16 = replace(SMALL, weight_bytes=2 * GIB, mapped=True)
+PACKED = replace(F16, mapped=False)
+
+
+@pytest.mark.parametrize(
+    ("needs", "load_mode", "left"),
+    [(F16, "auto", 22 / 3), (F16, "none", 6), (PACKED, "auto", 6), (PACKED, "none", 6)],
+    ids=["mapped: once for all", "read by each", "packed by each", "both"],
+)
+def test_replicas_divide_the_memory(needs: ModelNeeds, load_mode: str, left: float) -> None:
+    config = EngineConfig.model_validate({"load_mode": load_mode, "n_ctx_slot": 4096})
+    options = resolve(config, needs, cores=16, memory_bytes=24 * GIB, n_replicas=3)
+    assert options.n_slots == int(left * GIB / 2) // (112 * 1024) // 4096
+    assert options.cache_ram_bytes == int(left * GIB / 8)
+
+
+@pytest.mark.parametrize(
+    ("needs", "config", "memory", "expected"),
+    [
+        (PACKED, {}, 64 * GIB, 4),
+        (PACKED, {}, 7 * GIB, 2),
+        (F16, {}, 7 * GIB, 3),
+        (PACKED, {"n_slots": 32, "n_ctx_slot": 4096}, 64 * GIB, 3),
+        (PACKED, {"n_slots": 32, "n_ctx_slot": 4096, "n_ctx": 8192}, 64 * GIB, 4),
+        (PACKED, {}, 0, 1),
+    ],
+    ids=["roomy", "weights for each", "weights once", "as configured", "a small cache", "nothing"],
+)
+def test_replicas_that_memory_has_room_for(
+    needs: ModelNeeds, config: dict[str, Any], memory: int, expected: int
+) -> None:
+    assert fitting_replicas(EngineConfig.model_validate(config), needs, 4, memory) == expected

@@ -23,6 +23,21 @@ CORES = [((i,), None) for i in range(8)]
 
 
 @pytest.mark.parametrize(
+    ("free", "n", "expected"),
+    [
+        (ALL, 4, [0, 1, 32, 33]),
+        (ALL, 3, [0, 1, 32]),
+        (ALL - {0, 32}, 32, [*range(16, 32), *range(48, 64)]),
+        (ALL - {5}, 2, [16, 48]),
+        (ALL - set(range(31)), 5, [31, 48, 49, 50, 63]),
+    ],
+    ids=["cores", "and a half", "a whole node", "the emptier node", "then beside others"],
+)
+def test_whole_cores(free: Set[int], n: int, expected: list[int]) -> None:
+    assert choose(topology(TWO_SOCKETS), free, n) == tuple(expected)
+
+
+@pytest.mark.parametrize(
     ("machine", "free", "n", "expected"),
     [
         (TWO_SOCKETS, ALL, 4, range(4)),
@@ -61,13 +76,13 @@ CORES = [((i,), None) for i in range(8)]
         "no nodes known",
     ],
 )
-def test_choice(
+def test_spread_choice(
     machine: list[tuple[tuple[int, ...], int | None]],
     free: Set[int],
     n: int,
     expected: list[int] | None,
 ) -> None:
-    chosen = choose(topology(machine), free, n)
+    chosen = choose(topology(machine), free, n, spread=True)
     assert chosen == (None if expected is None else tuple(expected))
 
 
@@ -89,7 +104,8 @@ def test_what_is_chosen(machine: Topology, data: st.DataObject) -> None:
     cpus = machine.cpus
     free = data.draw(st.sets(st.sampled_from(cpus))) if cpus else set()
     n = data.draw(st.integers(1, 26))
-    chosen = choose(machine, free, n)
+    spread = data.draw(st.booleans())
+    chosen = choose(machine, free, n, spread=spread)
     if n > len(free):
         assert chosen is None
         return
@@ -108,7 +124,10 @@ def test_what_is_chosen(machine: Topology, data: st.DataObject) -> None:
     # Whole physical cores first.
     idle = [set(core.cpus) for core in machine.cores if set(core.cpus) <= free & pool]
     taken = [core for core in idle if not core.isdisjoint(chosen)]
-    assert len(taken) == min(n, len(idle))
+    if spread:
+        assert len(taken) == min(n, len(idle))
+    else:
+        assert sum(not core <= set(chosen) for core in taken) <= 1
 
 
 @given(machines(), st.lists(st.integers(1, 6), max_size=12))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.placement.machine import available_memory, throttled_s, usable_cores
+from serve_app.placement.machine import available_memory, read, throttled_s, total_memory
 
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -68,9 +68,9 @@ V1 = {"proc/self/cgroup": "4:memory:/docker/x\n3:cpuset:/\n2:cpu,cpuacct:/docker
         "v1 seen from inside a container",
     ],
 )
-def test_usable_cores(tmp_path: Path, files: dict[str, str], quota: int | None) -> None:
+def test_cpus_that_can_be_busy(tmp_path: Path, files: dict[str, str], quota: int | None) -> None:
     expected = AFFINITY if quota is None else min(AFFINITY, quota)
-    assert usable_cores(machine(tmp_path, files)) == expected
+    assert read(machine(tmp_path, files)).n_cpus == expected
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,46 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) 
     assert available_memory(machine(tmp_path, files)) == expected
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 3 kB\n"}, 9 * 1024),
+        (V2 | {"sys/fs/cgroup/a/memory.max": "5000", "sys/fs/cgroup/a/memory.current": "2"}, 5000),
+    ],
+    ids=["machine", "a limit"],
+)
+def test_total_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    files = {"proc/meminfo": "MemTotal: 9 kB\n", **files}
+    assert total_memory(machine(tmp_path, files)) == expected
+
+
+NODE = "Node {0} MemTotal: 900 kB\nNode {0} MemFree: {1} kB\nNode {0} Inactive(file): 100 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [("0-2", 1000), ("1", 300), ("0-1", 700), ("0,2", 500), ("0-63", 1000)]
+)
+def test_memory_of_the_nodes_that_a_cpuset_allows(
+    tmp_path: Path, allowed: str, expected: int
+) -> None:
+    """The third node has memory only."""
+    folder = "sys/devices/system/node"
+    files = {
+        f"{folder}/node{i}/meminfo": NODE.format(i, free) for i, free in enumerate((300, 200, 0))
+    }
+    files["proc/thread-self/status"] = f"Cpus_allowed_list:\t0\nMems_allowed_list:\t{allowed}\n"
+    assert available_memory(machine(tmp_path, files)) == 1024 * expected
+
+
+def test_without_meminfo_it_is_all_memory(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def test_affinity_counts() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        assert usable_cores() == 1
+        assert read().n_cpus == 1
     finally:
         os.sched_setaffinity(0, allowed)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.placement.machine import read
 from serve_app.placement.place import Place, settle
 from tests.unit.placement.machines import write
 
@@ -38,7 +39,7 @@ def test_cores_that_a_quota_makes_others_use_are_not_leased(tmp_path: Path) -> N
     }.items():
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(text)
-    report = settle(1, tmp_path / "cores", root).report
+    report = settle(1, tmp_path / "cores", read(root)).report
     assert f"a CPU quota of 0.5 cores on {len(MINE)} that others use" in report
 
 
@@ -86,6 +87,7 @@ def test_cores_that_the_kernel_refuses_are_given_back(
 PROGRAM = """
 import os, sys, threading
 from pathlib import Path
+from serve_app.placement.machine import read
 from serve_app.placement.place import settle
 
 masks = []

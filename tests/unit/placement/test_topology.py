@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serve_app.placement.topology import PhysicalCore, read
+import pytest
+
+from serve_app.placement.topology import PhysicalCore, allowed_cpus, list_cpus, parse_cpus, read
 from tests.unit.placement.machines import FOUR_NODES, LAPTOP, TWO_SOCKETS, topology, write
 
 
@@ -51,6 +53,35 @@ def test_a_node_without_cpus(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "cpulist").write_text("\n")
     assert read(root, set(range(8))).nodes == (0,)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "text"),
+    [([], ""), ([3], "3"), ([0, 1], "0, 1"), ([4, 0, 1, 2, 8, 9], "0-2, 4, 8, 9")],
+)
+def test_lists_of_cpus(cpus: list[int], text: str) -> None:
+    assert list_cpus(cpus) == text
+    assert parse_cpus(text.replace(" ", "") + "\n") == set(cpus)
+
+
+def test_the_mask_is_read_where_it_is_told(tmp_path: Path) -> None:
+    status = tmp_path / "proc/thread-self/status"
+    status.parent.mkdir(parents=True)
+    status.write_text("Name:\tserve\nCpus_allowed:\t0000000f\nCpus_allowed_list:\t2,5-6\n")
+    assert allowed_cpus(tmp_path) == {2, 5, 6}
+
+
+def test_where_there_are_no_masks_all_cpus_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert allowed_cpus(tmp_path) == {0, 1, 2}
+    assert len(read(tmp_path).cores) == 3
+
+
+def test_one_cpu_of_each_core() -> None:
+    assert topology(LAPTOP).one_of_each({1, 2, 3, 6}) == (1, 2, 6)
 
 
 def test_this_machine() -> None:

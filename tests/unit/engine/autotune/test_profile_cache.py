@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.llama.threads import Threads
 
 CHOICE = Choice(
     Mode(flash_attn=True, kv_unified=False),
@@ -18,11 +20,12 @@ CHOICE = Choice(
 )
 
 
-def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
-    folder = tmp_path / "profiles"
+@pytest.mark.parametrize("threads", [None, Threads(2, 3, 4, "measured")])
+def test_what_was_kept_is_found_again(tmp_path: Path, threads: Threads | None) -> None:
+    folder, choice = tmp_path / "profiles", replace(CHOICE, threads=threads)
     assert profile_cache.load(folder, "a") is None
-    profile_cache.save(folder, "a", CHOICE)
-    assert profile_cache.load(folder, "a") == CHOICE
+    profile_cache.save(folder, "a", choice)
+    assert profile_cache.load(folder, "a") == choice
     assert profile_cache.load(folder, "b") is None
     assert [path.name for path in folder.iterdir()] == ["a.json"]
 
@@ -49,6 +52,7 @@ def test_other_conditions_have_another_name() -> None:
         '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "profile": {"decode_s": 3}}',
         '{"mode": {"flash_attn": true, "kv_unified": "no"}, "reason": "", "profile": {}}',
         '{"mode": {"flash_attn": true}, "reason": "", "profile": {}}',
+        '{"mode": {"flash_attn": true, "kv_unified": true}, "reason": "", "profile": {}, "threads": 2}',
     ],
 )
 def test_a_damaged_file_is_said_and_not_used(
