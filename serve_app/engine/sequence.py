@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 
+from serve_app.engine.autotune.sampling_costs import SamplingCost
 from serve_app.engine.backends.base import Sampler, Vocabulary
 from serve_app.engine.decode.detokenizer import Detokenizer
 from serve_app.engine.decode.ngram_proposer import NgramProposer
@@ -71,6 +72,8 @@ class Sequence:
         self.spent_s = 0.0
         """Seconds that the decoder worked for it, and those that it was to work in all."""
         self.expected_s = 0.0
+        self.sampling_cost = SamplingCost()
+        """What picking a token takes with parameters of its kind."""
         self.gave_way = False
         """Whether it waits because another client's request got its slot."""
         self.proposer = NgramProposer()

@@ -83,11 +83,7 @@ def _logit_bias(context: Context, params: SamplingParams) -> list[tuple[int, flo
 
 def _penalties(context: Context, params: SamplingParams) -> Any:
     """llama.cpp's sampler; None if it would change nothing."""
-    if params.repeat_last_n == 0 or (
-        params.repeat_penalty == 1
-        and params.frequency_penalty == 0
-        and params.presence_penalty == 0
-    ):
+    if not params.penalises:
         return None
     return llama_cpp.llama_sampler_init_penalties(
         context.model.n_vocab,
