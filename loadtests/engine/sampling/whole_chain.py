@@ -9,7 +9,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.sampling import SamplingParams
+from serve_app.engine import SamplingParams
 
 _ENTRY = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +13,18 @@ from serve_app.engine.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import Inbox, WatchedBackend, endless, options, request
 
 
+class Clock:
+    """Stands still unless told."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 def test_measured_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes only while the dear one's tokens are picked: 100 s for each."""
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    clock = Clock()
     monkeypatch.setattr(decoder, "time", clock)
 
     def script(tokens: Sequence[int]) -> int:
