@@ -23,6 +23,8 @@ _FOLDS = (128, 32, 8)
 _SPARE = 4
 # Candidates behind which top_p is looked for in turn, as parts of the highest probability.
 _FLOORS = (0.02, 1e-3, 1e-5)
+# Of fewer tokens, llama.cpp finds the k highest sooner.
+_SMALL = 24_576
 # A cut that leaves more than this part of the vocabulary saves nothing.
 _WORTH = 1 / 4
 # Half a unit in the last place of a float32, as a part: the most that one operation on floats is off.
@@ -54,8 +56,8 @@ class Cut(NamedTuple):
 
 
 def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
-    """The n highest logits and their tokens, highest first; fewer if all others are -inf. None if the
-    vocabulary is too small to be worth it, or has logits that are no numbers.
+    """The n highest logits and their tokens, highest first; fewer if all others are -inf. None if n is
+    not a small part of all, or if there are logits that are no numbers.
 
     The n-th highest of the highest ones of n parts is at most the n-th highest of all.
     """
@@ -105,9 +107,9 @@ def greedy(logits: Logits) -> Cut | None:
 
 
 def top_k(logits: Logits, k: int, *, whole: bool = False) -> Cut | None:
-    """What `top_k` leaves of all tokens. If fewer than k are not -inf, that is these, or None with
-    `whole`: those with -inf are never drawn, but `typical` does not look at them like that."""
-    found = highest(logits, k + 1)
+    """What `top_k` leaves of all tokens, if they are many. If fewer than k are not -inf, that is these, or
+    None with `whole`: those with -inf are never drawn, but `typical` does not look at them like that."""
+    found = highest(logits, k + 1) if logits.size > _SMALL else None
     if found is None or (whole and found[0].size < k):
         return None
     return Cut(*found, min(k, found[0].size), ordered=True)

@@ -115,9 +115,9 @@ class Bench:
 
     def _pick_within(self, constraint: Constraint, chain: WholeChain, row: int) -> None:
         logits = self._context.logits(row)
-        if not constraint.take(chain.pick(logits)):
+        if not constraint.take(chain.draw(logits)):
             allowed = np.where(constraint.allowed(), logits, np.float32(-np.inf))
-            constraint.take(chain.pick(allowed))
+            constraint.take(chain.draw(allowed))
 
     def close(self) -> None:
         """Free the context."""

@@ -31,14 +31,22 @@ class WholeChain:
 
     def pick(self, logits: NDArray[np.float32]) -> int:
         """A token by these logits, which the penalties look at from now on."""
+        token = self.draw(logits)
+        self.accept(token)
+        return token
+
+    def draw(self, logits: NDArray[np.float32]) -> int:
+        """A token by these logits."""
         entries = np.zeros(logits.size, _ENTRY)
         entries["id"], entries["logit"] = np.arange(logits.size), logits
         data = entries.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
         array = llama_cpp.llama_token_data_array(data, logits.size, -1, False)
         llama_cpp.llama_sampler_apply(self.pointer, ctypes.byref(array))
-        token = int(array.data[array.selected].id)
+        return int(array.data[array.selected].id)
+
+    def accept(self, token: int) -> None:
+        """The penalties look at it from now on."""
         llama_cpp.llama_sampler_accept(self.pointer, token)
-        return token
 
     def close(self) -> None:
         """Free the samplers."""

@@ -148,7 +148,7 @@ def test_the_same_tokens_as_from_the_whole_vocabulary(
     params: SamplingParams, adjusted: dict[str, Any]
 ) -> None:
     params = replace(params, **adjusted)
-    for n, seed in itertools.product((300, 6_001, 20_011), range(6)):
+    for n, seed in itertools.product((300, 30_011), range(3)):
         for shape, token, expected in picked(params, n, seed, SHAPES):
             assert token == expected, (shape, n, seed)
 
