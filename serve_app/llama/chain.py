@@ -73,7 +73,9 @@ def _chain(links: Iterable[llama_cpp.llama_sampler_p]) -> Any:
 def _parts(
     params: SamplingParams,
 ) -> tuple[Callable[[Logits], Cut | None], list[llama_cpp.llama_sampler_p], int]:
-    """The cut, all samplers, and how many of them it stands for."""
+    """The cut, all samplers, and how many of them it stands for. llama.cpp reads shares as floats: one that
+    is nearly 1 is 1, and one that is nearly 0 is 0."""
+    mass, share = float(np.float32(params.top_p)), float(np.float32(params.min_p))
     if params.temperature <= 0:
         return cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
     links = _links(params)
@@ -83,9 +85,9 @@ def _parts(
         return partial(cuts.top_k, k=params.top_k, whole=params.typical_p < 1), links, 1
     if params.typical_p < 1:
         return cuts.none, links, 0
-    if params.top_p < 1:
-        return partial(cuts.top_p, mass=params.top_p, share=params.min_p), links, 1
-    return partial(cuts.min_p, share=params.min_p) if params.min_p > 0 else cuts.none, links, 0
+    if mass < 1:
+        return partial(cuts.top_p, mass=mass, share=share), links, 1
+    return partial(cuts.min_p, share=share) if share > 0 else cuts.none, links, 0
 
 
 def _links(params: SamplingParams) -> list[llama_cpp.llama_sampler_p]:

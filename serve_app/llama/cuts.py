@@ -158,13 +158,12 @@ def _nucleus(weights: Logits, tokens: Tokens, mass: float, *, all_left: bool) ->
     """How many of these tokens, likeliest first, llama.cpp needs for so much of the mass. `weights` are the
     probabilities of all tokens, but for a factor. None if it is not certain, or they have less. With
     `all_left`, who is behind these tokens does not matter."""
-    wanted = float(np.float32(mass))
     total = float(weights.sum())
     reached = np.cumsum(weights[tokens], dtype=np.float64) / total
     added = np.arange(1, tokens.size + 1) * _ROUNDING
     for doubt in (_crude_doubt, _doubt):
         off = reached * (doubt(weights, total) + added)
-        first, last = _first(reached + off >= wanted), _first(reached - off >= wanted)
+        first, last = _first(reached + off >= mass), _first(reached - off >= mass)
         if all_left:
             first, last = min(first, tokens.size - 1), min(last, tokens.size - 1)
         if first == last and first < tokens.size:
