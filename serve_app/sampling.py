@@ -179,6 +179,12 @@ class SamplingParams:
     prompt_logprobs: bool = False
     """Whether the prompt's tokens are told with theirs, too: it is computed whole then."""
 
+    @property
+    def penalises(self) -> bool:
+        """Whether the last tokens change anything."""
+        penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
+        return self.repeat_last_n != 0 and penalties != (1, 0, 0)
+
 
 def _declared() -> tuple[Parameter, ...]:
     hints = get_type_hints(SamplingParams, include_extras=True)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.sampling_costs import SamplingCosts
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
@@ -74,6 +75,7 @@ class DecoderLoop:
         self._command_queue = CommandQueue(Places(n_places, options.n_slots), options.max_wait_s)
         self._accounts = Accounts()
         self._waiting = FairQueue(self._cost, self._accounts)
+        self._sampling_costs = SamplingCosts()
         self._giving_way = GivingWay()
         self._admission_paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
@@ -214,7 +216,9 @@ class DecoderLoop:
         table = self._cache.table
         ends = table.slot_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
         batches = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
-        n_prompt, n_generated = self._counts.prompt_tokens, self._counts.generated_tokens
+        counts = self._counts
+        n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
+        sample_s = counts.sample_s
         for planned in batches:
             if not self._attempt(planned):
                 break
@@ -226,9 +230,10 @@ class DecoderLoop:
         self._worked = time.monotonic()
         self._counts.step_s += self._worked - began
         if not table.has_idle:
-            n_prompt = self._counts.prompt_tokens - n_prompt
-            n_generated = self._counts.generated_tokens - n_generated
-            self._backlog.progressed(n_prompt, n_generated, self._worked - began)
+            n_prompt = counts.prompt_tokens - n_prompt
+            n_generated = counts.generated_tokens - n_generated
+            seconds = self._worked - began - (counts.sample_s - sample_s)
+            self._backlog.progressed(n_prompt, n_generated, seconds)
 
     def _attempt(self, planned: Batch) -> bool:
         """Carry out a batch; False if the cache has no room for it: some cells were freed instead."""
@@ -273,7 +278,10 @@ class DecoderLoop:
         """See `sample`: its client is charged for grammars and log-probabilities, too."""
         began = time.monotonic()
         sampled = sample(chunk)
-        self._waiting.charge(chunk.sequence, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._waiting.charge(chunk.sequence, seconds)
+        if not (chunk.scored or isinstance(sampled, ConstraintError)):
+            chunk.sequence.sampling_cost.saw(len(sampled), seconds)
         return sampled
 
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
@@ -388,6 +396,8 @@ class DecoderLoop:
         self._changed = True
         for command in pending.commands:
             command.run(self._cache)
+        for sequence in pending.submitted:
+            sequence.sampling_cost = self._sampling_costs.of(sequence.request.sampling)
         self._waiting.extend(pending.submitted)
         self._taken.extend(sequence.id for sequence in pending.submitted)
         self._counts.failovers += sum(one.request.n_failovers > 0 for one in pending.submitted)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from serve_app.engine.autotune.sampling_costs import SamplingCost
 from serve_app.engine.backends.base import Sampler, Vocabulary
 from serve_app.engine.decode.detokenizer import Detokenizer
 from serve_app.engine.decode.ngram_proposer import NgramProposer
@@ -81,6 +82,8 @@ class Sequence:
         self.spent_s = 0.0
         """Seconds that the decoder worked for it, and those that it was to work in all."""
         self.expected_s = 0.0
+        self.sampling_cost = SamplingCost()
+        """What picking a token takes with parameters of its kind."""
         self.gave_way = False
         """Whether it waits because another client's request got its slot."""
         self.proposer = NgramProposer()

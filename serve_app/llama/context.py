@@ -123,6 +123,8 @@ class Context:
         self.unsettled: set[int] = set()
         """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
         restore them."""
+        self._views: dict[int, NDArray[np.float32]] = {}
+        """Logits by their address: rows get the same ones again, and to make a view takes time."""
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
         for i in range(n_batch):
             self._batch.n_seq_id[i] = 1
@@ -176,7 +178,10 @@ class Context:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
         until the next `decode`."""
         pointer = llama_cpp.llama_get_logits_ith(self.pointer, row)
-        return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
+        address = ctypes.addressof(pointer.contents)
+        if address not in self._views:
+            self._views[address] = np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
+        return self._views[address]
 
     def embeddings(self, n_rows: int) -> NDArray[np.float32]:
         """A vector for each of the `n_rows` rows that were last decoded; only without llama.cpp's own

@@ -41,12 +41,13 @@ class Forecast:
 
     def parts_of(self, sequences: Iterable[Sequence]) -> tuple[float, float]:
         """The same: seconds for what is missing of prompts, and for answers."""
-        n_prompt, n_left = 0, 0.0
+        n_prompt, answers_s = 0, 0.0
         for sequence in sequences:
             n_prompt += max(0, sequence.n_pending - 1)
             likely = max(1.0, self.n_generated - sequence.n_generated)
-            n_left += likely if sequence.n_left is None else min(likely, sequence.n_left)
-        return n_prompt * self.prompt_token_s, n_left * self.token_s
+            n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
+            answers_s += n_left * (self.token_s + sequence.sampling_cost.token_s)
+        return n_prompt * self.prompt_token_s, answers_s
 
     def wait_s(self, client: str, live: Mapping[str, int], arrived: Iterable[Sequence]) -> float:
         """Seconds that the client's next request waits for a slot, as clients take turns: behind all its
@@ -89,8 +90,8 @@ class Backlog:
         """Seconds of work, as measured at the start, that get done in a second with all slots busy."""
 
     def progressed(self, n_prompt: int, n_generated: int, seconds: float) -> None:
-        """Learn how fast work gets done from a step with all slots busy: neighbours on the machine slow it
-        down, and so do bounded stalls."""
+        """Learn how fast work gets done from a step with all slots busy, `seconds` without sampling:
+        neighbours on the machine slow it down, and so do bounded stalls."""
         done_s = n_prompt * self._costs.prompt_token_s + n_generated * self._token_s
         if done_s > 0 and seconds > 0:
             weight = -math.expm1(-seconds / _PACE_S)

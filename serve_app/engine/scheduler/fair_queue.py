@@ -82,7 +82,8 @@ class FairQueue:
             self._accounts.enter(sequence.request.client)
             most = sequence.request.sampling.max_tokens
             most = _EXPECTED_TOKENS if most is None else min(most, _EXPECTED_TOKENS)
-            sequence.expected_s = self._cost(sequence.n_prompt, most)
+            sampling_s = most * sequence.sampling_cost.token_s
+            sequence.expected_s = self._cost(sequence.n_prompt, most) + sampling_s
             self._waiting.append(sequence)
 
     def put_back(self, sequence: Sequence, *, gave_way: bool = False) -> None:

@@ -220,7 +220,8 @@ class Scheduler:
 
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""
-        decode_s = spent_s = sum(self._batch_s(turns) for turns in decoding)
+        sample_s = sum(map(_sample_s, chain(*decoding)))
+        decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._max_stall_s is not None and bool(self._costs)
         bounded = bounded and (bool(decoding) or self._has_news)
@@ -239,7 +240,8 @@ class Scheduler:
                 left_scored -= n_rows
             if bounded and self._mixed:
                 n_beside = n_decoding + self._n_batch - left
-                n_rows = self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
+                rest_s = within_s - sample_s
+                n_rows = self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=rest_s)
             elif bounded:
                 rest_s = within_s - spent_s
                 n_rows = self._costs.chunk(n_rows, depth, within_s=rest_s, beside_s=spent_s)
@@ -252,7 +254,8 @@ class Scheduler:
             left -= n_rows
             if left <= 0:
                 break
-            spent_s += self._costs.prefill_s(n_rows, depth)
+            sample_s += _sample_s(turns[-1])
+            spent_s += self._costs.prefill_s(n_rows, depth) + _sample_s(turns[-1])
         return turns
 
     def _batch_s(self, turns: list[Turn]) -> float:
@@ -267,3 +270,10 @@ class Scheduler:
         """How long it has waited, by how long it needs."""
         needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
         return (now - sequence.trace.submitted) / (needs_s or sequence.n_pending)
+
+
+def _sample_s(turn: Turn) -> float:
+    """Seconds that picking tokens behind these rows takes, if the drafted ones are right."""
+    if turn.n_rows < turn.sequence.n_pending:
+        return 0.0
+    return (1 + len(turn.draft)) * turn.sequence.sampling_cost.token_s

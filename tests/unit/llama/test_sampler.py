@@ -81,16 +81,20 @@ def test_temperature_zero_picks_the_most_likely() -> None:
     assert drawn(replace(ALL, temperature=0)) == {0}
 
 
+def names(chain: Any) -> list[str]:
+    """Of the samplers in one of llama.cpp's chains."""
+    count = llama_cpp.llama_sampler_chain_n(chain)
+    links = (llama_cpp.llama_sampler_chain_get(chain, i) for i in range(count))
+    return [llama_cpp.llama_sampler_name(link).decode().replace("-", "_") for link in links]
+
+
 def test_the_chain_has_the_samplers_in_the_declared_order() -> None:
     reached: dict[str, Any] = {
         one.name: 0.25 for one in PARAMETERS if one.sampler and one.type is float
     }
-    names = {"typical": "typ_p", "temp": "temperature"}
+    declared = {"typical": "typ_p", "temp": "temperature"}
     one = sampler(SamplingParams(**reached))
     chain = one._chain
-    found = [
-        llama_cpp.llama_sampler_name(llama_cpp.llama_sampler_chain_get(chain, i)).decode()
-        for i in range(llama_cpp.llama_sampler_chain_n(chain))
-    ]
+    found = ["penalties", *names(chain._first), *names(chain._others)]
     one.close()
-    assert [names.get(name, name.replace("-", "_")) for name in found] == [*CHAIN, "dist"]
+    assert [declared.get(name, name) for name in found] == [*CHAIN, "dist"]

@@ -169,3 +169,10 @@ def test_everybody_is_served_and_nobody_gets_far_ahead(
         step()
     assert admitted == len(arrivals)
     assert len(waiting) == 0
+
+
+def test_dear_samplers_count_before_they_were_paid() -> None:
+    first, second = sequence("a0"), sequence("a1")
+    first.sampling_cost.saw(1, 15.0)
+    waiting = queue(first, second, sequence("b0"), sequence("b1"))
+    assert admit_all(waiting) == "a0 b0 b1 a1"

@@ -228,6 +228,30 @@ def test_what_embeddings_took_is_taken_from_prompts() -> None:
     assert n_rows(0.0) > n_rows(0.1) > n_rows(9.0) > 0
 
 
+def dear(sequence: Sequence, token_s: float) -> Sequence:
+    """The same, with samplers that take so long."""
+    sequence.sampling_cost.saw(1, token_s)
+    return sequence
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_sampling_takes_is_taken_from_prompts(mixed: bool) -> None:
+    def n_rows(token_s: float) -> int:
+        streams = [dear(streaming(slot), token_s) for slot in range(4)]
+        plan = stalling(0.3, *streams, running(4, 214), mixed=mixed).schedule(NOW)
+        return dict(served(plan))[4]
+
+    assert n_rows(0.0) > n_rows(0.015) > 0
+
+
+def test_prompts_that_end_leave_less_for_others_if_their_sampling_is_dear() -> None:
+    def n_rows(token_s: float) -> int:
+        ending, other = dear(running(1, 20), token_s), running(2, 200, waited_s=0.0)
+        return dict(served(stalling(0.25, streaming(0), ending, other).schedule(NOW)))[2]
+
+    assert n_rows(0.0) > n_rows(0.06) > 0
+
+
 def test_a_prompt_gets_on_even_if_nothing_fits() -> None:
     costs = CostModel(Profile(decode_s={1: 0.001}, prefill_s={16: 9.0, 32: 9.0}))
     made = Scheduler(256, costs, 0.1)

@@ -1,0 +1,1 @@
+"""What picking tokens takes beside decoding: `python -m loadtests.engine.sampling`."""

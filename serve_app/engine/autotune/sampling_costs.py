@@ -1,0 +1,56 @@
+"""What it takes to pick a token, by kind of parameters. Pure: no model, no clock.
+
+The cost model knows what the forward pass takes. Picking from its logits comes on top, one sequence after
+the other: from some hundredths of a millisecond to more than ten, as the samplers are that a request uses.
+"""
+
+from __future__ import annotations
+
+from serve_app.sampling import SamplingParams
+
+# Weight of the newest tokens in what is known, and the most that counts of what took longer than expected:
+# it may be a hiccup.
+_NEWEST, _MOST_TIMES = 0.2, 3.0
+
+
+class SamplingCost:
+    """Of one kind of parameters, as measured. The decoder thread writes, any thread reads."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        """Seconds for each token; 0 before the first."""
+
+    def saw(self, n_tokens: int, seconds: float) -> None:
+        """So many tokens were picked in this time."""
+        if not n_tokens:
+            return
+        found_s = seconds / n_tokens
+        if self.token_s:
+            found_s = min(found_s, _MOST_TIMES * self.token_s)
+        self.token_s += (_NEWEST if self.token_s else 1.0) * (found_s - self.token_s)
+
+
+class SamplingCosts:
+    """Of all kinds that were seen. Decoder thread only."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[tuple[object, ...], SamplingCost] = {}
+
+    def of(self, params: SamplingParams) -> SamplingCost:
+        """Of the kind that these parameters are of: it goes on learning."""
+        return self._by_kind.setdefault(_kind(params), SamplingCost())
+
+
+def _kind(params: SamplingParams) -> tuple[object, ...]:
+    """The samplers that are used, and how many candidates go through them. There are some thousands."""
+    return (
+        params.temperature <= 0,
+        params.top_n_sigma > 0,
+        max(0, params.top_k).bit_length(),
+        params.typical_p < 1,
+        params.top_p < 1,
+        params.min_p > 0,
+        params.penalises,
+        params.logprobs is not None,
+        params.grammar is not None,
+    )

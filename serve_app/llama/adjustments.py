@@ -1,0 +1,101 @@
+"""Logit bias and penalties, which change the logits of few tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.llama.candidates import Candidates
+from serve_app.llama.context import Context
+from serve_app.sampling import SamplingParams
+
+Logits = NDArray[np.float32]
+
+
+class Adjustments:
+    """What changes one sequence's logits before anything is left out. Only the tokens that are concerned
+    are looked at: those with a bias, and those that were among the last ones at any time.
+
+    The penalties look at the prompt's last tokens too, as llama-server's do. Used by the thread that
+    owns the context.
+    """
+
+    def __init__(self, context: Context, params: SamplingParams, prompt: Sequence[int]) -> None:
+        bias = _logit_bias(context, params)
+        self._biased = np.array([token for token, _ in bias], np.intp)
+        self._bias = np.array([value for _, value in bias], np.float32)
+        self._tokens = np.unique(self._biased)
+        self._known = set(self._tokens.tolist())
+        self._penalties = _penalties(context, params)
+        if self._penalties:
+            for token in prompt[-_window(context, params) :]:
+                llama_cpp.llama_sampler_accept(self._penalties, token)
+            self._concern(prompt[-_window(context, params) :])
+
+    @contextmanager
+    def made(self, logits: Logits) -> Iterator[None]:
+        """The logits are changed in their place, and as they were at the end."""
+        tokens = self._tokens
+        if not tokens.size:
+            yield
+            return
+        before = logits[tokens]
+        try:
+            np.add.at(logits, self._biased, self._bias)
+            if self._penalties:
+                candidates = Candidates(tokens, logits[tokens])
+                candidates.apply(self._penalties)
+                logits[tokens] = candidates.logits
+            yield
+        finally:
+            logits[tokens] = before
+
+    def accept(self, token: int) -> None:
+        """The token was picked: the penalties look at it from now on."""
+        if self._penalties:
+            llama_cpp.llama_sampler_accept(self._penalties, token)
+            self._concern([token])
+
+    def _concern(self, tokens: Sequence[int]) -> None:
+        new = sorted(set(tokens) - self._known)
+        if new:
+            self._known.update(new)
+            self._tokens = np.append(self._tokens, np.array(new, np.intp))
+
+    def close(self) -> None:
+        """Free llama.cpp's part. Idempotent."""
+        if self._penalties:
+            llama_cpp.llama_sampler_free(self._penalties)
+            self._penalties = None
+
+
+def _logit_bias(context: Context, params: SamplingParams) -> list[tuple[int, float]]:
+    if not params.ignore_eos:
+        return list(params.logit_bias)
+    return [*params.logit_bias, *((token, -math.inf) for token in context.model.eog_tokens)]
+
+
+def _penalties(context: Context, params: SamplingParams) -> Any:
+    """llama.cpp's sampler; None if it would change nothing."""
+    if not params.penalises:
+        return None
+    return llama_cpp.llama_sampler_init_penalties(
+        context.model.n_vocab,
+        _window(context, params),
+        params.repeat_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+
+
+def _window(context: Context, params: SamplingParams) -> int:
+    """How many last tokens count: all that there can be for -1, which llama.cpp does not read so."""
+    if params.repeat_last_n < 0:
+        return context.n_ctx_slot
+    return min(params.repeat_last_n, context.n_ctx_slot)

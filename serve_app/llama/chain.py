@@ -1,0 +1,113 @@
+"""The samplers that leave candidates out and draw one, over as few candidates as give the same draw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.llama import cuts
+from serve_app.llama.candidates import Candidates
+from serve_app.llama.cuts import Cut
+from serve_app.sampling import SamplingParams
+
+Logits = NDArray[np.float32]
+
+# llama.cpp reads this seed as "draw one"; ours are always explicit.
+_RANDOM_SEED = 0xFFFFFFFF
+
+
+class Chain:
+    """One sequence's samplers from top_n_sigma to the seeded draw, as llama.cpp's own: the first of them,
+    if a cut can do the same, and the others. One thread at a time."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._cut, links, n_cut = _parts(params)
+        self._first = _chain(links[:n_cut])
+        self._others = _chain(links[n_cut:])
+
+    def pick(self, logits: Logits) -> int:
+        """A token by these logits, which stay as they are. It takes one number of the seed's."""
+        cut = self._cut(logits)
+        if cut is None:
+            return self._pick_of_all(logits)
+        n = cut.n_kept
+        before = llama_cpp.llama_sampler_clone(self._others) if cut.has_ties else None
+        token = self._pick_of(Candidates(cut.tokens[:n], cut.logits[:n], ordered=cut.ordered))
+        if before and cut.is_tied(token):
+            self._others, before = before, self._others
+            token = self._pick_of_all(logits)
+        if before:
+            llama_cpp.llama_sampler_free(before)
+        return token
+
+    def _pick_of(self, candidates: Candidates) -> int:
+        candidates.apply(self._others)
+        return candidates.picked
+
+    def _pick_of_all(self, logits: Logits) -> int:
+        candidates = Candidates(np.arange(logits.size), logits)
+        candidates.apply(self._first)
+        return self._pick_of(candidates)
+
+    def close(self) -> None:
+        """Free the samplers. Idempotent."""
+        for chain in (self._first, self._others):
+            if chain:
+                llama_cpp.llama_sampler_free(chain)
+        self._first = self._others = None
+
+
+def _chain(links: Iterable[llama_cpp.llama_sampler_p]) -> Any:
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    for link in links:
+        llama_cpp.llama_sampler_chain_add(chain, link)
+    return chain
+
+
+def _parts(
+    params: SamplingParams,
+) -> tuple[Callable[[Logits], Cut | None], list[llama_cpp.llama_sampler_p], int]:
+    """The cut, all samplers, and how many of them it stands for. llama.cpp reads shares as floats: one that
+    is nearly 1 is 1, and one that is nearly 0 is 0."""
+    mass, share = float(np.float32(params.top_p)), float(np.float32(params.min_p))
+    if params.temperature <= 0:
+        return cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
+    links = _links(params)
+    if params.top_n_sigma > 0:
+        return cuts.none, links, 0
+    if params.top_k > 0:
+        return partial(cuts.top_k, k=params.top_k, whole=params.typical_p < 1), links, 1
+    if params.typical_p < 1:
+        return cuts.none, links, 0
+    if mass < 1:
+        return partial(cuts.top_p, mass=mass, share=share), links, 1
+    return partial(cuts.min_p, share=share) if share > 0 else cuts.none, links, 0
+
+
+def _links(params: SamplingParams) -> list[llama_cpp.llama_sampler_p]:
+    links = []
+    if params.top_n_sigma > 0:
+        links.append(llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma))
+    if params.top_k > 0:
+        links.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
+    if params.typical_p < 1:
+        links.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
+    if params.top_p < 1:
+        links.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
+    if params.min_p > 0:
+        links.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
+    links.append(llama_cpp.llama_sampler_init_temp(params.temperature))
+    links.append(llama_cpp.llama_sampler_init_dist(_seed(params)))
+    return links
+
+
+def _seed(params: SamplingParams) -> int:
+    """A 32-bit seed. OpenAI's are 64-bit and may be negative: they are reduced, not refused."""
+    seed = random.getrandbits(32) if params.seed is None else params.seed
+    return seed % _RANDOM_SEED

@@ -1,0 +1,106 @@
+"""Texts are those of llama.cpp's own chains of samplers, on a real context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import llama_cpp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from loadtests.engine.sampling.whole_chain import WholeChain
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.llama.constraint import Constraint
+from serve_app.llama.context import Context
+from serve_app.llama.model import Model
+from serve_app.llama.sampler import Sampler
+from serve_app.prompt.grammars import from_regex
+from serve_app.sampling import SamplingParams
+
+N_VOCAB, N_CTX_SLOT = 40_000, 64
+PARAMS = {
+    "default": SamplingParams(),
+    "greedy": SamplingParams(temperature=0),
+    "no top_k": SamplingParams(top_k=0),
+    "typical": SamplingParams(typical_p=0.8),
+    "penalties": SamplingParams(repeat_penalty=1.4, presence_penalty=0.5, repeat_last_n=-1),
+    "banned": SamplingParams(logit_bias=tuple((token, -5.0) for token in range(0, N_VOCAB, 3))),
+}
+PROMPT = [5, 9, 300, 9]
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
+    path = tmp_path_factory.mktemp("model") / "words.gguf"
+    write_random_gguf(path, replace(SHAPES["tiny"], n_vocab=N_VOCAB), "q8_0")
+    made = Context(
+        Model(path),
+        n_seq_max=1,
+        n_ctx_slot=N_CTX_SLOT,
+        n_batch=16,
+        n_outputs=16,
+        threads=1,
+        flash_attn=False,
+    )
+    yield made
+    made.close()
+
+
+def whole_chain(context: Context, params: SamplingParams) -> WholeChain:
+    window = N_CTX_SLOT if params.repeat_last_n < 0 else params.repeat_last_n
+    return WholeChain(context.model.n_vocab, params, PROMPT, window)
+
+
+def decode(context: Context, tokens: Sequence[int], position: int) -> None:
+    """Each token's logits are wanted, as where drafts are verified."""
+    context.truncate(0, position)
+    context.decode([(token, position + i, 0, True) for i, token in enumerate(tokens)])
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_the_same_text(context: Context, params: SamplingParams) -> None:
+    params = replace(params, seed=11)
+    sampler, whole = Sampler(context, params, PROMPT), whole_chain(context, params)
+    fed = PROMPT
+    for position in range(0, N_CTX_SLOT - len(PROMPT), len(PROMPT)):
+        decode(context, fed, position)
+        rows = range(len(fed))
+        expected = [
+            llama_cpp.llama_sampler_sample(whole.pointer, context.pointer, row) for row in rows
+        ]
+        assert [sampler.sample(row).token for row in rows] == expected
+        fed = expected
+    sampler.close()
+    whole.close()
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_the_same_text_of_a_grammar(context: Context, params: SamplingParams) -> None:
+    """A random model hardly ever picks what the grammar allows, so the whole of it counts."""
+    params = replace(params, seed=12)
+    grammar = from_regex(r"[a-m ]{3}x(y|zz)[^a-z]+", "regex")
+    constraint, other = (context.model.constraint(grammar) for _ in range(2))
+    sampler = Sampler(context, params, PROMPT, constraint)
+    whole = whole_chain(context, params)
+    fed = PROMPT[-1]
+    for position in range(N_CTX_SLOT):
+        decode(context, [fed], position)
+        expected = pick_within(whole, other, context.logits(0))
+        sampled = sampler.sample(0)
+        assert sampled.token == expected
+        fed = sampled.token
+        if sampled.complete:
+            break
+    sampler.close()
+    whole.close()
+
+
+def pick_within(whole: WholeChain, constraint: Constraint, logits: NDArray[np.float32]) -> int:
+    token = whole.draw(logits)
+    if not constraint.take(token):
+        token = whole.draw(np.where(constraint.allowed(), logits, np.float32(-np.inf)))
+        assert constraint.take(token)
+    whole.accept(token)
+    return token

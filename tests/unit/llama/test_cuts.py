@@ -1,0 +1,220 @@
+"""Tokens picked from a cut are those that llama.cpp's chain picks from the whole vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from loadtests.engine.sampling.whole_chain import WholeChain
+from serve_app.llama import chain, cuts
+from serve_app.llama.candidates import Candidates
+from serve_app.llama.sampler import Sampler
+from serve_app.sampling import SamplingParams
+
+Logits = NDArray[np.float32]
+N_LARGE, N_CTX_SLOT = 151_936, 100
+
+
+def peaked(random: np.random.Generator, n: int) -> Logits:
+    """A few tokens stand out of a wide bulk, as with trained models."""
+    logits = random.standard_normal(n) * 2
+    logits[random.integers(0, n, 40)] += random.uniform(4, 14, 40)
+    return logits.astype(np.float32)
+
+
+def steep(random: np.random.Generator, n: int) -> Logits:
+    """Few tokens have nearly all of the probability."""
+    logits = random.standard_normal(n)
+    logits[random.integers(0, n, 5)] += (24, 24.5, 25, 26, 27)
+    return logits.astype(np.float32)
+
+
+def wide(random: np.random.Generator, n: int) -> Logits:
+    return (random.standard_normal(n) * 3).astype(np.float32)
+
+
+def flat(random: np.random.Generator, n: int) -> Logits:
+    return (random.standard_normal(n) / 8).astype(np.float32)
+
+
+def tied(random: np.random.Generator, n: int) -> Logits:
+    """Many have the same logit, likely ones too."""
+    return np.round(random.standard_normal(n) * 2, 1).astype(np.float32)
+
+
+def tied_seconds(random: np.random.Generator, n: int) -> Logits:
+    """Thirty have the second highest logit."""
+    logits = wide(random, n)
+    logits[random.integers(0, n, 30)] = 20
+    logits[random.integers(n)] = 20.25
+    return logits
+
+
+def all_alike(_random: np.random.Generator, n: int) -> Logits:
+    return np.ones(n, np.float32)
+
+
+def masked(random: np.random.Generator, n: int) -> Logits:
+    """All but a few are banned."""
+    logits = wide(random, n)
+    logits[random.random(n) > 20 / n] = -np.inf
+    logits[random.integers(n)] = 2
+    return logits
+
+
+def crowded(random: np.random.Generator, n: int) -> Logits:
+    """The likely ones are neighbours, and where numpy's parts end."""
+    logits = wide(random, n)
+    logits[-60:] = 12 + random.random(60)
+    logits[:: max(1, n // 128)] += 6
+    return logits
+
+
+SHAPES = (peaked, steep, wide, flat, tied, tied_seconds, all_alike, masked, crowded)
+PARAMS = {
+    "default": SamplingParams(),
+    "greedy": SamplingParams(temperature=0),
+    "top_k": SamplingParams(top_k=5, temperature=2),
+    "top_k=1": SamplingParams(top_k=1),
+    "top_k=2": SamplingParams(top_k=2, temperature=2),
+    "large top_k": SamplingParams(top_k=1500, top_p=1, min_p=0, temperature=1),
+    "top_k of all": SamplingParams(top_k=10**6, top_p=0.5),
+    "typical": SamplingParams(typical_p=0.7, min_p=0, top_p=1),
+    "no top_k": SamplingParams(top_k=0),
+    "top_p": SamplingParams(top_k=0, min_p=0, temperature=1.5),
+    "top_p near 1": SamplingParams(top_k=0, top_p=0.999, min_p=0.001),
+    "top_p=0": SamplingParams(top_k=0, top_p=0),
+    "min_p": SamplingParams(top_k=0, top_p=1, min_p=0.02, temperature=3),
+    "min_p=1": SamplingParams(top_k=0, top_p=1, min_p=1),
+    "min_p near 0": SamplingParams(top_k=0, top_p=1, min_p=1e-50, temperature=100),
+    "top_p nearly 1": SamplingParams(top_k=0, top_p=1 - 1e-9, min_p=0.2, temperature=9),
+    "hardly hot": SamplingParams(temperature=1e-50),
+    "all": SamplingParams(top_k=0, top_p=1, min_p=0, temperature=1),
+    "typical of all": SamplingParams(top_k=0, typical_p=0.9),
+    "top_n_sigma": SamplingParams(top_n_sigma=1),
+}
+ADJUSTMENTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "penalties": {"repeat_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
+    "wide penalties": {"repeat_penalty": 0.8, "repeat_last_n": -1},
+    "bias": {"logit_bias": tuple((token, float(8 - token)) for token in range(0, 100, 7))},
+    "bans": {"logit_bias": tuple((token, -math.inf) for token in range(0, 300, 2))},
+}
+
+
+@dataclass
+class Row:
+    """A context with one row of logits."""
+
+    n: int
+    eog_tokens: tuple[int, ...] = ()
+    values: Logits = field(default_factory=lambda: np.empty(0, np.float32))
+
+    @property
+    def context(self) -> Any:
+        model = SimpleNamespace(n_vocab=self.n, eog_tokens=self.eog_tokens)
+        return SimpleNamespace(n_ctx_slot=N_CTX_SLOT, model=model, logits=lambda _row: self.values)
+
+
+def prompt(random: np.random.Generator, n: int) -> list[int]:
+    return [int(token) for token in random.integers(0, min(n, 400), 150)]
+
+
+def picked(params: SamplingParams, n: int, seed: int, shapes: tuple[Any, ...]) -> Iterator[Any]:
+    """For each shape of logits, what is picked from a cut and from all, by samplers of the same seed that
+    went through the shapes before."""
+    random = np.random.default_rng(seed)
+    row, given = Row(n), prompt(random, n)
+    params = replace(params, seed=seed)
+    window = N_CTX_SLOT if params.repeat_last_n < 0 else params.repeat_last_n
+    sampler, whole = Sampler(row.context, params, given), WholeChain(n, params, given, window)
+    for shape in shapes:
+        row.values = shape(random, n)
+        before = row.values.copy()
+        yield shape.__name__, sampler.sample(0).token, whole.pick(before)
+        assert np.array_equal(row.values, before), "the logits are as they were"
+    sampler.close()
+    whole.close()
+
+
+@pytest.mark.parametrize("adjusted", ADJUSTMENTS.values(), ids=ADJUSTMENTS)
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_the_same_tokens_as_from_the_whole_vocabulary(
+    params: SamplingParams, adjusted: dict[str, Any]
+) -> None:
+    params = replace(params, **adjusted)
+    for n, seed in itertools.product((300, 30_011), range(3)):
+        for shape, token, expected in picked(params, n, seed, SHAPES):
+            assert token == expected, (shape, n, seed)
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_the_same_tokens_of_a_large_vocabulary(params: SamplingParams) -> None:
+    for shape, token, expected in picked(params, N_LARGE, 1, SHAPES):
+        assert token == expected, shape
+
+
+CUT = {
+    "default": peaked,
+    "greedy": tied,
+    "large top_k": wide,
+    "typical": wide,
+    "no top_k": wide,
+    "top_p": steep,
+    "min_p": wide,
+}
+"""Parameters, and logits of which few are left to llama.cpp."""
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_llama_cpp_sees_only_what_it_may_pick(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Seen(Candidates):
+        def __init__(self, tokens: Any, logits: Any, *, ordered: bool = False) -> None:
+            seen.append(tokens.size)
+            super().__init__(tokens, logits, ordered=ordered)
+
+    monkeypatch.setattr(chain, "Candidates", Seen)
+    list(picked(PARAMS[name], N_LARGE, 3, (CUT[name],)))
+    assert len(seen) == 1
+    assert seen[0] < 10_000
+
+
+@pytest.mark.parametrize(
+    "cut", [cuts.greedy, lambda x: cuts.top_k(x, 40), lambda x: cuts.min_p(x, 0.1)]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_not_cut(
+    cut: Callable[[Logits], cuts.Cut | None], value: float
+) -> None:
+    logits = np.zeros(N_LARGE, np.float32)
+    logits[77] = value
+    assert cut(logits) is None
+    assert cuts.top_p(logits, 0.9, 0.05) is None
+
+
+def test_where_rounding_decides_nothing_is_cut() -> None:
+    """Sixteen tokens have a sixteenth each: eight of them are half, but for rounding."""
+    logits = np.full(N_LARGE, -20, np.float32)
+    logits[:16] = np.arange(16) * np.float32(1e-7)
+    assert cuts.top_p(logits, 0.5, 0) is None
+    assert cuts.top_p(logits, 0.53, 0) is not None
+
+
+def test_a_ban_holds_whatever_else_is_added() -> None:
+    row = Row(N_LARGE, eog_tokens=(5,))
+    row.values = np.zeros(N_LARGE, np.float32)
+    row.values[5], row.values[6] = 30, 10
+    bias = ((5, 50.0),)
+    banned = SamplingParams(ignore_eos=True, logit_bias=bias, temperature=0)
+    assert Sampler(row.context, banned, ()).sample(0).token == 6
+    assert Sampler(row.context, replace(banned, ignore_eos=False), ()).sample(0).token == 5
