@@ -29,9 +29,10 @@ T = TypeVar("T")
 POLITE_BYTES, QUICK_BYTES = 64 * 2**10, 512 * 2**10
 """Bodies of more than the first are read at a lower priority; those of more than the second are slow work
 from the start."""
-QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
+POLITE_S, QUICK_S, QUICK_BYTE_S = 0.005, 0.02, 0.4e-6
 """CPU seconds of any work, and for each byte of its body besides: what long prompts take. Work that takes
-longer is slow: it gets what others leave of the processors, and its place is free for the next."""
+longer than the first gets a lower priority, as a worker's first work may. Work that takes longer than the
+second is slow: it gets what others leave of the processors, and its place is free for the next."""
 STUCK_S = 10.0
 """Work that has not ended after so long counts as slow, however little of the processor it took."""
 WALL_S = 120.0
@@ -131,7 +132,9 @@ class WorkerPool:
                 worker.be_polite()
             doing = self._begin(worker, work, pieces)
             try:
-                if await _is_quick(worker, doing, QUICK_S + n_bytes * QUICK_BYTE_S):
+                if not await _is_quick(worker, doing, POLITE_S + n_bytes * QUICK_BYTE_S):
+                    worker.be_polite()
+                if await _is_quick(worker, doing, QUICK_S - POLITE_S):
                     return self._finished(worker, doing)
             except BaseException:
                 self._end(worker, doing)
