@@ -294,7 +294,7 @@ def test_haproxy_waits_for_slow_requests_and_tells_its_figures_here_only(tmp_pat
     config = tmp_path / "haproxy.cfg"
     config.write_text(SERVES)
     figures = {"CORRAL_HAPROXY": "echo", "CORRAL_HAPROXY_FIGURES": "127.0.0.1"}
-    command = [CLUSTER / "haproxy", "-db", "-f", config, "-dR"]
+    command: list[str | Path] = [CLUSTER / "haproxy", "-db", "-f", config, "-dR"]
     for _ in range(2):  # it may be started again with the same file
         done = subprocess.run(command, env=os.environ | figures, capture_output=True, check=True)
         assert done.stdout.decode() == f"-dS -db -f {config} -dR\n"
