@@ -60,6 +60,7 @@ def haproxy_settings(folder: Path) -> dict[str, str]:
         f"{_HAPROXY}NBTHREAD": "1",
         f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
         "CORRAL_HAPROXY": _haproxy() or "haproxy",
+        "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
     }
     if most_files != resource.RLIM_INFINITY:
         most = int(settings[f"{_HAPROXY}MAXCONN"])

@@ -17,6 +17,7 @@
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
+    |       `-- NoRoomError       429 queue_full, with Retry-After
     |-- EngineUnavailableError    503 engine_unavailable
     |   |-- ModelReplacedError    503 engine_unavailable
     |   `-- EngineClosedError     503 engine_closed
@@ -231,6 +232,10 @@ class QueueFullError(RateLimitError):
     """Slots and waiting queue are full, or the wait would be too long."""
 
     code = "queue_full"
+
+
+class NoRoomError(QueueFullError):
+    """The same was said to this client a moment ago, and nobody asked the engines again."""
 
 
 class EngineUnavailableError(CorralError):

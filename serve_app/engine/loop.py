@@ -30,6 +30,7 @@ from serve_app.engine.metrics.snapshot import engine_stats
 from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.accounts import Accounts
+from serve_app.engine.scheduler.anticipation import Anticipation
 from serve_app.engine.scheduler.backlog import Backlog
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
@@ -77,6 +78,7 @@ class DecoderLoop:
         self._waiting = FairQueue(self._cost, self._accounts)
         self._sampling_costs = SamplingCosts()
         self._giving_way = GivingWay()
+        self._anticipation = Anticipation(options.n_slots)
         self._admission_paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
         self._outbox: list[tuple[Sequence, TokenDelta]] = []
@@ -378,6 +380,12 @@ class DecoderLoop:
         if sequence is not None:
             self._preempt(sequence, gave_way=True)
 
+    def _is_kept_free_of(self, sequence: Sequence) -> bool:
+        """Whether the slots that are idle are for others, who will probably be back at once."""
+        client, running = sequence.request.client, self._scheduler.running
+        n_kept = self._anticipation.n_kept(client, running, time.monotonic())
+        return self._cache.table.n_idle <= n_kept
+
     def _giving_way_s(self, sequence: Sequence) -> float | None:
         """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
         n_kept, save_s = self._cache.would_keep(sequence)
@@ -399,6 +407,8 @@ class DecoderLoop:
         for sequence in pending.submitted:
             sequence.sampling_cost = self._sampling_costs.of(sequence.request.sampling)
         self._waiting.extend(pending.submitted)
+        for sequence in pending.submitted:
+            self._anticipation.came(sequence.request.client)
         self._taken.extend(sequence.id for sequence in pending.submitted)
         self._counts.failovers += sum(one.request.n_failovers > 0 for one in pending.submitted)
         live = {sequence.id: sequence for sequence in self._live}
@@ -429,6 +439,8 @@ class DecoderLoop:
         for sequence in self._waiting:
             if not self._cache.table.has_idle:
                 break
+            if self._is_kept_free_of(sequence):
+                continue
             place = self._cache.place(sequence)
             if place is None:
                 continue
@@ -506,6 +518,8 @@ class DecoderLoop:
         sequence.close()
         if sequence.trace.admitted is not None:
             self._backlog.ended(sequence)
+            if request.client not in self._accounts:
+                self._anticipation.left(request.client, time.monotonic())
         if sequence.slot_id == NO_SLOT:
             return
         self._admission_paused = False

@@ -23,12 +23,14 @@ from ray._private import log_monitor
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.dashboard.modules.reporter import reporter_consts
 from ray.serve._private import constants
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from ray.serve.schema import ServeDeploySchema
 from ray.util.metrics import Counter, Histogram, Metric
 
 from cluster import one_machine
 from cluster.one_machine import environment_of
 from serve_app.config import schema
+from serve_app.errors import SlowRequestError
 from serve_app.replica.metrics import ReplicaMetrics
 from tests.unit import kuberay
 
@@ -273,6 +275,50 @@ def test_servers_of_one_machine_share_no_port_and_no_file(tmp_path: Path) -> Non
     files = re.findall(r'"(RAY_SERVE_HAPROXY_\w+)", "/tmp', Path(constants.__file__).read_text())
     files += [name for name in settings if settings[name].startswith(str(tmp_path))]
     assert {settings[name].startswith(str(tmp_path)) for name in files} == {True}
+
+
+SERVES = """
+defaults
+    mode http
+frontend prometheus
+    bind :4000
+frontend http_frontend
+    bind 127.0.0.1:8000
+    log global
+listen stats
+  bind *:4001
+"""
+
+
+def test_haproxy_waits_for_slow_requests_and_tells_its_figures_here_only(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(SERVES)
+    figures = {"CORRAL_HAPROXY": "echo", "CORRAL_HAPROXY_FIGURES": "127.0.0.1"}
+    command: list[str | Path] = [CLUSTER / "haproxy", "-db", "-f", config, "-dR"]
+    for _ in range(2):  # it may be started again with the same file
+        done = subprocess.run(command, env=os.environ | figures, capture_output=True, check=True)
+        assert done.stdout.decode() == f"-dS -db -f {config} -dR\n"
+    lines = [line.strip() for line in config.read_text().splitlines()]
+    assert lines[lines.index("defaults") + 1].startswith("timeout http-request ")
+    (rule,) = [line for line in lines if "wait-for-body" in line]
+    assert lines[lines.index(rule) - 1] == "bind 127.0.0.1:8000"
+    (refusal,) = [line for line in lines if line.startswith("http-error status 408")]
+    told = json.loads(shlex.split(refusal)[-1])
+    assert told["error"]["code"] == SlowRequestError.code
+    assert [line for line in lines if "400" in line and "bind" in line] == [
+        "bind 127.0.0.1:4000",
+        "bind 127.0.0.1:4001",
+    ]
+
+
+def test_serve_still_writes_what_our_haproxy_looks_for() -> None:
+    for expected in (
+        "\ndefaults\n",
+        "\nfrontend http_frontend\n    bind ",
+        "\n    bind :",
+        "bind *:",
+    ):
+        assert expected in HAPROXY_CONFIG_TEMPLATE
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ EXAMPLES: list[CorralError] = [
     errors.RateLimitError("too fast", 3),
     errors.BodyEndedError("no room", 1),
     errors.QueueFullError("full", 7),
+    errors.NoRoomError("still full", 1),
     errors.EngineUnavailableError("loading"),
     errors.ModelReplacedError("another vocabulary"),
     errors.EngineClosedError("closed"),

@@ -120,7 +120,7 @@ def _failed(scene: Scene, shot: Shot) -> bool:
 
 ATTACKS = tuple(
     Attack(
-        name=f"runs of one character, {name}",
+        name=f"runs of one character: {name}",
         family="crash",
         what="Texts of 30,000 to 1,000,000 times the same character, for vocabularies that llama.cpp "
         "splits with std::regex.",

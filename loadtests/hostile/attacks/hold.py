@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -18,6 +20,8 @@ N_READERS, N_VIEWERS, N_ASKERS = 40, 300, 32
 HELD_MIB = 256
 """What bodies that are being read may take in all: half of those."""
 RECEIVE_BUFFER = 4096
+_RESET = struct.pack("ii", 1, 0)
+"""A connection that lingers for no time is reset: socket(7), `SO_LINGER`."""
 _BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 
 Head = Callable[[Scene], bytes]
@@ -146,6 +150,18 @@ def _come_and_go(scene: Scene) -> None:
             pass
 
 
+def _cut_streams(scene: Scene) -> None:
+    """Streams that are all cut at once when they run, again and again."""
+    body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    sent = json.dumps(body).encode()
+    first = head(scene, "/v1/completions", len(sent), "mallory") + sent
+    while scene.left_s():
+        with crowd(scene, N_READERS, first) as wires:
+            scene.sleep(0.5)
+            for wire in wires:
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+
 def _viewers(scene: Scene) -> None:
     """Many watch what the server does, and read none of it."""
     asked = f"GET /v1/live HTTP/1.1\r\nHost: 127.0.0.1:{scene.port}\r\n"
@@ -157,15 +173,40 @@ def _viewers(scene: Scene) -> None:
 
 def _askers(scene: Scene) -> None:
     """Many ask all replicas for their statistics, all the time."""
+    paths = ("/v1/stats", "/metrics", "/slots", "/props") * (N_ASKERS // 4)
+    _always(scene, [partial(scene.get, path) for path in paths])
 
-    def ask(path: str) -> None:
+
+def _seekers(scene: Scene) -> None:
+    """Many look for requests that never were, each for another one, all the time."""
+    numbers = itertools.count()
+    _always(scene, [lambda: scene.get(f"/v1/requests/cmpl-{next(numbers)}")] * N_ASKERS)
+
+
+def _guessers(scene: Scene) -> None:
+    """Many try keys that are none, all the time."""
+    numbers = itertools.count()
+
+    def guess() -> None:
+        header = {"Authorization": f"Bearer sk-guess-{next(numbers)}"}
+        scene.post("/v1/completions", _BODY, None, **header)
+
+    _always(scene, [guess] * N_ASKERS)
+
+
+def _always(scene: Scene, asking: Sequence[Callable[[], object]]) -> None:
+    """Each of these again and again, at the same time."""
+
+    def ask(once: Callable[[], object]) -> None:
         while scene.left_s():
-            scene.get(path)
+            once()
 
-    with ThreadPoolExecutor(N_ASKERS) as pool:
-        list(pool.map(ask, ("/v1/stats", "/metrics", "/slots", "/props") * (N_ASKERS // 4)))
+    with ThreadPoolExecutor(len(asking)) as pool:
+        list(pool.map(ask, asking))
 
 
+_BUSY = Bars(itl_factor=1.5)
+"""Loopback's other end takes a share of the same cores."""
 _NOTHING = "Honest users notice nothing: what is being read has a bound, in number and in bytes."
 ATTACKS = tuple(
     Attack(
@@ -218,12 +259,30 @@ ATTACKS = tuple(
             _come_and_go,
             Bars(itl_factor=2.0),
         ),
+        (
+            "cut streams",
+            f"{N_READERS} streams that run and are all reset at once, again and again.",
+            _cut_streams,
+            Bars(itl_factor=2.0),
+        ),
         ("viewers", f"{N_VIEWERS} viewers of /v1/live who read nothing.", _viewers, Bars()),
         (
             "askers",
             f"{N_ASKERS} clients who ask for statistics, slots and metrics all the time.",
             _askers,
-            Bars(itl_factor=1.5),  # loopback's other end takes a share of the same cores
+            _BUSY,
+        ),
+        (
+            "seekers",
+            f"{N_ASKERS} clients who look for requests that never were, all the time.",
+            _seekers,
+            _BUSY,
+        ),
+        (
+            "guessers",
+            f"{N_ASKERS} clients who try keys that are none, all the time.",
+            _guessers,
+            _BUSY,
         ),
     )
 )

@@ -106,6 +106,15 @@ def _pipelined(scene: Scene) -> None:
         scene.raw(one * N_PIPELINED, 0.01)  # and does not wait for the answers
 
 
+def _crumbs(scene: Scene) -> None:
+    """Whole requests whose bodies come in chunks of a byte."""
+    body = b'{"prompt": "%s", "max_tokens": 1}' % (b"word " * 2_000)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + CHUNKED
+    head = POST + _key(scene) + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    while scene.left_s() > 1:
+        _no_5xx(scene, scene.raw(head + chunks, 1.0))
+
+
 def _packed(scene: Scene) -> None:
     bomb = bodies.gzip_bomb()
     for coding in ("gzip", "deflate", "br", "zstd", "gzip, gzip"):
@@ -157,6 +166,12 @@ ATTACKS = tuple(
             "2,000 requests on a connection at once.",
             "Others notice nothing.",
             _pipelined,
+        ),
+        (
+            "crumbs",
+            "Bodies of 10,000 chunks of a byte each.",
+            "Read like others.",
+            _crumbs,
         ),
         (
             "packed bodies",

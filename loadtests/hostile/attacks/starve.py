@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,6 +97,31 @@ def _many_keys(scene: Scene) -> None:
             pool.submit(_keep, scene, Shot(COMPLETIONS, _long(), key), each)
 
 
+def _long_prompts(scene: Scene) -> None:
+    """Prompts that fill a slot, of which no two begin alike, and one token is wanted."""
+    _always_new(scene, 2 * N_SLOTS, lambda number: {"prompt": f"{number} " + "a b " * 950})
+
+
+def _salts(scene: Scene) -> None:
+    """Each request begins a cache group of its own."""
+    text = "word " * 300
+    _always_new(scene, N_SLOTS, lambda number: {"prompt": text, "cache_salt": f"salt {number}"})
+
+
+def _always_new(scene: Scene, at_once: int, fields: Callable[[int], dict[str, Any]]) -> None:
+    """So many requests at a time, each with the fields of its number."""
+    numbers = itertools.count()
+
+    def ask(_: int) -> None:
+        while scene.left_s():
+            body = {"max_tokens": 1} | fields(next(numbers))
+            if scene.post(COMPLETIONS, body, "mallory").status != 200:
+                scene.sleep(0.2)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(ask, range(at_once)))
+
+
 def _choices(scene: Scene) -> None:
     answer = scene.post(COMPLETIONS, _long(8, n=LIMITED_REQUESTS + 1), LIMITED)
     if answer.status == 200:
@@ -155,7 +182,7 @@ ATTACKS = (
         what="One key's three requests of 32 answers each, 2,048 texts to embed, and a full queue.",
         expects=_FAIR,
         act=_full_queue,
-        seconds=20.0,
+        seconds=40.0,
         bars=SHARE,
         beside=ordinary,
     ),
@@ -204,6 +231,24 @@ ATTACKS = (
         expects="Whoever has one request at a time is not refused.",
         act=_many_keys,
         bars=Bars(ttft_factor=None, itl_factor=None, pause_s=None, memory_mib=None),
+    ),
+    Attack(
+        name="long prompts",
+        family="starve",
+        what=f"{2 * N_SLOTS} prompts at a time that fill a slot each, all by one key.",
+        expects=_FAIR,
+        act=_long_prompts,
+        bars=SHARE,
+        beside=ordinary,
+    ),
+    Attack(
+        name="salts",
+        family="starve",
+        what="Prompts of 300 words, each with a cache_salt of its own.",
+        expects=_FAIR + " Memory stays within what tiers may have.",
+        act=_salts,
+        bars=Bars(itl_factor=None, pause_s=None),
+        beside=ordinary,
     ),
     Attack(
         name="answers as one",

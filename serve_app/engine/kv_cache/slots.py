@@ -73,6 +73,11 @@ class SlotTable:
         return any(slot.idle for slot in self.slots)
 
     @property
+    def n_idle(self) -> int:
+        """How many slots could take a sequence."""
+        return sum(slot.idle for slot in self.slots)
+
+    @property
     def busy(self) -> bool:
         """Whether some slot has a sequence."""
         return any(slot.sequence is not None for slot in self.slots)

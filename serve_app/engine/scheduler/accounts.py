@@ -24,6 +24,10 @@ class Accounts:
     def __getitem__(self, client: str) -> float:
         return self._spent_s.get(client, 0.0)
 
+    def __contains__(self, client: str) -> bool:
+        """Whether it is active."""
+        return client in self._n_active
+
     @property
     def active(self) -> int:
         """How many clients have something to do."""

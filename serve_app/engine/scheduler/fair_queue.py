@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ class _Rank(NamedTuple):
     """Whoever lost a slot because the cache was full, or with another engine, goes before all others."""
     priority: int
     due_s: float
+    n_running: int
+    """Slots of its client: one that comes starts with the account of who is there."""
     arrival: int
 
 
@@ -31,8 +34,8 @@ class FairQueue:
 
     A lower `priority` goes first, whatever was served. Among equals the request goes first whose client
     has least due: what it was charged, what its running requests will probably cost besides, and those of
-    its requests that go before this one. So a client with one short request does not wait for all of
-    another's.
+    its requests that go before this one; of clients with as much due, that of the one with fewer slots. So
+    a client with one short request does not wait for all of another's.
     """
 
     def __init__(self, cost: Cost, accounts: Accounts) -> None:
@@ -52,6 +55,7 @@ class FairQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In the order of admission."""
         ahead_s: dict[str, float] = {}
+        n_running = Counter(one.request.client for one in self._running)
         for sequence in self._running:
             client = sequence.request.client
             ahead_s[client] = ahead_s.get(client, 0.0) + sequence.outstanding_s
@@ -65,7 +69,7 @@ class FairQueue:
             is_new = sequence.gave_way or not (
                 sequence.trace.admitted is not None or sequence.request.n_failovers
             )
-            rank = _Rank(is_new, sequence.request.priority, due_s, arrival)
+            rank = _Rank(is_new, sequence.request.priority, due_s, n_running[client], arrival)
             ranked.append((rank, sequence))
         return iter([sequence for _, sequence in sorted(ranked, key=lambda entry: entry[0])])
 

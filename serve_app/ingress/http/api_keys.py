@@ -20,7 +20,7 @@ from serve_app.errors import (
     AuthenticationError,
     ConfigError,
     KeyLimitError,
-    QueueFullError,
+    NoRoomError,
     RateLimitError,
 )
 
@@ -87,20 +87,21 @@ class Account:
         self._refused_until = -math.inf
 
     def refused(self) -> None:
-        """There was no room for one of its requests. More of them are refused at once, for the shortest
-        time that anybody is told to wait: each would cost more than to answer those who wait."""
+        """There was no room for one of its requests. Until one has been answered, they are refused at the
+        door but for one in the shortest time that anybody is told to wait: each would cost more than to
+        answer those who wait."""
         self._refused_until = self._clock() + RETRY_S
+
+    def served(self) -> None:
+        """One of its requests has an answer, so there may be room again."""
+        self._refused_until = -math.inf
 
     def enter(self, n: int = 1, *, besides: int = 0) -> None:
         """So many requests begin, `besides` some that run already and belong to them. Raises KeyLimitError
-        for more than the key may ever have, and RateLimitError if too many run, or if there was no room a
-        moment ago. Otherwise `leave` ends them."""
-        if not besides and self._clock() < self._refused_until:
-            raise QueueFullError(
-                "A moment ago there was no room for more requests of this API key. Wait as "
-                "`Retry-After` says.",
-                RETRY_S,
-            )
+        for more than the key may ever have, RateLimitError if too many run, and NoRoomError if there was no
+        room a moment ago. Otherwise `leave` ends them."""
+        if not besides:
+            self._check_door()
         most = self.key.max_concurrent_requests
         if most is not None and n + besides > most:
             raise KeyLimitError(
@@ -111,6 +112,18 @@ class Account:
                 f"This API key may have {most} requests at once, and has {self._n_running}.", 1
             )
         self._n_running += n
+
+    def _check_door(self) -> None:
+        """Raises NoRoomError if there was no room a moment ago, and another request has just tried."""
+        now = self._clock()
+        if now < self._refused_until:
+            raise NoRoomError(
+                "A moment ago there was no room for more requests of this API key. Wait as "
+                "`Retry-After` says.",
+                RETRY_S,
+            )
+        if self._refused_until > -math.inf:
+            self._refused_until = now + RETRY_S
 
     def leave(self, n: int = 1) -> None:
         """So many requests have ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from contextlib import ExitStack
@@ -14,10 +15,10 @@ from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import BodyEndedError, CorralError, SlowRequestError
+from serve_app.errors import BodyEndedError, CorralError, NoRoomError, SlowRequestError
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.addresses import network_of
-from serve_app.ingress.http.api_keys import Accounts
+from serve_app.ingress.http.api_keys import RETRY_S, Accounts
 from serve_app.ingress.http.bodies import BodyLimits, BodyReader, replay
 from serve_app.ingress.http.network import NetworkPolicy
 from serve_app.ingress.http.open_requests import OpenRequests
@@ -25,6 +26,10 @@ from serve_app.ingress.http.request_context import Caller
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
+HOLD_S = RETRY_S
+"""Who comes back although there is no room hears so only after so long, and cannot ask meanwhile."""
+MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
+"""Requests that are held up so at once; of those with larger bodies, none, as bodies come all the same."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -78,6 +83,7 @@ class AccessMiddleware:
         self._network = access.network
         self._operators_are_all = access.operators_are_all
         self._bodies = BodyReader(access.bodies)
+        self._n_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -93,6 +99,8 @@ class AccessMiddleware:
                     held.enter_context(caller.running())
                 body = await self._body(caller, scope, headers, receive)
             except CorralError as error:
+                if isinstance(error, NoRoomError):
+                    await self._hold_up(headers)
                 await errors.response(Request(scope), error, headers=_closing(error))(
                     scope, receive, send
                 )
@@ -102,6 +110,18 @@ class AccessMiddleware:
                 replayed = replay(body, receive)
                 del body  # an answer may take long, and bodies may be large
                 await self._app(scope, replayed, _noting_status(caller, send))
+
+    async def _hold_up(self, headers: Headers) -> None:
+        """Let who comes back too early wait, unless too many do, or much is coming."""
+        declared = headers.get("content-length", "")
+        is_small = declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
+        if not is_small or self._n_held >= MOST_HELD:
+            return
+        self._n_held += 1
+        try:
+            await asyncio.sleep(HOLD_S)
+        finally:
+            self._n_held -= 1
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
         """Who sends this. Raises CorralError for who may not."""

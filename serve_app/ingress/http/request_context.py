@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from serve_app.errors import PermissionDeniedError
 from serve_app.ingress.http.api_keys import Account
@@ -88,9 +89,13 @@ class Caller:
 
     def answered(self, status: int) -> None:
         """The answer begins. If it says that the request was refused, its prompts are not charged."""
-        if self.account is not None and status in _REFUSALS:
+        if self.account is None:
+            return
+        if status in _REFUSALS:
             self.account.refund(self._n_reserved)
             self._n_reserved = 0
+        elif self._n_running and status < HTTPStatus.BAD_REQUEST:
+            self.account.served()
 
     def refused(self) -> None:
         """There was no room for the request."""

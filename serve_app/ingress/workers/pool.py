@@ -29,6 +29,8 @@ T = TypeVar("T")
 POLITE_BYTES, QUICK_BYTES = 64 * 2**10, 512 * 2**10
 """Bodies of more than the first are read at a lower priority; those of more than the second are slow work
 from the start."""
+SMALL_BYTES = 16 * 2**10
+"""Bodies of more than that leave the workers that wait to others: they may well cost theirs its life."""
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
 """CPU seconds of any work, and for each byte of its body besides: what long prompts take. Work that takes
 longer is slow: it gets what others leave of the processors, and its place is free for the next."""
@@ -80,6 +82,7 @@ class WorkerPool:
         self._start = Start(tuple(models), tuple(modules))
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()
+        self._n_quick = n_quick
         self._quick, self._slow = Places(n_quick), Places(n_slow, most_each=1)
         self._is_closed = False
         self._idle: list[Worker] = []
@@ -126,7 +129,8 @@ class WorkerPool:
         """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
         n_bytes = sum(map(len, pieces))
         async with self._quick.entered(client):
-            worker = self._taken() or await self._fork()
+            is_small = n_bytes <= SMALL_BYTES
+            worker = (self._taken() if is_small else None) or await self._fork(is_small)
             if n_bytes > POLITE_BYTES:
                 worker.be_polite()
             doing = self._begin(worker, work, pieces)
@@ -148,7 +152,7 @@ class WorkerPool:
             raise _too_busy()
         await self._slow.enter(client)
         try:
-            worker = await self._fork()
+            worker = await self._fork(is_small=False)
             worker.slow_down()
             doing = self._begin(worker, work, pieces)
         except BaseException:
@@ -172,9 +176,10 @@ class WorkerPool:
             self._slow.leave(client)
 
     def _finished(self, worker: Worker, doing: asyncio.Future[Any]) -> Any:
-        """The outcome. The worker waits for more work, unless its priority is too low for that."""
+        """The outcome. The worker waits for more work, unless its priority is too low for that, or enough
+        others do."""
         outcome = doing.result()
-        if worker.is_polite:
+        if worker.is_polite or len(self._idle) >= self._n_quick:
             self._end(worker, doing)
         else:
             self.at_work.discard(worker)
@@ -199,9 +204,10 @@ class WorkerPool:
         worker.end()
         doing.cancel()
 
-    async def _fork(self) -> Worker:
-        """A new worker. It is kept for others if this is cancelled."""
-        forking = asyncio.ensure_future(self._forked())
+    async def _fork(self, is_small: bool) -> Worker:
+        """A new worker, or for a small body, one that has become idle. It is kept for others if this is
+        cancelled."""
+        forking = asyncio.ensure_future(self._forked(is_small))
         try:
             return await asyncio.shield(forking)
         except asyncio.CancelledError:
@@ -209,12 +215,17 @@ class WorkerPool:
             raise
 
     def _keep(self, forking: asyncio.Future[Worker]) -> None:
-        if not forking.cancelled() and forking.exception() is None:
+        if forking.cancelled() or forking.exception() is not None:
+            return
+        if len(self._idle) < self._n_quick:
             self._idle.append(forking.result())
+        else:
+            forking.result().end()
 
-    async def _forked(self) -> Worker:
+    async def _forked(self, is_small: bool) -> Worker:
         async with self._forking:
-            if (kept := self._taken()) is not None:  # of those who left while they waited for it
+            # of those who left while they waited for it
+            if is_small and (kept := self._taken()) is not None:
                 return kept
             try:
                 return await self._zygote.fork()

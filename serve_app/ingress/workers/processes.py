@@ -74,7 +74,10 @@ class Worker:
         return self._cpu_s
 
     def be_polite(self) -> None:
-        """From now on it gets a sixtieth of a core beside a thread that decodes. That cannot be undone."""
+        """From now on it gets a sixtieth of a core beside a thread that decodes. That cannot be undone.
+        Idempotent."""
+        if self.is_polite:
+            return
         self.is_polite = True
         with suppress(ProcessLookupError):
             niceness = os.getpriority(os.PRIO_PROCESS, self.pid)

@@ -18,7 +18,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.workers import pool as pool_module
-from serve_app.ingress.workers.pool import POLITE_BYTES, QUICK_BYTES, WorkerPool
+from serve_app.ingress.workers.pool import POLITE_BYTES, QUICK_BYTES, SMALL_BYTES, WorkerPool
 from serve_app.ingress.workers.processes import POLITENESS
 from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
 from tests.integration.ingress import work
@@ -118,6 +118,7 @@ async def test_what_one_body_took_is_no_bound_for_the_next_to_come(
 ) -> None:
     monkeypatch.setattr(pool_module, "QUICK_S", 60.0)  # so that the worker is used again
     monkeypatch.setattr(pool_module, "QUICK_BYTES", 2**30)
+    monkeypatch.setattr(pool_module, "SMALL_BYTES", 2**30)
     monkeypatch.setattr(pool_module, "POLITE_BYTES", 2**30)
     first = await pool.run("a", work.pid, b"")
     await pool.run("a", work.keep_memory, b"")
@@ -215,6 +216,15 @@ async def test_who_leaves_ends_the_work(pool: WorkerPool) -> None:
     (worker,) = pool.at_work
     running.cancel()
     await until(lambda: not is_alive(worker.pid))
+
+
+async def test_large_bodies_leave_warm_workers_to_small_ones(pool: WorkerPool) -> None:
+    large, small = bytes(SMALL_BYTES + 1), bytes(SMALL_BYTES)
+    waiting = {await pool.run("a", work.pid, body) for body in (small, large)}
+    for _ in range(3):
+        assert await pool.run("b", work.pid, large) not in waiting
+        assert await pool.run("a", work.pid, small) in waiting
+    assert pool.n_idle <= 2
 
 
 async def test_many_who_leave_before_there_are_workers_leave_few_behind(pool: WorkerPool) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
+from serve_app.engine.scheduler import anticipation
 from serve_app.errors import CacheFullError
 from serve_app.types import FinishReason
 from tests.unit.engine.harness import (
@@ -228,3 +229,24 @@ def test_answers_of_many_clients_are_as_if_each_had_been_alone(
             assert inbox.wait().reason == FinishReason.LENGTH
             n_tokens = one.sampling.max_tokens or 0
             assert inbox.token_ids == continuation(bytes(one.prompt), n_tokens)
+
+
+def test_who_is_back_at_once_finds_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anticipation, "EXPECTED_S", 3600)
+    backend = SteppedBackend(n_slots=2)
+    with running(backend, options(2, max_waiting=8, max_stall_s=None)) as engine:
+        greedy = [replace(request(f"m{i}", max_tokens=40), client="m") for i in range(2)]
+        polite = [replace(request(f"h{i}", max_tokens=2), client="h") for i in range(2)]
+        start(engine, greedy[0])
+        backend.wait_for_batch()
+        (first,) = start(engine, polite[0])
+        start(engine, greedy[1])
+        while not first.ended:
+            backend.step()
+        for _ in range(3):
+            backend.step()
+        assert (engine.stats().running, engine.stats().waiting) == (1, 1)
+        (second,) = start(engine, polite[1])
+        while not second.ended:
+            backend.step()
+        assert engine.stats().preemptions == 0

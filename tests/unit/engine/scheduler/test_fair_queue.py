@@ -54,6 +54,16 @@ def test_one_client_is_first_come_first_served() -> None:
     assert admit_all(queue(*(sequence(f"a{n}") for n in range(4)))) == "a0 a1 a2 a3"
 
 
+def test_who_comes_goes_before_one_that_gave_way_and_has_slots_and_as_much_due() -> None:
+    waiting = queue(*(sequence(f"a{n}") for n in range(3)))
+    running = [admit(waiting), admit(waiting)]
+    for one in running:
+        waiting.charge(one, one.expected_s)  # so that nothing more is expected of them
+    waiting.put_back(running[1], gave_way=True)
+    waiting.extend([sequence("b0")])
+    assert names(waiting) == "b0 a1 a2"
+
+
 def test_a_client_with_many_does_not_hold_up_one_with_few() -> None:
     many = [sequence(f"a{n}") for n in range(4)]
     assert admit_all(queue(*many, sequence("b0"), sequence("b1"))) == "a0 b0 a1 b1 a2 a3"

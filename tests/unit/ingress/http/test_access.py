@@ -15,6 +15,7 @@ from serve_app.errors import CorralError, DecodeError, EngineUnavailableError, Q
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.snapshot import difference, without_requests
 from serve_app.ingress.embeddings import serving
+from serve_app.ingress.http import auth
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.bodies import BodyLimits
 from serve_app.ingress.model_registry import ServedModel
@@ -205,6 +206,50 @@ async def test_refused_requests_use_no_tokens(
     answer = await ask(app, "POST", path, body, ANA)
     assert await answer.status() == (200 if refunded else 429)
     assert await (await ask(app, "POST", path, body, ANA)).status() == 429, "100 are 60 and 40"
+
+
+async def test_who_comes_back_at_once_is_held_up_but_for_large_bodies(
+    app_of: Callable[[Access], Asgi],
+    engine: ScriptedEngine,
+    keys: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(auth, "HOLD_S", 3600)
+    monkeypatch.setattr(auth, "MOST_HELD", 1)
+    app = app_of(Access(keys))
+    body = {"prompt": "x"}
+    full = QueueFullError("full", 1)
+    script, engine.script, engine.refusal = engine.script, [full], full
+    assert await (await ask(app, "POST", COMPLETIONS, body, OLGA)).status() == 429
+    engine.script, engine.refusal = script, None
+    headers = {"content_type": "application/json", "x_api_key": OLGA, "content_length": "20"}
+    held = Answer(app, "POST", COMPLETIONS, **headers)
+    large = headers | {"content_length": str(auth.MOST_HELD_BYTES + 1)}
+    assert await Answer(app, "POST", COMPLETIONS, **large).status() == 429
+    assert await (await ask(app, "POST", COMPLETIONS, body, ANA)).status() == 200
+    assert await Answer(app, "POST", COMPLETIONS, **headers).status() == 429, "one too many to hold"
+    assert not held.done.done()
+    held.done.cancel()
+    await asyncio.wait([held.done])
+    again = Answer(app, "POST", COMPLETIONS, **headers)
+    await asyncio.wait([again.done], timeout=0.01)
+    assert not again.done.done(), "there is room to hold this one"
+    again.done.cancel()
+
+
+async def test_an_answer_opens_the_door_again(
+    app_of: Callable[[Access], Asgi], engine: ScriptedEngine, keys: Path
+) -> None:
+    app = app_of(Access(keys))
+    full = QueueFullError("full", 1)
+    script, engine.script, engine.refusal = engine.script, [full], full
+    slow = Answer(app, "POST", COMPLETIONS, content_type="application/json", x_api_key=OLGA)
+    await reading(slow)
+    assert await (await ask(app, "POST", COMPLETIONS, {"prompt": "x"}, OLGA)).status() == 429
+    engine.script, engine.refusal = script, None
+    slow.body({"prompt": "x"})
+    assert await slow.status() == 200
+    assert await (await ask(app, "POST", COMPLETIONS, {"prompt": "x"}, OLGA)).status() == 200
 
 
 async def test_a_text_plain_post_of_another_sites_page_reaches_no_engine(

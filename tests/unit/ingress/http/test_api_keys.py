@@ -13,7 +13,7 @@ from serve_app.errors import (
     AuthenticationError,
     ConfigError,
     KeyLimitError,
-    QueueFullError,
+    NoRoomError,
     RateLimitError,
 )
 from serve_app.ingress.http.api_keys import RETRY_S, Account, Accounts, ApiKey
@@ -185,10 +185,24 @@ def test_who_was_refused_is_refused_at_once_until_it_has_waited() -> None:
     ana, ben = account(clock), account(clock)
     ana.enter()
     ana.refused()
-    with pytest.raises(QueueFullError) as told:
+    with pytest.raises(NoRoomError) as told:
         ana.enter()
     assert told.value.retry_after_s == RETRY_S
     ana.enter(31, besides=1)  # one that is in already
     ben.enter()
     clock.now += RETRY_S
+    ana.enter()
+
+
+def test_after_a_refusal_one_at_a_time_tries_until_one_is_served() -> None:
+    clock = Clock()
+    ana = account(clock)
+    ana.refused()
+    for _ in range(3):
+        clock.now += RETRY_S
+        ana.enter()
+        with pytest.raises(NoRoomError):
+            ana.enter()
+    ana.served()
+    ana.enter()
     ana.enter()
