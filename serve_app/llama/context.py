@@ -111,7 +111,7 @@ class Context:
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
-        self.window = int(llama_cpp.llama_model_n_swa(model.pointer))
+        self.window = model.window
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         self._states = not (kv_unified or self.window) and model.can_rewind
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
@@ -210,6 +210,12 @@ class Context:
         if not self._kv_unified:
             self.unsettled |= {source, target}
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def append(self, source: int, target: int) -> None:
+        """Have sequence `target` attend to the cells of sequence `source`, besides its own. Only in a unified
+        cache. Positions may be there twice then: good for nothing but to measure how long it takes."""
+        self._changes(target)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def _changes(self, seq_id: int) -> None:

@@ -17,7 +17,7 @@ from serve_app.engine.autotune.modes import Choice, Mode
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 def key(**measured_with: object) -> str:

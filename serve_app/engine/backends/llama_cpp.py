@@ -6,7 +6,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
-from serve_app.engine.autotune.profiler import Profiler, in_turns
+from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
+from serve_app.engine.autotune.profiler import Measures, Profiler, in_turns
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
@@ -37,7 +39,7 @@ _TEXTS_AT_ONCE = 64
 # that is enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
-# Tokens of a slot in contexts that are only profiled: a beginning, and chunks behind it.
+# Tokens of a slot in contexts that are only profiled: the largest chunk.
 _PROFILE_CTX = 512
 # The part of its time in which profiling compares modes.
 _COMPARING = 0.8
@@ -79,11 +81,13 @@ class LlamaBackend:
             return None
         return self._options.n_ctx + sum(len(tokens) for tokens in self._options.pinned)
 
-    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None) -> Context:
+    def _open(
+        self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0
+    ) -> Context:
         options = self._options
         context = Context(
             self.vocabulary,
-            n_seq_max=options.n_slots + len(options.pinned),
+            n_seq_max=options.n_slots + len(options.pinned) + n_more,
             n_ctx_slot=n_ctx_slot,
             n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
             n_outputs=options.n_slots + MAX_DRAFTED_ROWS + MAX_SCORED_ROWS,
@@ -132,42 +136,72 @@ class LlamaBackend:
     def _run_profilers(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
         """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
         threads' time this process computed."""
-        options, n_ctx_slot = self._options, min(self._options.n_ctx_slot, _PROFILE_CTX)
+        options = self._options
         opened = time.perf_counter()
-        contexts: dict[Mode, Context] = {}
-        try:
-            for mode in candidates:
-                contexts[mode] = self._open(mode, n_ctx_slot, None)
+        with ExitStack() as contexts:
+            profilers = {mode: self._profiler(mode, contexts) for mode in candidates}
+            deep = self._deep_profilers(candidates, contexts)
             began, computed = time.perf_counter(), time.process_time()
-            profilers = {
-                mode: Profiler(
-                    context,
-                    n_slots=options.n_slots,
-                    n_ctx_slot=n_ctx_slot,
-                    n_batch=options.n_batch,
-                    unified=mode.kv_unified,
-                    can_rewind=self.vocabulary.can_rewind,
-                )
-                for mode, context in contexts.items()
-            }
-            in_turns(list(profilers.values()), _COMPARING * options.profile_limit_s)
+            compared: list[Measures] = [*profilers.values(), *deep.values()]
+            in_turns(compared, _COMPARING * options.profile_limit_s)
             choice = modes.choose(
-                {mode: profiler.profile for mode, profiler in profilers.items()}, options
+                {mode: self._whole(mode, profilers[mode], deep) for mode in candidates}, options
             )
-            for mode in contexts.keys() - {choice.mode}:
-                contexts.pop(mode).close()
-            profiler = profilers[choice.mode]
+            profiler, flash_attn = profilers[choice.mode], choice.mode.flash_attn
+            left_s = options.profile_limit_s - (time.perf_counter() - opened)
+            if flash_attn in deep:
+                deep[flash_attn].rest(left_s / 2)
             profiler.rest(options.profile_limit_s - (time.perf_counter() - opened))
             took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
-        finally:
-            for context in contexts.values():
-                context.close()
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
-        # llama.cpp copies all of a slot's cells.
-        copy_s = profiler.profile.copy_s * options.n_ctx_slot / n_ctx_slot
-        choice = replace(choice, profile=replace(profiler.profile, copy_s=copy_s))
+        choice = replace(choice, profile=self._whole(choice.mode, profiler, deep))
         n_threads = min(options.threads, options.threads_batch or options.threads)
         return choice, computed_s / (took_s * n_threads)
+
+    def _profiler(self, mode: Mode, contexts: ExitStack) -> Profiler:
+        n_ctx_slot = self._n_profiled
+        context = self._open(mode, n_ctx_slot, None)
+        contexts.callback(context.close)
+        options = self._options
+        return Profiler(
+            context,
+            n_slots=options.n_slots,
+            n_ctx_slot=n_ctx_slot,
+            n_batch=options.n_batch,
+            can_rewind=self.vocabulary.can_rewind,
+        )
+
+    @property
+    def _n_profiled(self) -> int:
+        return min(self._options.n_ctx_slot, _PROFILE_CTX)
+
+    def _deep_profilers(
+        self, candidates: Sequence[Mode], contexts: ExitStack
+    ) -> dict[bool, DeepProfiler]:
+        """By whether there is flash attention. None where slots could not forget the rows of a batch, or
+        have no depth worth the name."""
+        options, model = self._options, self.vocabulary
+        depth = min(model.window or DEPTH, DEPTH, options.n_ctx_slot - ROOM) // ROOM * ROOM
+        if not model.can_rewind or depth <= 0:
+            return {}
+        found = {}
+        for flash_attn in {mode.flash_attn: None for mode in candidates}:
+            n_ctx = depth + ROOM + options.n_slots
+            context = self._open(Mode(flash_attn, True), depth, n_ctx, n_more=1)
+            contexts.callback(context.close)
+            found[flash_attn] = DeepProfiler(
+                context, n_slots=options.n_slots, depth=depth, n_batch=options.n_batch
+            )
+        return found
+
+    def _whole(self, mode: Mode, profiler: Profiler, deep: Mapping[bool, DeepProfiler]) -> Profile:
+        """What was measured in that mode. llama.cpp copies all of a slot's cells."""
+        found = profiler.profile
+        copy_s = found.copy_s * self._options.n_ctx_slot / self._n_profiled
+        found = replace(found, copy_s=copy_s)
+        if mode.flash_attn not in deep:
+            return found
+        return deep[mode.flash_attn].depth.added_to(found, unified=mode.kv_unified)
 
     # -- running ----------------------------------------------------------------------------------
 
