@@ -43,6 +43,7 @@ from serve_app.errors import (
     DecodeError,
     EngineClosedError,
     EngineFailedError,
+    PassLeftError,
 )
 from serve_app.types import FinishReason, RequestRecord, Sampled, SequenceEnd, TokenDelta
 
@@ -138,12 +139,14 @@ class DecoderLoop:
         self._command_queue.run_between_steps(command)
 
     def abort(self, request_id: str) -> None:
-        """End a request, waiting or running, before the next step. Idempotent."""
+        """End a request, waiting or running, before the next step; leave a batch for it alone. Idempotent."""
         self._command_queue.abort(request_id)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests; those not done after `timeout_s` end with an error. Wait for it."""
         self._command_queue.drain(time.monotonic() + timeout_s)
+        self._thread.join(timeout_s)
+        self._command_queue.leave()
         self._thread.join()
 
     # -- decoder thread ---------------------------------------------------------------------------
@@ -151,6 +154,7 @@ class DecoderLoop:
     def _run(self, open_backend: Callable[[], Backend], opened: Future[Backend]) -> None:
         try:
             backend = self._backend = open_backend()
+            self._command_queue.leave_with(backend.leave)
             self._set_up(backend)
         except BaseException as error:
             opened.set_exception(error)
@@ -235,6 +239,8 @@ class DecoderLoop:
             self._forward(planned)
         except CacheFullError as error:
             return self._make_room(planned, error)
+        except PassLeftError:
+            return self._forget(planned)
         except DecodeError:
             return self._retry_one_by_one(planned)
         return True
@@ -244,8 +250,14 @@ class DecoderLoop:
         settled = self._cache.settled
         depth = self._costs.attended(plan.depth, plan.n_cells)
         try:
-            with self.progress.computing(self._costs.batch_s(len(plan.rows), depth)):
+            with (
+                self.progress.computing(self._costs.batch_s(len(plan.rows), depth)),
+                self._command_queue.computing(chunk.sequence.id for chunk in plan.chunks),
+            ):
                 self._backend.decode(plan.rows)
+        except PassLeftError:
+            self._charge(plan, time.monotonic() - began)
+            raise
         finally:
             for slot_id, end in plan.fillers:
                 self._backend.truncate(slot_id, end)
@@ -254,9 +266,7 @@ class DecoderLoop:
             self._learn(plan, decoded - began)
         self._counts.batches += 1
         self._counts.busy_slots += len(plan.chunks)
-        for chunk, seconds in zip(plan.chunks, plan.shared_s(decoded - began), strict=True):
-            chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
-            self._waiting.charge(chunk.sequence, seconds)
+        self._charge(plan, decoded - began)
         sampled = [self._sample(chunk) for chunk in plan.chunks]
         self._counts.decode_s += decoded - began
         self._counts.sample_s += time.monotonic() - decoded
@@ -267,6 +277,11 @@ class DecoderLoop:
                 self._end(chunk.sequence, FinishReason.ERROR, found)
             else:
                 self._advance(chunk, found)
+
+    def _charge(self, plan: Batch, computed_s: float) -> None:
+        for chunk, seconds in zip(plan.chunks, plan.shared_s(computed_s), strict=True):
+            chunk.sequence.trace.computed(computed_s, len(plan.chunks))
+            self._waiting.charge(chunk.sequence, seconds)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
         """See `sample`: its client is charged for grammars and log-probabilities, too."""
@@ -313,6 +328,13 @@ class DecoderLoop:
         elif len(plan.chunks) == 1 or self._backend.mode.kv_unified:
             self._costs.saw_prefill(len(plan.rows), depth, seconds)
 
+    def _forget(self, plan: Batch) -> bool:
+        """The batch was left, as nobody waits for it: some of its rows may be in the cache. Returns False:
+        the next step ends its sequences."""
+        for chunk in plan.chunks:
+            self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
+        return False
+
     def _retry_one_by_one(self, plan: Batch) -> bool:
         """The batch failed: decode each sequence alone, so that only the one at fault ends.
 
@@ -327,6 +349,8 @@ class DecoderLoop:
                 self._forward(alone)
             except CacheFullError as error:
                 return self._make_room(alone, error)
+            except PassLeftError:
+                return self._forget(alone)
             except DecodeError as error:
                 logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)
                 self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)

@@ -11,8 +11,8 @@ from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.profiler import ProfiledContext
 from serve_app.engine.autotune.trials import Trials
 
-# Tokens before a batch, at most: layers' keys and values are in no cache of the processor any more, and from
-# there on the time grows straight.
+# Tokens before a batch, at most: keys and values are in no cache of the processor any more, and from there
+# on the time grows straight.
 DEPTH = 2048
 ROOM = 64
 """Cells besides, for the rows of a batch."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
+from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import Measures, Profiler, in_turns
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.options import EngineOptions
@@ -81,9 +81,7 @@ class LlamaBackend:
             return None
         return self._options.n_ctx + sum(len(tokens) for tokens in self._options.pinned)
 
-    def _open(
-        self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0
-    ) -> Context:
+    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
         options = self._options
         context = Context(
             self.vocabulary,
@@ -208,6 +206,10 @@ class LlamaBackend:
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
         self._context.decode(rows)
+
+    def leave(self, leaving: bool) -> None:
+        """See Backend.leave. Recurrent layers could not forget half of a pass: theirs are computed."""
+        self._context.leave(leaving and self.can_rewind)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
