@@ -139,7 +139,8 @@ class DecoderLoop:
         self._command_queue.run_between_steps(command)
 
     def abort(self, request_id: str) -> None:
-        """End a request, waiting or running, before the next step; leave a batch for it alone. Idempotent."""
+        """End a request, waiting or running, before the next step: a batch for nobody else is left.
+        Idempotent."""
         self._command_queue.abort(request_id)
 
     def drain(self, timeout_s: float) -> None:
