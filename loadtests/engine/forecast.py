@@ -4,9 +4,9 @@
         [--slots 4] [--flash-attn auto|on|off] [--no-load]
 
 A profile is made as at an engine's start. Then batches of random sizes are run at random depths: one token
-of each of some sequences, or a chunk of one prompt. Each is forecast, timed, and learnt from, as the engine
-does. Then a process for each core computes besides, which takes about half of the machine, and as many
-batches follow. Depths are restored, not computed: all sequences attend to the same cells of a unified cache.
+of each of some sequences, or a chunk of one prompt. Each is forecast, timed, and learnt from, as engines
+do. Then a process for each core computes besides, which takes about half of the machine, and as many
+batches follow. Depths are restored, not computed: sequences attend to the same cells of a unified cache.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
@@ -82,7 +83,7 @@ class DecoderLoop:
         self._counts = Counts()
         self._ended: Counter[str] = Counter()
         self._worked = 0.0
-        """When the last step ended."""
+        """When the last step ended, or the backend was open."""
         self._disk_tier: DiskTier | None = None
         self._failed_steps = 0
         self._draining = False
@@ -167,6 +168,7 @@ class DecoderLoop:
                     self.step()
                 elif self._rested:
                     self._cache.store_ahead()
+                    self._quiet_trials.step()
                     self._published.refresh()
             if self._disk_tier:
                 self._cache.store_all()
@@ -186,7 +188,8 @@ class DecoderLoop:
         """How long to sleep if nothing arrives; None for ever."""
         if self._has_work:
             return 0.0
-        return max(0.0, self._worked + _REST_S - time.monotonic()) if self._cache.behind else None
+        resting = self._cache.behind or self._quiet_trials
+        return max(0.0, self._worked + _REST_S - time.monotonic()) if resting else None
 
     def _set_up(self, backend: Backend) -> None:
         options = self._options
@@ -202,10 +205,12 @@ class DecoderLoop:
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
+        self._quiet_trials = QuietTrials(backend, costs, self._cache.table, options.n_ctx_slot)
         self._embeddings = EmbeddingQueue(
             backend, costs, options.max_stall_s, self.progress, self._accounts
         )
         self._published = Published(self._view)
+        self._worked = time.monotonic()
 
     def step(self) -> None:
         """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""

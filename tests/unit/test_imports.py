@@ -17,7 +17,10 @@ PURE = (
     "kv_cache.context_shift",
     "decode",
     "autotune.cost_model",
+    "autotune.curve",
+    "autotune.kalman",
     "autotune.modes",
+    "autotune.trials",
 )
 
 
@@ -139,7 +142,10 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
         for module, found in offenders("loadtests", "serve_app")
         if not any(within(found, package) for package in usable) and found != "serve_app"
     }
-    assert users == {"loadtests.compare.bare_server"}  # which is put together of Corral's parts
+    assert users == {
+        "loadtests.compare.bare_server",  # which is put together of Corral's parts
+        "loadtests.engine.forecast",  # which runs batches at depths of its own
+    }
 
 
 def test_loadtests_know_no_ray_but_to_weigh_its_messages() -> None:

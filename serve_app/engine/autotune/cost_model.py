@@ -60,6 +60,12 @@ class CostModel:
         """Whether anything was measured."""
         return bool(self._decode.measured)
 
+    @property
+    def doubts(self) -> list[tuple[str, int]]:
+        """Kinds of batches (decode, prefill, verify) and their rows whose measurement is doubted."""
+        kinds = {"decode": self._decode, "prefill": self._prefill, "verify": self._verify}
+        return [(kind, n) for kind, curve in kinds.items() for n in curve.doubted]
+
     def attended(self, n_past: float, n_cells: float) -> float:
         """How many tokens of its own would cost a row as much as its `n_past` and the rest of the `n_cells`
         in use in a unified cache. To be given as `n_past` to the other methods."""

@@ -11,9 +11,12 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from serve_app.engine.autotune.kalman import Estimates
+from serve_app.engine.autotune.trials import doubtful
 
 # Where no slope was measured, a depth of so many tokens may double what a batch takes.
 _DOUBLING_DEPTH = 4_000
+# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
+_TRUSTED, _DOUBTED = 0.02, 1.0
 
 
 class Speed:
@@ -47,7 +50,11 @@ class Curve:
             for n, slope in zip(self.measured, self._slopes, strict=True)
         ]
         add = speed.estimates.add
-        self._bases = [add(0.0, 0.02, 2e-5) for _ in self.measured]
+        self.doubted = doubtful(shallow)
+        """Numbers of rows whose measurement looks like a hiccup."""
+        self._bases = [
+            add(0.0, _DOUBTED if n in self.doubted else _TRUSTED, 2e-5) for n in self.measured
+        ]
         self._deeper = [add(0.0, 0.1, 5e-5) for _ in self.measured]
         self._all_deeper = add(0.0, 1.0, 1e-4)
 
