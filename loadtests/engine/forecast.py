@@ -4,9 +4,10 @@
         [--slots 4] [--flash-attn auto|on|off] [--no-load]
 
 A profile is made as at an engine's start. Then batches of random sizes are run at random depths: one token
-of each of some sequences, or a chunk of one prompt. Each is forecast, timed, and learnt from, as engines
-do. Then a process for each core computes besides, which takes about half of the machine, and as many
-batches follow. Depths are restored, not computed: sequences attend to the same cells of a unified cache.
+of each of some sequences, or a chunk of one prompt. Each is forecast, timed, and learnt from, as in engines;
+the same one right after it shows how far the machine differs from itself. Then a process for each core
+computes besides, which takes about half of the machine, and as many batches follow. Depths are restored and
+not computed: sequences attend to the same cells of a unified cache.
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ class Batch:
     before_s: float
     """What was forecast with what was known before the machine got slower."""
     seconds: float
+    again_s: float
+    """What the same batch took right after that: nobody can forecast better."""
+
+    @property
+    def noise(self) -> float:
+        """Between the two."""
+        return abs(self.again_s / self.seconds - 1)
 
     @property
     def error(self) -> float:
@@ -123,12 +131,13 @@ def run(
             n = rng.randint(1, settings.slots) if decodes else rng.choice(_CHUNKS)
             forecast_s = costs.decode_s(n, depth) if decodes else costs.prefill_s(n, depth)
             before_s = before.decode_s(n, depth) if decodes else before.prefill_s(n, depth)
-            seconds = machine.decode(n) if decodes else machine.prefill(n)
+            run_one = machine.decode if decodes else machine.prefill
+            seconds, again_s = run_one(n), run_one(n)
             if decodes:
                 costs.saw_decode(n, n, depth, seconds)
             else:
                 costs.saw_prefill(n, depth, seconds)
-            yield Batch(depth, forecast_s, before_s, seconds)
+            yield Batch(depth, forecast_s, before_s, seconds, again_s)
 
 
 @contextmanager
@@ -145,11 +154,12 @@ def busy(n: int) -> Iterator[None]:
 
 def _row(name: str, batches: Sequence[Batch]) -> tuple[str, ...]:
     if not batches:
-        return (name, "0", "", "", "")
+        return (name, "0", "", "", "", "", "")
     errors = [100 * batch.error for batch in batches]
+    noise = [100 * batch.noise for batch in batches]
     slower = statistics.median(batch.seconds / batch.before_s for batch in batches)
-    p50, p95 = (f"{percentile(errors, percent):.0f}%" for percent in (50, 95))
-    return (name, str(len(batches)), p50, p95, f"{slower:.2f}")
+    parts = (percentile(found, percent) for found in (errors, noise) for percent in (50, 95))
+    return (name, str(len(batches)), *(f"{part:.0f}%" for part in parts), f"{slower:.2f}")
 
 
 def by_depth(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
@@ -185,7 +195,7 @@ def measure(settings: argparse.Namespace) -> None:
     backend.close()
     costs = CostModel(profile)
     machine = Machine(settings.model, settings.slots, settings.depth, settings.threads, flash_attn)
-    header = ("batches", "n", "error p50", "p95", "seconds / forecast before")
+    header = ("batches", "n", "error p50", "p95", "noise p50", "p95", "took / first forecast")
     print(table(header, by_depth(list(run(machine, costs, settings, SEED)))), flush=True)
     if not settings.no_load:
         with busy(usable_cores()):
