@@ -22,7 +22,8 @@
     |   |-- ModelReplacedError    503 engine_unavailable
     |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
-    |   `-- CacheFullError        500 decode_failed, if it cannot be helped
+    |   |-- CacheFullError        500 decode_failed, if it cannot be helped
+    |   `-- PassLeftError         never over HTTP: nobody waits for it
     |-- ConstraintError           500 constraint_failed
     |-- EngineFailedError         500 engine_failed
     |   `-- ChannelBrokenError    500 engine_failed
@@ -267,6 +268,10 @@ class DecodeError(CorralError):
 
 class CacheFullError(DecodeError):
     """The KV cache has no room for a batch; nothing was decoded."""
+
+
+class PassLeftError(DecodeError):
+    """A batch was left before its end, as nobody wanted it any more."""
 
 
 class ConstraintError(CorralError):

@@ -19,8 +19,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from loadtests.common import asking
 from loadtests.common.benchmark import BenchmarkError, Prompt, peak_bytes
-from loadtests.engine import asking, process
+from loadtests.engine import process
 from loadtests.engine.bare_loop import RUN_TIMEOUT_S, BareLoop, BareModel
 from loadtests.engine.run import Run
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loadtests.common.asking import arrivals
 from loadtests.common.benchmark import SEED, Prompts
 from loadtests.engine import process
-from loadtests.engine.asking import arrivals
 from serve_app.engine import (
     CorralError,
     Engine,

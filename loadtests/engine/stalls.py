@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from loadtests.common import asking
 from loadtests.common.benchmark import (
     Prompt,
     Prompts,
@@ -31,7 +32,7 @@ from loadtests.common.benchmark import (
     usable_cores,
 )
 from loadtests.common.rounds import in_turns, of_each, ratios
-from loadtests.engine import asking, process
+from loadtests.engine import process
 from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 

@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from loadtests.common import asking
 from loadtests.common.benchmark import (
     Prompt,
     Prompts,
@@ -26,7 +27,7 @@ from loadtests.common.benchmark import (
     usable_cores,
 )
 from loadtests.common.rounds import compared, in_turns
-from loadtests.engine import asking, process
+from loadtests.engine import process
 from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.kv_cache import packing

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from serve_app.engine.commands import Command
@@ -58,6 +59,10 @@ class CommandQueue:
         self._aborted: set[str] = set()
         self._deadline: float | None = None
         self._failed = False
+        self._leave: Callable[[bool], None] = lambda leaving: None
+        self._computed: frozenset[str] = frozenset()
+        """Requests of the batch that is being computed."""
+        self._leaving = False
 
     def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
         """Any thread: accept the sequences or say, for each, why not. The forecast is of what was there
@@ -160,7 +165,35 @@ class CommandQueue:
         with self._changed:
             if request_id in self._live:
                 self._aborted.add(request_id)
+                self._leave(self._unwanted)
                 self._changed.notify()
+
+    def leave_with(self, leave: Callable[[bool], None]) -> None:
+        """Decoder thread: how to have a batch left before its end; see `Backend.leave`."""
+        self._leave = leave
+
+    @contextmanager
+    def computing(self, request_ids: Iterable[str]) -> Iterator[None]:
+        """Decoder thread: a batch for these requests, which is left once all of them are aborted."""
+        with self._changed:
+            self._computed = frozenset(request_ids)
+            self._leave(self._unwanted)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._computed = frozenset()
+                self._leave(self._unwanted)
+
+    @property
+    def _unwanted(self) -> bool:
+        return self._leaving or (bool(self._computed) and self._computed <= self._aborted)
+
+    def leave(self) -> None:
+        """Any thread: leave the batch that is being computed, and all that come."""
+        with self._changed:
+            self._leaving = True
+            self._leave(True)
 
     def drain(self, deadline: float) -> None:
         """Any thread: take no new work; the rest must be over by the deadline."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.autotune.sampling_costs import SamplingCosts
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
@@ -45,6 +46,7 @@ from serve_app.errors import (
     DecodeError,
     EngineClosedError,
     EngineFailedError,
+    PassLeftError,
 )
 from serve_app.types import FinishReason, RequestRecord, Sampled, SequenceEnd, TokenDelta
 
@@ -85,7 +87,7 @@ class DecoderLoop:
         self._counts = Counts()
         self._ended: Counter[str] = Counter()
         self._worked = 0.0
-        """When the last step ended."""
+        """When the last step ended, or the backend was open."""
         self._disk_tier: DiskTier | None = None
         self._failed_steps = 0
         self._draining = False
@@ -142,12 +144,15 @@ class DecoderLoop:
         self._command_queue.run_between_steps(command)
 
     def abort(self, request_id: str) -> None:
-        """End a request, waiting or running, before the next step. Idempotent."""
+        """End a request, waiting or running, before the next step: a batch for nobody else is left.
+        Idempotent."""
         self._command_queue.abort(request_id)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests; those not done after `timeout_s` end with an error. Wait for it."""
         self._command_queue.drain(time.monotonic() + timeout_s)
+        self._thread.join(timeout_s)
+        self._command_queue.leave()
         self._thread.join()
 
     # -- decoder thread ---------------------------------------------------------------------------
@@ -155,6 +160,7 @@ class DecoderLoop:
     def _run(self, open_backend: Callable[[], Backend], opened: Future[Backend]) -> None:
         try:
             backend = self._backend = open_backend()
+            self._command_queue.leave_with(backend.leave)
             self._set_up(backend)
         except BaseException as error:
             opened.set_exception(error)
@@ -166,6 +172,7 @@ class DecoderLoop:
                     self.step()
                 elif self._rested:
                     self._cache.store_ahead()
+                    self._quiet_trials.step()
                     self._published.refresh()
             if self._disk_tier:
                 self._cache.store_all()
@@ -185,7 +192,8 @@ class DecoderLoop:
         """How long to sleep if nothing arrives; None for ever."""
         if self._has_work:
             return 0.0
-        return max(0.0, self._worked + _REST_S - time.monotonic()) if self._cache.behind else None
+        resting = self._cache.behind or self._quiet_trials
+        return max(0.0, self._worked + _REST_S - time.monotonic()) if resting else None
 
     def _set_up(self, backend: Backend) -> None:
         options = self._options
@@ -201,10 +209,12 @@ class DecoderLoop:
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
+        self._quiet_trials = QuietTrials(backend, costs, self._cache.table, options.n_ctx_slot)
         self._embeddings = EmbeddingQueue(
             backend, costs, options.max_stall_s, self.progress, self._accounts
         )
         self._published = Published(self._view)
+        self._worked = time.monotonic()
 
     def step(self) -> None:
         """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
@@ -243,6 +253,8 @@ class DecoderLoop:
             self._forward(planned)
         except CacheFullError as error:
             return self._make_room(planned, error)
+        except PassLeftError:
+            return self._forget(planned)
         except DecodeError:
             return self._retry_one_by_one(planned)
         return True
@@ -252,8 +264,14 @@ class DecoderLoop:
         settled = self._cache.settled
         depth = self._costs.attended(plan.depth, plan.n_cells)
         try:
-            with self.progress.computing(self._costs.batch_s(len(plan.rows), depth)):
+            with (
+                self.progress.computing(self._costs.batch_s(len(plan.rows), depth)),
+                self._command_queue.computing(chunk.sequence.id for chunk in plan.chunks),
+            ):
                 self._backend.decode(plan.rows)
+        except PassLeftError:
+            self._charge(plan, time.monotonic() - began)
+            raise
         finally:
             for slot_id, end in plan.fillers:
                 self._backend.truncate(slot_id, end)
@@ -262,9 +280,7 @@ class DecoderLoop:
             self._learn(plan, decoded - began)
         self._counts.batches += 1
         self._counts.busy_slots += len(plan.chunks)
-        for chunk, seconds in zip(plan.chunks, plan.shared_s(decoded - began), strict=True):
-            chunk.sequence.trace.computed(decoded - began, len(plan.chunks))
-            self._waiting.charge(chunk.sequence, seconds)
+        self._charge(plan, decoded - began)
         sampled = [self._sample(chunk) for chunk in plan.chunks]
         self._counts.decode_s += decoded - began
         self._counts.sample_s += time.monotonic() - decoded
@@ -275,6 +291,11 @@ class DecoderLoop:
                 self._end(chunk.sequence, FinishReason.ERROR, found)
             else:
                 self._advance(chunk, found)
+
+    def _charge(self, plan: Batch, computed_s: float) -> None:
+        for chunk, seconds in zip(plan.chunks, plan.shared_s(computed_s), strict=True):
+            chunk.sequence.trace.computed(computed_s, len(plan.chunks))
+            self._waiting.charge(chunk.sequence, seconds)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
         """See `sample`: its client is charged for grammars and log-probabilities, too."""
@@ -324,6 +345,13 @@ class DecoderLoop:
         elif len(plan.chunks) == 1 or self._backend.mode.kv_unified:
             self._costs.saw_prefill(len(plan.rows), depth, seconds)
 
+    def _forget(self, plan: Batch) -> bool:
+        """The batch was left, as nobody waits for it: some of its rows may be in the cache. Returns False:
+        the next step ends its sequences."""
+        for chunk in plan.chunks:
+            self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
+        return False
+
     def _retry_one_by_one(self, plan: Batch) -> bool:
         """The batch failed: decode each sequence alone, so that only the one at fault ends.
 
@@ -338,6 +366,8 @@ class DecoderLoop:
                 self._forward(alone)
             except CacheFullError as error:
                 return self._make_room(alone, error)
+            except PassLeftError:
+                return self._forget(alone)
             except DecodeError as error:
                 logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)
                 self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.errors import CacheFullError, ConfigError, DecodeError
+from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftError
 from serve_app.llama import library
 from serve_app.llama.formats import CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
@@ -30,7 +30,12 @@ State = bytes | memoryview
 _FEW_CELLS = 1 / 4
 # llama.cpp rounds a sequence's length up to this many cells.
 _CELL_PADDING = 256
-_CACHE_FULL = 1  # what llama_decode returns when it finds no cells; nothing was changed then
+# What llama_decode returns when it finds no cells, having changed nothing; and when it was to leave.
+_CACHE_FULL, _LEFT = 1, 2
+# What llama.cpp asks after each node of a graph whether to leave the pass, with a pointer: `strlen`. Of an
+# empty text it says 0, of one of one byte 1, whose low byte is C's true. So a byte in memory is the flag,
+# and nothing of Python runs in a pass: a callback of ctypes would take the GIL a thousand times a step.
+_LEAVES = ctypes.cast(ctypes.CDLL(None).strlen, llama_cpp.ggml_abort_callback)
 _POOLINGS: dict[Pooling, int] = {
     "none": llama_cpp.LLAMA_POOLING_TYPE_NONE,
     "rank": llama_cpp.LLAMA_POOLING_TYPE_RANK,
@@ -39,7 +44,7 @@ _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
 class Context:
-    """Decodes batches of rows. Only one thread, always the same, may use it.
+    """Decodes batches of rows. Only one thread, always the same, may use it; any may call `leave`.
 
     The KV cache is split or unified. Split, each of `n_seq_max` sequences has `n_ctx_slot` cells, and no
     sequence can take another's room. Unified, all sequences share `n_ctx` cells, and those with a
@@ -114,7 +119,7 @@ class Context:
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
-        self.window = int(llama_cpp.llama_model_n_swa(model.pointer))
+        self.window = model.window
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         self._states = not (kv_unified or self.window) and model.can_rewind
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
@@ -125,6 +130,10 @@ class Context:
         restore them."""
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
+        self._leaving = ctypes.create_string_buffer(2)
+        llama_cpp.llama_set_abort_callback(
+            self.pointer, _LEAVES, ctypes.c_void_p(ctypes.addressof(self._leaving))
+        )
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
         for i in range(n_batch):
             self._batch.n_seq_id[i] = 1
@@ -140,8 +149,9 @@ class Context:
         """One forward pass over at most `n_batch` rows; blocks for its length, without the GIL.
 
         Rows should be ordered by sequence id: with a split cache, llama.cpp computes runs of consecutive
-        ids together. Raises CacheFullError, and changes nothing, if there are no cells for them;
-        another DecodeError may leave some of them in the cache, for the caller to `truncate`.
+        ids together. Raises CacheFullError, and changes nothing, if there are no cells for them; and
+        PassLeftError after `leave(True)`. That and another DecodeError may leave some of them in the cache,
+        for the caller to `truncate`.
         """
         if not 0 < len(rows) <= self._n_batch:  # llama.cpp would abort the whole process
             raise DecodeError(
@@ -157,6 +167,8 @@ class Context:
         status = llama_cpp.llama_decode(self.pointer, batch)
         if status == _CACHE_FULL:
             raise CacheFullError(f"The KV cache has no room for {len(rows)} tokens more.")
+        if status == _LEFT:
+            raise PassLeftError(f"A batch of {len(rows)} rows was left.")
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
         self.unsettled.clear()
@@ -173,6 +185,11 @@ class Context:
         if n != self._batch_threads:
             llama_cpp.llama_set_n_threads(self.pointer, threads.one_row, n)
             self._batch_threads = n
+
+    def leave(self, leaving: bool) -> None:
+        """Any thread: have the `decode` that runs, and those to come, end after the node of the graph that
+        is being computed; or, with False, have them compute again."""
+        self._leaving[0] = bytes([leaving])
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
@@ -232,6 +249,12 @@ class Context:
         if not self._kv_unified:
             self.unsettled |= {source, target}
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def append(self, source: int, target: int) -> None:
+        """Have sequence `target` attend to the cells of sequence `source`, besides its own. Only in a
+        unified cache. Positions may be there twice then: good for nothing but to measure."""
+        self._changes(target)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def _changes(self, seq_id: int) -> None:

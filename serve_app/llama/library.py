@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ logger = logging.getLogger("corral.llama")
 # a deliberate choice (a context smaller than the training context, say).
 _LEVELS = {3: logging.INFO, 4: logging.ERROR}  # GGML_LOG_LEVEL_WARN and _ERROR
 _CONTINUATION = 5
+# What llama.cpp calls errors when a pass is left because somebody told it to.
+_LEFT = re.compile(r"failed with error 1$|compute status: 1$|failed to decode, ret = 2$")
 
 _NUMA_STRATEGIES: dict[NumaStrategy, int] = {
     "distribute": llama_cpp.GGML_NUMA_STRATEGY_DISTRIBUTE,
@@ -43,7 +46,8 @@ class _LogForwarder:
         if self._line.endswith("\n"):
             line, self._line = self._line.strip(), ""
             if line.strip("."):
-                logger.log(self._level, "%s", line)
+                level = logging.DEBUG if _LEFT.search(line) else self._level
+                logger.log(level, "%s", line)
                 for copy in [*self.copies.values()]:
                     copy.append(line)
 

@@ -175,6 +175,11 @@ class Model:
         return digest.digest()
 
     @property
+    def window(self) -> int:
+        """Tokens that sliding-window layers look back on; 0 if there are none."""
+        return int(llama_cpp.llama_model_n_swa(self.pointer))
+
+    @property
     def can_rewind(self) -> bool:
         """Whether the last tokens of a sequence can be dropped: recurrent layers keep no past states."""
         recurrent = llama_cpp.llama_model_is_recurrent(self.pointer)

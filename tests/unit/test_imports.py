@@ -17,7 +17,10 @@ PURE = (
     "kv_cache.context_shift",
     "decode",
     "autotune.cost_model",
+    "autotune.curve",
+    "autotune.kalman",
     "autotune.modes",
+    "autotune.trials",
 )
 
 
@@ -141,6 +144,7 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
     }
     assert users == {
         "loadtests.compare.bare_server",  # which is put together of Corral's parts
+        "loadtests.engine.forecast",  # which runs batches at depths of its own
         "loadtests.engine.sampling.__main__",  # which measures one of them
     }
 

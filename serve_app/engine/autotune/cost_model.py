@@ -8,15 +8,11 @@ those of other sequences count, too, as far as the kernel does not skip what is 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Weight of the newest step in what is known of its kind, and the most that it grows to: what was not seen
-# for so many steps of other sizes is old.
-_NEWEST, _MOST_NEWEST, _OLD = 0.1, 0.5, 8
-# A batch that took more or less than expected by a larger part counts as if by that: it may be a hiccup.
-_MOST_CHANGE = 0.5
+from serve_app.engine.autotune.curve import Curve, Speed
+
 # Between measured sizes, kernels like multiples of this many rows.
 _ROW_STEP = 4
 # A split that gains less than this part is noise.
@@ -49,9 +45,10 @@ class CostModel:
     """Predicts what batches take by a profile, and learns from every batch. Decoder thread only."""
 
     def __init__(self, profile: Profile) -> None:
-        self._decode = _Curve(profile.decode_s, profile.deep_decode_s, profile.depth)
-        self._prefill = _Curve(profile.prefill_s, profile.deep_prefill_s, profile.depth)
-        self._verify = _Curve(profile.verify_s, {}, 0)
+        speed, depth = Speed(), profile.depth
+        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, speed)
+        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, speed)
+        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, speed)
         self.copy_s = profile.copy_s
         """Seconds that copying a slot takes."""
         self._masked = profile.masked
@@ -62,6 +59,12 @@ class CostModel:
     def __bool__(self) -> bool:
         """Whether anything was measured."""
         return bool(self._decode.measured)
+
+    @property
+    def doubts(self) -> list[tuple[str, int]]:
+        """Kinds of batches (decode, prefill, verify) and their rows whose measurement is doubted."""
+        kinds = {"decode": self._decode, "prefill": self._prefill, "verify": self._verify}
+        return [(kind, n) for kind, curve in kinds.items() for n in curve.doubted]
 
     def attended(self, n_past: float, n_cells: float) -> float:
         """How many tokens of its own would cost a row as much as its `n_past` and the rest of the `n_cells`
@@ -77,8 +80,7 @@ class CostModel:
         n_rows = n_sequences * (n_drafted + 1)
         if n_sequences > 1 or n_drafted == 0 or not self._verify.measured:
             return self.decode_s(n_rows, n_past)
-        deeper_s = self.decode_s(1, n_past) - self.decode_s(1)
-        return self._verify.at(n_rows, 0) + n_rows * deeper_s
+        return self._verify.at(n_rows, n_past)
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
         """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache; in a unified one,
@@ -182,7 +184,7 @@ class CostModel:
         if n_rows == n_sequences:
             self._decode.learn(n_rows, n_past, seconds)
         elif n_sequences == 1:
-            self._verify.learn(n_rows, 0, seconds)
+            self._verify.learn(n_rows, n_past, seconds)
         self._n_seen += 1
         if self._n_seen % _PLANS_KEPT == 0:
             self._splits.clear()
@@ -203,37 +205,10 @@ class CostModel:
         }
 
 
-class _Curve:
-    """Seconds by number of rows and depth: straight between what was measured, and beyond."""
-
-    def __init__(self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int) -> None:
-        self.measured = sorted(shallow)
-        self._seconds = [shallow[n] for n in self.measured]
-        known = sorted(n for n in deep if n in shallow)
-        slopes = [max(0.0, deep[n] - shallow[n]) / max(1, depth) for n in known]
-        self._slopes = [_between(known, slopes, n) for n in self.measured]
-        self._n_learned = 0
-        self._learned_at = [0] * len(self.measured)
-
-    def at(self, n_rows: int, n_past: float) -> float:
-        token_s = _between(self.measured, self._slopes, n_rows)
-        return _between(self.measured, self._seconds, n_rows) + n_past * token_s
-
-    def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """Move the nearest measured point by what this batch took more or less than expected."""
-        expected = self.at(n_rows, n_past)
-        if not expected:
-            return
-        right = bisect_left(self.measured, n_rows)
-        around = range(max(0, right - 1), min(right + 1, len(self.measured)))
-        nearest = min(around, key=lambda i: abs(self.measured[i] - n_rows))
-        news = max(-_MOST_CHANGE, min(_MOST_CHANGE, seconds / expected - 1))
-        age = self._n_learned - self._learned_at[nearest]
-        self._learned_at[nearest] = self._n_learned
-        self._n_learned += 1
-        change = 1 + news * min(_MOST_NEWEST, _NEWEST * max(1.0, age / _OLD))
-        self._seconds[nearest] *= change
-        self._slopes[nearest] *= change
+def _deep_verify_s(profile: Profile) -> dict[int, float]:
+    """Each of the rows is taken to cost at depth what a decoding sequence's does."""
+    deeper_s = profile.deep_decode_s.get(1, 0.0) - profile.decode_s.get(1, 0.0)
+    return {n: seconds + n * max(0.0, deeper_s) for n, seconds in profile.verify_s.items()}
 
 
 def _fastest(times: Mapping[int, float], within_s: float, beside_s: float) -> int:
@@ -249,17 +224,3 @@ def _span(slots: Sequence[int]) -> int:
 
 def _rounded(n_past: float) -> int:
     return int(n_past) // 256 * 256
-
-
-def _between(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The value at x: straight between the points, the first one's before, growing with x beyond."""
-    if not points:
-        return 0.0
-    right = bisect_left(points, x)
-    if right == len(points):
-        return values[-1] * x / points[-1]
-    if right == 0 or points[right] == x:
-        return values[right]
-    left = right - 1
-    part = (x - points[left]) / (points[right] - points[left])
-    return values[left] + part * (values[right] - values[left])

@@ -18,7 +18,7 @@ from serve_app.llama.threads import Threads
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 def key(**measured_with: object) -> str:

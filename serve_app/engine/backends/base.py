@@ -1,6 +1,6 @@
 """The backend protocol: what the engine needs of a model. `llama_cpp` is the real one, `fake` is scripted.
 
-Except for `Vocabulary`, which is immutable, everything is used by the decoder thread alone.
+Except for `Vocabulary`, which is immutable, and `leave`, everything is used by the decoder thread alone.
 """
 
 from __future__ import annotations
@@ -139,8 +139,13 @@ class Backend(Protocol):
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for
-        these rows, and another DecodeError if they cannot be decoded; any other exception means that the
-        backend is broken."""
+        these rows; PassLeftError if it was told to `leave`, and another DecodeError if they cannot be
+        decoded, with some of them in the cache, for the caller to `truncate`; any other exception means
+        that the backend is broken."""
+
+    def leave(self, leaving: bool) -> None:
+        """Any thread: have the `decode` that runs, and those to come, end early with PassLeftError; or,
+        with False, have them compute again. A backend that could not forget half of a pass need not."""
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
-from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError
+from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.threads import Threads
 from serve_app.sampling import SamplingParams
@@ -90,23 +90,43 @@ class FakeBackend:
         self._fail_on = frozenset(fail_on)
         self._break_after = break_after
         self._n_cells = n_cells
-        self._may_run = threading.Event()
-        self._may_run.set()
+        self._changed = threading.Condition()
+        self._held = self._leaving = False
+        self.n_waiting = 0
+        """Calls that wait in `hold`."""
         self.unsettled: set[int] = set()
         self._texts: dict[int, list[int]] = {}
         self._at_row: dict[int, list[int]] = {}
 
     def hold(self) -> None:
         """Make the next `decode` wait."""
-        self._may_run.clear()
+        self._set(held=True)
 
     def resume(self) -> None:
         """Let decoding go on."""
-        self._may_run.set()
+        self._set(held=False)
+
+    def leave(self, leaving: bool) -> None:
+        """See Backend.leave; a `decode` that was held waits no longer, and its rows stay in the slots."""
+        self._set(leaving=leaving)
+
+    def _set(self, *, held: bool | None = None, leaving: bool | None = None) -> None:
+        with self._changed:
+            self._held = self._held if held is None else held
+            self._leaving = self._leaving if leaving is None else leaving
+            self._changed.notify_all()
+
+    def _wait(self) -> bool:
+        """Until it may run; whether it is to leave instead."""
+        with self._changed:
+            self.n_waiting += 1
+            self._changed.wait_for(lambda: self._leaving or not self._held)
+            self.n_waiting -= 1
+            return self._leaving
 
     def decode(self, rows: Sequence[Row]) -> None:
         """Feed the rows to their slots."""
-        self._may_run.wait()
+        left = self._wait()
         time.sleep(self._step_s)
         self.batches.append(list(rows))
         if self._break_after is not None and len(self.batches) > self._break_after:
@@ -122,6 +142,8 @@ class FakeBackend:
             slot.append(token)
             if wants_logits:
                 self._at_row[i] = list(slot)
+        if left:
+            raise PassLeftError("left")
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
 
@@ -170,7 +192,7 @@ class FakeBackend:
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """For each row: its token, its position, and the sum of its text's tokens up to it."""
-        self._may_run.wait()
+        self._wait()
         self.embed_batches.append(list(rows))
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")

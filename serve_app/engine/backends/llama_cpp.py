@@ -6,7 +6,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
 from serve_app.engine.autotune.modes import Choice, Mode
-from serve_app.engine.autotune.profiler import Profiler, in_turns
+from serve_app.engine.autotune.profiler import Measures, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.options import EngineOptions
@@ -39,7 +41,7 @@ _TEXTS_AT_ONCE = 64
 # that is enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
-# Tokens of a slot in contexts that are only profiled: a beginning, and chunks behind it.
+# Tokens of a slot in contexts that are only profiled: the largest chunk.
 _PROFILE_CTX = 512
 # The part of its time in which profiling compares modes.
 _COMPARING = 0.8
@@ -89,11 +91,11 @@ class LlamaBackend:
             return None
         return self._options.n_ctx + sum(len(tokens) for tokens in self._options.pinned)
 
-    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None) -> Context:
+    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
         options = self._options
         context = Context(
             self.vocabulary,
-            n_seq_max=options.n_slots + len(options.pinned),
+            n_seq_max=options.n_slots + len(options.pinned) + n_more,
             n_ctx_slot=n_ctx_slot,
             n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
             n_outputs=options.n_slots + MAX_DRAFTED_ROWS + MAX_SCORED_ROWS,
@@ -142,65 +144,112 @@ class LlamaBackend:
     def _run_profilers(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
         """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
         threads' time this process computed."""
-        options, n_ctx_slot = self._options, min(self._options.n_ctx_slot, _PROFILE_CTX)
+        options = self._options
         opened = time.perf_counter()
-        contexts: dict[Mode, Context] = {}
-        try:
-            for mode in candidates:
-                contexts[mode] = self._open(mode, n_ctx_slot, None)
-            began, computed = time.perf_counter(), time.process_time()
-            threads = self._try_threads([*contexts.values()], n_ctx_slot)
-            tried_s = time.perf_counter() - began
-            profilers = {
-                mode: Profiler(
-                    context,
-                    n_slots=options.n_slots,
-                    n_ctx_slot=n_ctx_slot,
-                    n_batch=options.n_batch,
-                    unified=mode.kv_unified,
-                    can_rewind=self.vocabulary.can_rewind,
-                )
-                for mode, context in contexts.items()
+        with ExitStack() as open_contexts:
+            contexts = {
+                mode: open_contexts.enter_context(closing(self._open(mode, self._n_profiled, None)))
+                for mode in candidates
             }
-            in_turns(list(profilers.values()), _COMPARING * options.profile_limit_s - tried_s)
+            deep_contexts = self._open_deep(candidates, open_contexts)
+            profilers = {mode: self._profiler(context) for mode, context in contexts.items()}
+            deep = {flash: self._deep_profiler(found) for flash, found in deep_contexts.items()}
+            began, computed = time.perf_counter(), time.process_time()
+            threads = self._try_threads([*contexts.values(), *deep_contexts.values()])
+            tried_s = time.perf_counter() - began
+            compared: list[Measures] = [*profilers.values(), *deep.values()]
+            in_turns(compared, _COMPARING * options.profile_limit_s - tried_s)
             choice = modes.choose(
-                {mode: profiler.profile for mode, profiler in profilers.items()}, options
+                {mode: self._whole(mode, profilers[mode], deep) for mode in candidates}, options
             )
-            for mode in contexts.keys() - {choice.mode}:
-                contexts.pop(mode).close()
-            profiler = profilers[choice.mode]
+            profiler, flash_attn = profilers[choice.mode], choice.mode.flash_attn
+            left_s = options.profile_limit_s - (time.perf_counter() - opened)
+            if flash_attn in deep:
+                deep[flash_attn].rest(left_s / 2)
             profiler.rest(options.profile_limit_s - (time.perf_counter() - opened))
             took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
-        finally:
-            for context in contexts.values():
-                context.close()
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
-        # llama.cpp copies all of a slot's cells.
-        copy_s = profiler.profile.copy_s * options.n_ctx_slot / n_ctx_slot
-        profile = replace(profiler.profile, copy_s=copy_s)
+        profile = self._whole(choice.mode, profiler, deep)
+        choice = replace(choice, profile=profile, threads=threads)
         used = threads or Threads.alike(options.threads, options.threads_batch)
         n_threads = min(used.one_row, used.few_rows, used.many_rows)
-        choice = replace(choice, profile=profile, threads=threads)
         return choice, computed_s / (took_s * n_threads)
 
-    def _try_threads(self, contexts: Sequence[Context], n_ctx_slot: int) -> Threads | None:
+    def _try_threads(self, contexts: Sequence[Context]) -> Threads | None:
         """What the contexts compute with from now on, if that is open."""
         options = self._options
         if not tries_fewer(options):
             return None
         trial = ThreadTrial(
-            contexts[0], n_slots=options.n_slots, n_ctx_slot=n_ctx_slot, most=options.threads
+            contexts[0],
+            n_slots=options.n_slots,
+            n_ctx_slot=self._n_profiled,
+            most=options.threads,
         )
         threads = trial.run(_TRYING_THREADS * options.profile_limit_s)
         for context in contexts:
             context.use_threads(threads)
         return threads
 
+    def _profiler(self, context: Context) -> Profiler:
+        options = self._options
+        return Profiler(
+            context,
+            n_slots=options.n_slots,
+            n_ctx_slot=self._n_profiled,
+            n_batch=options.n_batch,
+            can_rewind=self.vocabulary.can_rewind,
+        )
+
+    @property
+    def _n_profiled(self) -> int:
+        return min(self._options.n_ctx_slot, _PROFILE_CTX)
+
+    def _open_deep(
+        self, candidates: Sequence[Mode], open_contexts: ExitStack
+    ) -> dict[bool, Context]:
+        """By whether there is flash attention. None where slots could not forget the rows of a batch, or
+        have no depth worth the name."""
+        if not self.vocabulary.can_rewind or self._deep <= 0:
+            return {}
+        n_ctx = self._deep + ROOM + self._options.n_slots
+        return {
+            flash_attn: open_contexts.enter_context(
+                closing(self._open(Mode(flash_attn, True), self._deep, n_ctx, n_more=1))
+            )
+            for flash_attn in {mode.flash_attn: None for mode in candidates}
+        }
+
+    def _deep_profiler(self, context: Context) -> DeepProfiler:
+        options = self._options
+        return DeepProfiler(
+            context, n_slots=options.n_slots, depth=self._deep, n_batch=options.n_batch
+        )
+
+    @property
+    def _deep(self) -> int:
+        """Tokens in the cache where batches are measured deep in it."""
+        window = self.vocabulary.window or DEPTH
+        return min(window, DEPTH, self._options.n_ctx_slot - ROOM) // ROOM * ROOM
+
+    def _whole(self, mode: Mode, profiler: Profiler, deep: Mapping[bool, DeepProfiler]) -> Profile:
+        """What was measured in that mode. llama.cpp copies all of a slot's cells."""
+        found = profiler.profile
+        copy_s = found.copy_s * self._options.n_ctx_slot / self._n_profiled
+        found = replace(found, copy_s=copy_s)
+        if mode.flash_attn not in deep:
+            return found
+        return deep[mode.flash_attn].depth.added_to(found, unified=mode.kv_unified)
+
     # -- running ----------------------------------------------------------------------------------
 
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
         self._context.decode(rows)
+
+    def leave(self, leaving: bool) -> None:
+        """See Backend.leave. Recurrent layers could not forget half of a pass: theirs are computed."""
+        self._context.leave(leaving and self.can_rewind)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None

@@ -118,19 +118,33 @@ def test_it_learns_what_batches_really_take() -> None:
     model = CostModel(MEASURED)
     for _ in range(200):
         model.saw_decode(4, 4, 0, 0.1)
+        model.saw_decode(1, 1, 0, 0.02)
         model.saw_decode(1, 2, 0, 0.06)
         model.saw_prefill(32, 1000, 0.86)
-    assert model.decode_s(4) == pytest.approx(0.1, rel=0.01)
-    assert model.decode_s(1) == pytest.approx(0.02)  # not seen, not changed
-    assert model.verify_s(1, 1, 0) == pytest.approx(0.06, rel=0.01)
-    assert model.prefill_s(32, 1000) == pytest.approx(0.86, rel=0.01)
-    assert model.prefill_s(128, 0) == pytest.approx(0.38)
+    assert model.decode_s(4) == pytest.approx(0.1, rel=0.05)
+    assert model.decode_s(1) == pytest.approx(0.02, rel=0.05)
+    assert model.verify_s(1, 1, 0) == pytest.approx(0.06, rel=0.05)
+    assert model.prefill_s(32, 1000) == pytest.approx(0.86, rel=0.05)
+
+
+def test_a_machine_that_gets_slower_is_slower_at_what_was_not_seen() -> None:
+    model = CostModel(MEASURED)
+    for _ in range(30):
+        model.saw_decode(4, 4, 0, 0.1)
+    assert model.decode_s(4) == pytest.approx(0.1, rel=0.02)
+    assert model.decode_s(1) > 1.3 * 0.02
+    assert model.prefill_s(128, 0) > 1.3 * 0.38
 
 
 def test_a_hiccup_counts_little_and_a_wrong_measurement_is_forgotten() -> None:
     model = CostModel(MEASURED)
+    for _ in range(20):
+        model.saw_decode(4, 4, 0, 0.05)
     model.saw_decode(4, 4, 0, 50.0)
-    assert 0.05 < model.decode_s(4) < 0.055
+    assert 0.05 < model.decode_s(4) < 0.06
+    for _ in range(5):
+        model.saw_decode(4, 4, 0, 0.05)
+    assert model.decode_s(4) == pytest.approx(0.05, rel=0.02)
     wrong = CostModel(Profile({4: 9.0}, {16: 9.0}))
     for _ in range(200):
         wrong.saw_decode(4, 4, 0, 0.05)
@@ -139,16 +153,16 @@ def test_a_hiccup_counts_little_and_a_wrong_measurement_is_forgotten() -> None:
 
 def test_what_was_badly_measured_and_is_seldom_tried_is_soon_known() -> None:
     """Something else ran when 16 rows were measured: four batches of 4 seem faster, until one is tried."""
-    model, true_s = CostModel(Profile({4: 0.045, 16: 0.203}, {16: 0.1})), {4: 0.045, 16: 0.14}
+    model, true_s = CostModel(Profile({4: 0.045, 16: 0.3}, {16: 0.1})), {4: 0.045, 16: 0.14}
     slots = tuple(range(16))
+    assert model.steps_s(16, 0) == pytest.approx(4 * 0.045)
     split = []
-    for _ in range(100):
+    for _ in range(200):
         parts = model.split(slots, 0)
         split.append(len(parts) == 4)
         for n in parts:
             model.saw_decode(n, n, 0, true_s[n])
-    assert split[1]
-    assert not any(split[20:])
+    assert not any(split[60:])
 
 
 def test_a_batch_is_split_where_two_rows_cost_more_than_two_batches() -> None:

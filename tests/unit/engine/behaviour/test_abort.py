@@ -21,6 +21,7 @@ from tests.unit.engine.harness import (
     request,
     running,
     start,
+    until,
 )
 
 
@@ -29,13 +30,13 @@ from tests.unit.engine.harness import (
     [
         pytest.param(0, 0, id="first prompt chunk"),
         pytest.param(1, 0, id="second prompt chunk"),
-        pytest.param(2, 1, id="last prompt chunk"),
-        pytest.param(3, 2, id="first decode"),
-        pytest.param(5, 4, id="later"),
+        pytest.param(2, 0, id="last prompt chunk"),
+        pytest.param(3, 1, id="first decode"),
+        pytest.param(5, 3, id="later"),
     ],
 )
 def test_abort_while_running(n_steps: int, n_generated: int) -> None:
-    """The prompt takes three steps; the batch that waits when the abort comes is still decoded."""
+    """The prompt takes three steps; the batch that waits when the abort comes is left."""
     backend = SteppedBackend(n_slots=1)
     with running(backend, options(1, n_batch=4)) as engine:
         (inbox,) = start(engine, request("a", "abcdefghijkl", max_tokens=None))
@@ -67,6 +68,34 @@ def test_abort_while_waiting() -> None:
     assert len(backend.tenancies) == 1, "compute was spent on it"
 
 
+def test_a_batch_that_nobody_wants_is_left() -> None:
+    """It would never end, as it is held. What was fed by then is dropped again, and charged."""
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend) as engine:
+        (inbox,) = start(engine, request("a", "abcdefgh"))
+        until(lambda: backend.n_waiting == 1)
+        engine.abort("a")
+        assert inbox.wait().reason is FinishReason.ABORT
+        backend.resume()
+        assert ask(engine, request("b", "abcdefgh")).token_ids == continuation(b"abcdefgh", 4)
+    assert backend.tenancies[1].n_cached == 0
+
+
+def test_a_batch_is_computed_for_whoever_still_wants_it() -> None:
+    backend = SteppedBackend(n_slots=2)
+    with running(backend) as engine:
+        both = start(engine, request("a", "abc", max_tokens=9), request("b", "xyz", max_tokens=9))
+        backend.wait_for_batch()
+        while len({row[2] for row in backend.batches[-1]} if backend.batches else ()) < 2:
+            backend.step()
+        engine.abort("a")
+        backend.resume()
+        ends = [inbox.wait().reason for inbox in both]
+    assert ends == [FinishReason.ABORT, FinishReason.LENGTH]
+    assert both[1].token_ids == continuation(b"xyz", 9)
+
+
 def test_abort_shows_the_text_that_was_held() -> None:
     letters = continuation(b"q", 1)
     backend = SteppedBackend(n_slots=1)
@@ -74,6 +103,7 @@ def test_abort_shows_the_text_that_was_held() -> None:
         held = bytes(letters).decode()
         (inbox,) = start(engine, request("a", "q", max_tokens=None, stop=(held + "\0",)))
         backend.wait_for_batch()
+        backend.step()
         engine.abort("a")
         backend.resume()
         inbox.wait()
@@ -90,6 +120,28 @@ def test_abort_after_the_end_and_of_nobody() -> None:
 
 
 FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
+
+
+def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
+    command_queue, said = CommandQueue(Places(3, 0), None), list[bool]()
+    command_queue.leave_with(said.append)
+    sequences = [EngineSequence(request(name), Inbox()) for name in "abc"]
+    assert command_queue.submit(sequences, FORECAST) == [None] * 3
+    command_queue.take(0.0)
+    with command_queue.computing(["a", "b"]):
+        command_queue.abort("a")
+        assert not any(said), "b still wants it"
+        command_queue.abort("b")
+        assert said.pop()
+    with command_queue.computing(["c", "b"]):
+        assert not said.pop(), "the next one is another"
+        command_queue.abort("c")
+        assert said.pop()
+    with command_queue.computing(["b", "c"]):
+        assert said.pop(), "they were aborted since the step began"
+    command_queue.leave()
+    with command_queue.computing(["d"]):
+        assert said.pop(), "the engine is being closed"
 
 
 def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:

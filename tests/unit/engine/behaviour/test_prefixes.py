@@ -161,6 +161,7 @@ def test_aborted_prompt_leaves_what_was_fed() -> None:
     with running(backend, options(1, n_batch=4)) as engine:
         (first,) = start(engine, request("a", "abcdefghij"))
         backend.wait_for_batch()
+        backend.step()
         engine.abort("a")
         backend.resume()
         first.wait()

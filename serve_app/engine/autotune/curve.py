@@ -1,0 +1,109 @@
+"""One curve of the cost model. Pure: no model, no clock.
+
+A batch takes `speed * (base + slope * depth)`: the base for its number of rows, the slope for each token
+that stands in the cache before them. All three are learnt, the speed together with the other curves.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from serve_app.engine.autotune.kalman import Estimates
+from serve_app.engine.autotune.trials import doubtful
+
+# Where no slope was measured, a depth of so many tokens may double what a batch takes.
+_DOUBLING_DEPTH = 4_000
+# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
+_TRUSTED, _DOUBTED = 0.02, 1.0
+
+
+class Speed:
+    """How much longer all batches take than when they were measured: neighbours, throttling, a quota."""
+
+    def __init__(self) -> None:
+        self.estimates = Estimates()
+        self.index = self.estimates.add(0.0, 0.005, 0.002, jump=0.03)
+
+    @property
+    def factor(self) -> float:
+        """To multiply measured seconds by."""
+        return math.exp(self.estimates.values[self.index])
+
+
+class Curve:
+    """Seconds by number of rows and depth: straight between what was measured, and beyond."""
+
+    def __init__(
+        self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int, speed: Speed
+    ) -> None:
+        self.measured = sorted(shallow)
+        self._speed = speed
+        self._seconds = [shallow[n] for n in self.measured]
+        known = sorted(n for n in deep if n in shallow)
+        slopes = [max(0.0, deep[n] - shallow[n]) / max(1, depth) for n in known]
+        self._slopes = [_by_rows(known, slopes, n) for n in self.measured]
+        row_s = min((shallow[n] / n for n in self.measured), default=0.0)
+        self._scales = [
+            max(slope, n * row_s / _DOUBLING_DEPTH)
+            for n, slope in zip(self.measured, self._slopes, strict=True)
+        ]
+        add = speed.estimates.add
+        self.doubted = doubtful(shallow)
+        """Numbers of rows whose measurement looks like a hiccup."""
+        self._bases = [
+            add(0.0, _DOUBTED if n in self.doubted else _TRUSTED, 2e-5) for n in self.measured
+        ]
+        self._deeper = [add(0.0, 0.1, 5e-5) for _ in self.measured]
+        self._all_deeper = add(0.0, 1.0, 1e-4)
+
+    def at(self, n_rows: int, n_past: float) -> float:
+        """Seconds of a batch; 0 if none was measured."""
+        parts = _parts(self.measured, n_rows)
+        return self._speed.factor * sum(
+            weight * (self._base_s(i) + n_past * self._slope_s(i)) for i, weight in parts
+        )
+
+    def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
+        """See how long a batch took."""
+        expected = self.at(n_rows, n_past)
+        if not expected or seconds <= 0:
+            return
+        scale, deeper = self._speed.factor / expected, 0.0
+        shares = {self._speed.index: 1.0}
+        for i, weight in _parts(self.measured, n_rows):
+            shares[self._bases[i]] = scale * weight * self._base_s(i)
+            shares[self._deeper[i]] = scale * weight * n_past * self._scales[i]
+            deeper += shares[self._deeper[i]]
+        shares[self._all_deeper] = deeper
+        self._speed.estimates.learn(shares, seconds / expected - 1)
+
+    def _base_s(self, i: int) -> float:
+        return math.exp(self._speed.estimates.values[self._bases[i]]) * self._seconds[i]
+
+    def _slope_s(self, i: int) -> float:
+        values = self._speed.estimates.values
+        more = values[self._all_deeper] + values[self._deeper[i]]
+        return max(0.0, self._slopes[i] + more * self._scales[i])
+
+
+def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
+    """Which points the value at x is made of, and how much of each: straight between the points, the
+    first one's before, growing with x beyond."""
+    if not points:
+        return []
+    right = bisect_left(points, x)
+    if right == len(points):
+        return [(right - 1, x / points[-1])]
+    if right == 0 or points[right] == x:
+        return [(right, 1.0)]
+    part = (x - points[right - 1]) / (points[right] - points[right - 1])
+    return [(right - 1, 1 - part), (right, part)]
+
+
+def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
+    """The same for slopes, which fewer rows have in proportion."""
+    if points and x < points[0]:
+        return values[0] * x / points[0]
+    return sum(weight * values[i] for i, weight in _parts(points, x))

@@ -1,0 +1,94 @@
+"""How well the cost model forecasts machines that a formula describes, with noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from loadtests.common.benchmark import percentile
+from serve_app.engine.autotune.cost_model import CostModel, Profile
+
+MEASURED = Profile(
+    decode_s={1: 0.02, 4: 0.05, 16: 0.11},
+    prefill_s={16: 0.1, 32: 0.11, 64: 0.2, 128: 0.38},
+    depth=1000,
+    deep_decode_s={1: 0.03, 16: 0.27},
+    deep_prefill_s={16: 0.26, 32: 0.43, 128: 1.66},
+)
+SHALLOW = replace(MEASURED, depth=0, deep_decode_s={}, deep_prefill_s={})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured, but for some factors; its batches differ from that at random."""
+
+    base: float = 1.0
+    slope: float = 1.0
+    noise: float = 0.05
+    hiccups: float = 0.0
+    """The part of batches that take three or ten times as long."""
+    speed: Callable[[int], float] = lambda step: 1.0
+
+    def errors(self, model: CostModel, n_steps: int, depth: int = 8000) -> list[float]:
+        """The forecasts' relative errors while the model learns; a hiccup is nobody's error."""
+        rng, truth = random.Random(1), CostModel(MEASURED)
+        found = []
+        for step in range(n_steps):
+            n_past = rng.uniform(0, depth)
+            decodes = rng.random() < 0.5
+            n = rng.choice((1, 2, 4, 16) if decodes else (16, 24, 32, 64, 128))
+            at = (truth.decode_s if decodes else truth.prefill_s)(n, 0)
+            more = (truth.decode_s if decodes else truth.prefill_s)(n, n_past) - at
+            seconds = (self.base * at + self.slope * more) / self.speed(step)
+            seconds *= rng.lognormvariate(0, self.noise)
+            forecast = (model.decode_s if decodes else model.prefill_s)(n, n_past)
+            found.append(abs(forecast / seconds - 1))
+            seconds *= rng.choice((3, 10)) if rng.random() < self.hiccups else 1
+            if decodes:
+                model.saw_decode(n, n, n_past, seconds)
+            else:
+                model.saw_prefill(n, n_past, seconds)
+        return found
+
+
+def within(errors: list[float], p50: float = 0.10, p95: float = 0.25) -> bool:
+    return percentile(errors, 50) <= p50 and percentile(errors, 95) <= p95
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
+def test_it_is_not_confused_by_noise(noise: float) -> None:
+    assert within(Machine(noise=noise).errors(CostModel(MEASURED), 200))
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.3, 3, 10])
+@pytest.mark.parametrize("depth", [8_000, 60_000])
+def test_it_learns_slopes_that_were_measured_wrongly(slope: float, depth: int) -> None:
+    errors = Machine(slope=slope).errors(CostModel(MEASURED), 160, depth)
+    assert within(errors[60:])
+
+
+@pytest.mark.parametrize("base", [0.3, 3])
+def test_it_learns_bases_apart_from_slopes(base: float) -> None:
+    errors = Machine(base=base).errors(CostModel(MEASURED), 200)
+    assert within(errors[60:])
+
+
+def test_a_slope_of_which_nothing_was_measured() -> None:
+    assert within(Machine().errors(CostModel(SHALLOW), 300)[100:])
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2])
+def test_a_change_of_speed_is_known_within_thirty_steps(factor: float) -> None:
+    changing = Machine(speed=lambda step: 1.0 if step < 100 else factor)
+    errors = changing.errors(CostModel(MEASURED), 200)
+    assert within(errors[:100])
+    assert within(errors[120:130])
+    assert within(errors[130:])
+
+
+def test_hiccups_are_not_learnt() -> None:
+    errors = Machine(hiccups=0.05).errors(CostModel(MEASURED), 400)
+    assert within(errors)
