@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 Logits = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 
-# The logits are folded so many times to bound the n-th highest: finer, if many are wanted.
-_FOLDS = (128, 32, 8)
+# How often the logits are folded, and then the highest ones of what lay upon each other, to bound the n-th
+# highest: less often, if many are wanted.
+_FOLDS = ((32, 8), (8, 8), (8, 1))
 # The bound is close enough as long as there are so many folded ones for each that is wanted.
 _SPARE = 4
 # Candidates behind which top_p is looked for in turn, as parts of the highest probability.
@@ -61,16 +62,17 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
 
     The n-th highest of the highest ones of n parts is at most the n-th highest of all.
     """
-    folds = next((one for one in _FOLDS if _SPARE * n <= logits.size // one), None)
-    if folds is None or n <= 0:
+    sizes = next((one for one in _FOLDS if _SPARE * n <= logits.size // (one[0] * one[1])), None)
+    if sizes is None or n <= 0:
         return None
+    folds, again = sizes
     width = logits.size // folds
     folded = logits[: folds * width].reshape(folds, width)
     tops = np.maximum.reduce(folded)
-    parted = np.partition(tops, (-n, -1))
-    bound = parted[-n]
-    if not math.isfinite(parted[-1]):
+    if not math.isfinite(tops.max()):
         return None
+    few = np.maximum.reduce(tops[: width // again * again].reshape(again, -1))
+    bound = np.partition(few, -n)[-n]
     if bound == -np.inf:
         return _sorted(logits, np.flatnonzero(logits > bound), n)
     tokens = _at_least(folded, tops, bound)

@@ -58,8 +58,8 @@ KINDS = {
     "grammar": SamplingParams(grammar=from_json_schema(_SCHEMA, "schema")),
 }
 _N_CTX_SLOT = 256
-# Tokens that one measurement picks at least.
-_TOKENS = 64
+# Steps of which one measurement takes the median.
+_STEPS = 7
 
 Pick = Callable[[int], object]
 """Picks a token by the logits of that row."""
@@ -89,15 +89,12 @@ class Bench:
 
     def _step_ms(self, way: str, kind: SamplingParams, n: int) -> float:
         opened = [self._open(way, replace(kind, seed=seed)) for seed in range(n)]
-        n_steps = max(1, _TOKENS // n)
-        began = time.perf_counter()
-        for _ in range(n_steps):
-            for row, (pick, _close) in enumerate(opened):
-                pick(row)
-        took_s = time.perf_counter() - began
+        picks = [pick for pick, _ in opened]
+        _step_s(picks)  # llama.cpp takes its memory then
+        took_s = [_step_s(picks) for _ in range(_STEPS)]
         for _pick, close in opened:
             close()
-        return 1000 * took_s / n_steps
+        return 1000 * statistics.median(took_s)
 
     def _open(self, way: str, params: SamplingParams) -> tuple[Pick, Callable[[], None]]:
         constraint = None if params.grammar is None else self._model.constraint(params.grammar)
@@ -122,6 +119,14 @@ class Bench:
     def close(self) -> None:
         """Free the context."""
         self._context.close()
+
+
+def _step_s(picks: Sequence[Pick]) -> float:
+    """Seconds that a token of each takes."""
+    began = time.perf_counter()
+    for row, pick in enumerate(picks):
+        pick(row)
+    return time.perf_counter() - began
 
 
 def _line(name: str, n: int, rounds: Sequence[dict[str, float]]) -> tuple[object, ...]:
