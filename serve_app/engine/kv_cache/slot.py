@@ -167,4 +167,4 @@ class SlotIndex:
         if n == entry.n_tokens < n_tokens:
             tail = packed(slot.source[n:n_tokens])
             n += n_matching(tail, prompt, n * TOKEN_BYTES, n_tokens * TOKEN_BYTES)
-        return min(n, n_tokens)
+        return n

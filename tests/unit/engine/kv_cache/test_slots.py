@@ -114,6 +114,40 @@ def test_prefixes_of_other_slots(
     assert (choice.slot.id, choice.n_cached, source) == expected
 
 
+def test_who_waits_need_not_be_asked_again_before_something_changes() -> None:
+    slots, owner = SlotTable(2, min_copy=3), busy([*range(10)], 0)
+    slots.occupy(slots.slots[0], owner)
+    prompt = [*range(11)]
+    wait = slots.choose("", prompt)
+    assert isinstance(wait, Wait)
+    for owner.n_past in range(8):
+        assert slots.lasts(wait)
+        assert slots.choose("", prompt) == wait
+    owner.n_past = 8
+    assert not slots.lasts(wait)
+    assert isinstance(slots.choose("", prompt), Choice)
+
+
+def test_who_waits_is_asked_again_when_the_slot_is_lost() -> None:
+    slots, owner = SlotTable(2, min_copy=3), busy([*range(10)], 0)
+    slots.occupy(slots.slots[0], owner)
+    wait = slots.choose("", [*range(11)])
+    assert isinstance(wait, Wait)
+    slots.release(slots.slots[0])
+    assert not slots.lasts(wait)
+
+
+def test_who_waits_is_asked_again_while_somebody_may_generate_more_of_its_prompt() -> None:
+    slots, owner = SlotTable(2, min_copy=3), busy([1, 2, 3], 0)
+    slots.occupy(slots.slots[0], owner)
+    for n_tokens in (3, 4, 5):
+        wait = slots.choose("", [1, 2, 3, 4, 5, 6, 7])
+        assert wait == Wait(slots.slots[0], n_tokens)
+        assert isinstance(wait, Wait)
+        assert not slots.lasts(wait)
+        owner.tokens.append(n_tokens + 1)
+
+
 MINE, THEIRS = "mine", "theirs"
 
 
