@@ -23,13 +23,13 @@ from typing import Any, TypeVar, cast
 from unittest import mock
 
 from loadtests.common.benchmark import listed, table
+from serve_app.engine import GenerationRequest
 from serve_app.engine.backends.base import MemoryUse
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
 from serve_app.engine.sequence import Sequence
-from serve_app.types import GenerationRequest
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""What finding prefixes costs the decoder thread."""
