@@ -16,6 +16,7 @@ from tests.e2e.cluster.test_failover import EXACT, RESTART_TIMEOUT_S
 from tests.e2e.conftest import Corral, all_the_time, model, sse, wait_until
 
 N_TEXTS, N_ENDLESS = 3, 2
+READ_EVERY_S = 0.2
 pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
 
 
@@ -33,6 +34,8 @@ class Clients:
 
     def __init__(self, corral: Corral) -> None:
         self._url = corral.url
+        self.over = threading.Event()
+        """Set when nothing is to be read slowly any more."""
         self.begun = [threading.Event() for _ in range(N_ENDLESS)]
         self.answers: list[tuple[int, httpx.Response]] = []
 
@@ -49,7 +52,8 @@ class Clients:
         self.answers.append((number, self.post(number)))
 
     def endless(self, number: int) -> list[Any]:
-        """A stream that goes on for longer than the deploy takes; the errors in it."""
+        """A stream that goes on for longer than the deploy takes; the errors in it. It is read slowly: what
+        it costs to write and to read each token would hold the deploy up."""
         body = {"prompt": f"For ever {number}", "max_tokens": 1_000_000, "context_shift": True}
         body |= {"ignore_eos": True, "stream": True}
         errors = []
@@ -62,6 +66,7 @@ class Clients:
                     chunk = sse(line)
                     errors += [chunk["error"]] if "error" in chunk else []
                     assert bool(errors) != ("choices" in chunk), chunk
+                    self.over.wait(READ_EVERY_S)
         return errors
 
 
@@ -97,6 +102,7 @@ def test_no_engine_takes_tokens_of_the_other_vocabulary(
                 RESTART_TIMEOUT_S,
                 "two other replicas",
             )
+        clients.over.set()
         ends = [one.result(120) for one in reading]
     new = [said(clients.post(number)) for number in range(N_TEXTS)]
     assert all(one != another for one, another in zip(old, new, strict=True))
