@@ -4,7 +4,7 @@
         [--slots 4] [--flash-attn auto|on|off] [--no-load]
 
 A profile is made as at an engine's start. Then batches of random sizes are run at random depths: one token
-of each of some sequences, or a chunk of one prompt. Each is forecast, timed, and learnt from, as in engines;
+of each of some sequences, or a chunk of one prompt. Each is forecast, timed and learnt from, as in engines;
 the same one right after it shows how far the machine differs from itself. Then a process for each core
 computes besides, which takes about half of the machine, and as many batches follow. Depths are restored and
 not computed: sequences attend to the same cells of a unified cache.
@@ -38,6 +38,7 @@ _STEPS = (0, 10, 20, 30, 60)
 _CHUNKS = (8, 16, 24, 32, 48, 64)
 _STATE = 64
 """Tokens of the state that depths are made of."""
+_BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 _VISIT = 4
 """Batches at each depth."""
 
@@ -142,8 +143,8 @@ def run(
 
 @contextmanager
 def busy(n: int) -> Iterator[None]:
-    """Processes that compute meanwhile."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
+    """Processes that compute meanwhile; they end with this one, whatever ends it."""
+    processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(n)]
     try:
         yield
     finally:
