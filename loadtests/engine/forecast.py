@@ -142,11 +142,11 @@ def run(
 
 
 @contextmanager
-def busy(n: int) -> Iterator[None]:
+def busy(n: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes that compute meanwhile; they end with this one, whatever ends it."""
     processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(n)]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()
