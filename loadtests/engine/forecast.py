@@ -154,8 +154,6 @@ def busy(n: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _row(name: str, batches: Sequence[Batch]) -> tuple[str, ...]:
-    if not batches:
-        return (name, "0", "", "", "", "", "")
     errors = [100 * batch.error for batch in batches]
     noise = [100 * batch.noise for batch in batches]
     slower = statistics.median(batch.seconds / batch.before_s for batch in batches)
@@ -166,18 +164,17 @@ def _row(name: str, batches: Sequence[Batch]) -> tuple[str, ...]:
 def by_depth(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
     """A row of the table for each band of depths, and one for all."""
     bands = zip(_BANDS, (*_BANDS[1:], sys.maxsize), strict=True)
-    rows = [
-        _row(f"depth from {low}", [batch for batch in batches if low <= batch.depth < high])
-        for low, high in bands
-        if any(low <= batch.depth < high for batch in batches)
-    ]
+    found = {low: [one for one in batches if low <= one.depth < high] for low, high in bands}
+    rows = [_row(f"depth from {low}", inside) for low, inside in found.items() if inside]
     return [*rows, _row("all", batches)]
 
 
 def by_step(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
     """A row for the first steps, and those that follow."""
     parts = zip(_STEPS, (*_STEPS[1:], len(batches)), strict=True)
-    return [_row(f"from step {first}", batches[first:end]) for first, end in parts if first < end]
+    return [
+        _row(f"from step {first}", batches[first:end]) for first, end in parts if batches[first:end]
+    ]
 
 
 def measure(settings: argparse.Namespace) -> None:
