@@ -4,7 +4,7 @@
         [--slots 4] [--flash-attn auto|on|off] [--no-load]
 
 A profile is made as at an engine's start. Then batches of random sizes are run at random depths: one token
-of each of some sequences, or a chunk of one prompt. Each is forecast, timed, and learnt from, as in engines;
+of each of some sequences, or a chunk of one prompt. Each is forecast, timed and learnt from, as in engines;
 the same one right after it shows how far the machine differs from itself. Then a process for each core
 computes besides, which takes about half of the machine, and as many batches follow. Depths are restored and
 not computed: sequences attend to the same cells of a unified cache.
@@ -38,6 +38,7 @@ _STEPS = (0, 10, 20, 30, 60)
 _CHUNKS = (8, 16, 24, 32, 48, 64)
 _STATE = 64
 """Tokens of the state that depths are made of."""
+_BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 _VISIT = 4
 """Batches at each depth."""
 
@@ -141,11 +142,11 @@ def run(
 
 
 @contextmanager
-def busy(n: int) -> Iterator[None]:
-    """Processes that compute meanwhile."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
+def busy(n: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that compute meanwhile; they end with this one, whatever ends it."""
+    processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(n)]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()
@@ -153,8 +154,6 @@ def busy(n: int) -> Iterator[None]:
 
 
 def _row(name: str, batches: Sequence[Batch]) -> tuple[str, ...]:
-    if not batches:
-        return (name, "0", "", "", "", "", "")
     errors = [100 * batch.error for batch in batches]
     noise = [100 * batch.noise for batch in batches]
     slower = statistics.median(batch.seconds / batch.before_s for batch in batches)
@@ -165,18 +164,17 @@ def _row(name: str, batches: Sequence[Batch]) -> tuple[str, ...]:
 def by_depth(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
     """A row of the table for each band of depths, and one for all."""
     bands = zip(_BANDS, (*_BANDS[1:], sys.maxsize), strict=True)
-    rows = [
-        _row(f"depth from {low}", [batch for batch in batches if low <= batch.depth < high])
-        for low, high in bands
-        if any(low <= batch.depth < high for batch in batches)
-    ]
+    found = {low: [one for one in batches if low <= one.depth < high] for low, high in bands}
+    rows = [_row(f"depth from {low}", inside) for low, inside in found.items() if inside]
     return [*rows, _row("all", batches)]
 
 
 def by_step(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
     """A row for the first steps, and those that follow."""
     parts = zip(_STEPS, (*_STEPS[1:], len(batches)), strict=True)
-    return [_row(f"from step {first}", batches[first:end]) for first, end in parts if first < end]
+    return [
+        _row(f"from step {first}", batches[first:end]) for first, end in parts if batches[first:end]
+    ]
 
 
 def measure(settings: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ class Speed:
 
     def __init__(self) -> None:
         self.estimates = Estimates()
-        self.index = self.estimates.add(0.0, 0.005, 0.002, jump=0.03)
+        self.index = self.estimates.add(0.0, 0.005, 0.0007, jump=0.03)
 
     @property
     def factor(self) -> float:
