@@ -62,7 +62,7 @@ class Round:
     calm_s: tuple[float, ...]
     """Gaps between a stream's tokens before the long prompt came."""
     gaps_s: tuple[float, ...]
-    """Gaps that ended while it was computed."""
+    """Gaps that ended while it was computed; of a stream without one, how long the gap was by then."""
 
 
 def _run(alone: Prompt, long: Prompt, streams: Sequence[Prompt]) -> Round:
@@ -87,13 +87,17 @@ async def _round(engine: Engine, alone: Prompt, long: Prompt, streams: Sequence[
     for reader in readers:
         reader.cancel()
     await asyncio.gather(*readers, return_exceptions=True)
-    gaps = [(b, b - a) for times in arrivals for a, b in pairwise(times)]
     return Round(
         alone_s,
         beside_s,
-        calm_s=tuple(gap for end, gap in gaps if end <= came),
-        gaps_s=tuple(gap for end, gap in gaps if came < end <= done),
+        calm_s=tuple(b - a for times in arrivals for a, b in pairwise(times) if b <= came),
+        gaps_s=tuple(gap for times in arrivals for gap in _gaps(times, came, done)),
     )
+
+
+def _gaps(times: Sequence[float], came: float, done: float) -> list[float]:
+    ended = [b - a for a, b in pairwise(times) if came < b <= done]
+    return ended or [done - max(time for time in times if time <= done)]
 
 
 def _request(name: str, prompt: Prompt, max_tokens: int | None) -> GenerationRequest:

@@ -145,7 +145,6 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
     assert users == {
         "loadtests.compare.bare_server",  # which is put together of Corral's parts
         "loadtests.engine.forecast",  # which runs batches at depths of its own
-        "loadtests.engine.prefix_search",  # which makes requests of its own
         "loadtests.engine.sampling.__main__",  # which measures one of them
     }
 
