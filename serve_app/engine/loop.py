@@ -10,50 +10,40 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from serve_app.engine.admission import Admission
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.autotune.sampling_costs import SamplingCosts
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
-from serve_app.engine.decode.sampling import sample
+from serve_app.engine.computing import Computing
 from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.disk_tier import DiskTier
-from serve_app.engine.kv_cache.manager import Place
 from serve_app.engine.kv_cache.opening import open_cache
-from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.published import Published, View
 from serve_app.engine.metrics.request_log import RequestLog
 from serve_app.engine.metrics.snapshot import engine_stats
 from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.outbox import Outbox
 from serve_app.engine.scheduler.accounts import Accounts
-from serve_app.engine.scheduler.anticipation import Anticipation
 from serve_app.engine.scheduler.backlog import Backlog
-from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
-from serve_app.engine.scheduler.giving_way import GivingWay
 from serve_app.engine.scheduler.places import Places
 from serve_app.engine.scheduler.scheduler import Scheduler
-from serve_app.engine.sequence import NO_SLOT, Sequence, SequenceState
+from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
-    CacheFullError,
-    ConstraintError,
     CorralError,
-    DecodeError,
     EngineClosedError,
     EngineFailedError,
-    PassLeftError,
 )
-from serve_app.types import FinishReason, RequestRecord, Sampled, SequenceEnd, TokenDelta
+from serve_app.types import FinishReason, RequestRecord, SequenceEnd
 
 logger = logging.getLogger("corral.engine")
 
-# Steps in a row in which nothing could be decoded, after which the backend counts as broken.
-_MAX_FAILED_STEPS = 3
 # Requests of which `Holdings` knows that they were taken in.
 _TAKEN_KEPT = 256
 # After so many seconds without work, what idle slots hold is stored ahead.
@@ -79,17 +69,12 @@ class DecoderLoop:
         self._accounts = Accounts()
         self._waiting = FairQueue(self._cost, self._accounts)
         self._sampling_costs = SamplingCosts()
-        self._giving_way = GivingWay()
-        self._anticipation = Anticipation(options.n_slots)
-        self._admission_paused = False
-        """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
-        self._outbox: list[tuple[Sequence, TokenDelta]] = []
+        self._outbox = Outbox()
         self._counts = Counts()
         self._ended: Counter[str] = Counter()
         self._worked = 0.0
         """When the last step ended, or the backend was open."""
         self._disk_tier: DiskTier | None = None
-        self._failed_steps = 0
         self._draining = False
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
@@ -209,6 +194,29 @@ class DecoderLoop:
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
+        self._admission = Admission(
+            options,
+            backend,
+            self._cache,
+            self._scheduler,
+            costs,
+            self._waiting,
+            self._accounts,
+            self._counts,
+        )
+        self._computing = Computing(
+            options,
+            backend,
+            self._cache,
+            costs,
+            self._admission,
+            self._waiting,
+            self._command_queue,
+            self._outbox,
+            self._counts,
+            self.latencies,
+            self.progress,
+        )
         self._quiet_trials = QuietTrials(backend, costs, self._cache.table, options.n_ctx_slot)
         self._embeddings = EmbeddingQueue(
             backend, costs, options.max_stall_s, self.progress, self._accounts
@@ -232,7 +240,7 @@ class DecoderLoop:
         n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
         sample_s = counts.sample_s
         for planned in batches:
-            if not self._attempt(planned):
+            if not self._computing.attempt(planned):
                 break
         else:
             self._scheduler.took(batches, time.monotonic() - began)
@@ -247,183 +255,7 @@ class DecoderLoop:
             seconds = self._worked - began - (counts.sample_s - sample_s)
             self._backlog.progressed(n_prompt, n_generated, seconds)
 
-    def _attempt(self, planned: Batch) -> bool:
-        """Carry out a batch; False if the cache has no room for it: some cells were freed instead."""
-        try:
-            self._forward(planned)
-        except CacheFullError as error:
-            return self._make_room(planned, error)
-        except PassLeftError:
-            return self._forget(planned)
-        except DecodeError:
-            return self._retry_one_by_one(planned)
-        return True
-
-    def _forward(self, plan: Batch) -> None:
-        began = time.monotonic()
-        settled = self._cache.settled
-        depth = self._costs.attended(plan.depth, plan.n_cells)
-        try:
-            with (
-                self.progress.computing(self._costs.batch_s(len(plan.rows), depth)),
-                self._command_queue.computing(chunk.sequence.id for chunk in plan.chunks),
-            ):
-                self._backend.decode(plan.rows)
-        except PassLeftError:
-            self._charge(plan, time.monotonic() - began)
-            raise
-        finally:
-            for slot_id, end in plan.fillers:
-                self._backend.truncate(slot_id, end)
-        decoded = time.monotonic()
-        if settled and not any(chunk.scored for chunk in plan.chunks):
-            self._learn(plan, decoded - began)
-        self._counts.batches += 1
-        self._counts.busy_slots += len(plan.chunks)
-        self._charge(plan, decoded - began)
-        sampled = [self._sample(chunk) for chunk in plan.chunks]
-        self._counts.decode_s += decoded - began
-        self._counts.sample_s += time.monotonic() - decoded
-        self._failed_steps = 0
-        for chunk, found in zip(plan.chunks, sampled, strict=True):
-            if isinstance(found, ConstraintError):
-                self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
-                self._end(chunk.sequence, FinishReason.ERROR, found)
-            else:
-                self._advance(chunk, found)
-
-    def _charge(self, plan: Batch, computed_s: float) -> None:
-        for chunk, seconds in zip(plan.chunks, plan.shared_s(computed_s), strict=True):
-            chunk.sequence.trace.computed(computed_s, len(plan.chunks))
-            self._waiting.charge(chunk.sequence, seconds)
-
-    def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
-        """See `sample`: its client is charged for grammars and log-probabilities, too."""
-        began = time.monotonic()
-        sampled = sample(chunk)
-        seconds = time.monotonic() - began
-        self._waiting.charge(chunk.sequence, seconds)
-        if not (chunk.scored or isinstance(sampled, ConstraintError)):
-            chunk.sequence.sampling_cost.saw(len(sampled), seconds)
-        return sampled
-
-    def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
-        """Book what a sequence computed, and take its sampled tokens."""
-        sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
-        if sequence.state is SequenceState.PREFILL:
-            self._counts.prompt_tokens += chunk.n_rows
-        sequence.advance(chunk.n_rows)
-        if not sampled:
-            if not sequence.n_pending:
-                self._outbox.append((sequence, sequence.stop_at_prompt()))
-            return
-        n_before = sequence.n_generated
-        n_keep = context_shift.n_kept(sequence.request, self._options)
-        shifts = n_keep is not None
-        delta = sequence.accept(sampled, self._backend.vocabulary, n_ctx_slot, shifts=shifts)
-        n_taken = sequence.n_generated - n_before
-        self._counts.generated_tokens += n_taken
-        self.latencies.add("itl_s" if n_before else "ttft_s", sequence.trace.gap_s)
-        if chunk.draft:
-            n_right = min(n_taken, len(sampled) - 1)
-            sequence.advance(n_right)
-            sequence.proposer.fared(len(chunk.draft), len(sampled) - 1)
-            self._counts.drafted_tokens += len(chunk.draft)
-            self._counts.accepted_tokens += n_right
-            self._backend.truncate(sequence.slot_id, sequence.n_past)
-        self._outbox.append((sequence, delta))
-        full = len(sequence.tokens) >= n_ctx_slot
-        if n_keep is not None and full and not sequence.finished:
-            self._cache.shift(sequence, n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
-            self._counts.context_shifts += 1
-
-    def _learn(self, plan: Batch, seconds: float) -> None:
-        depth = self._costs.attended(plan.depth, plan.n_cells)
-        if not plan.prefills:
-            n_sequences = len(plan.chunks) + len(plan.fillers)
-            self._costs.saw_decode(n_sequences, len(plan.rows), depth, seconds)
-        elif len(plan.chunks) == 1 or self._backend.mode.kv_unified:
-            self._costs.saw_prefill(len(plan.rows), depth, seconds)
-
-    def _forget(self, plan: Batch) -> bool:
-        """The batch was left, as nobody waits for it: some of its rows may be in the cache. Returns False:
-        the next step ends its sequences."""
-        for chunk in plan.chunks:
-            self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
-        return False
-
-    def _retry_one_by_one(self, plan: Batch) -> bool:
-        """The batch failed: decode each sequence alone, so that only the one at fault ends.
-
-        Raises EngineFailedError when it is never one sequence's fault."""
-        failed_before, self._failed_steps = self._failed_steps, self._failed_steps + 1
-        if failed_before == _MAX_FAILED_STEPS:
-            raise EngineFailedError(f"Nothing could be decoded in {failed_before} steps.")
-        for chunk in plan.chunks:
-            alone = plan_batch([Turn(chunk.sequence, chunk.n_rows)])
-            try:
-                self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
-                self._forward(alone)
-            except CacheFullError as error:
-                return self._make_room(alone, error)
-            except PassLeftError:
-                return self._forget(alone)
-            except DecodeError as error:
-                logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)
-                self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)
-                self._end(chunk.sequence, FinishReason.ERROR, error)
-        return True
-
-    # -- when the cache is full -------------------------------------------------------------------
-
-    def _make_room(self, plan: Batch, error: CacheFullError) -> bool:
-        """Free the cells of the least used idle slot, or else of the sequence that got its slot last, which
-        waits then. Returns False: the batch is to be planned anew."""
-        if self._cache.evict_idle():
-            return False
-        running = [one for one in self._scheduler.running if not one.finished]
-        if len(running) < len(self._scheduler.running):
-            return False  # some have just ended
-        if len(running) == 1:
-            self._end(plan.chunks[0].sequence, FinishReason.ERROR, error)
-            return False
-        self._preempt(max(running, key=lambda one: one.trace.admitted or 0.0))
-        self._admission_paused = True
-        return False
-
-    def _preempt(self, sequence: Sequence, *, gave_way: bool = False) -> None:
-        """Take its slot away; it waits for another one."""
-        self._scheduler.remove(sequence)
-        self._cache.preempt(sequence)
-        self._waiting.put_back(sequence, gave_way=gave_way)
-        self._changed = True
-        self._counts.preemptions += 1
-
-    # -- when a client is over its share ----------------------------------------------------------
-
-    def _give_way(self) -> None:
-        """Have one sequence give way to another client's request, if that is fair and pays."""
-        if self._accounts.active < 2 or self._cache.table.has_idle:
-            return
-        running, now = self._scheduler.running, time.monotonic()
-        sequence = self._giving_way.find(self._waiting, running, self._giving_way_s, now)
-        if sequence is not None:
-            self._preempt(sequence, gave_way=True)
-
-    def _is_kept_free_of(self, sequence: Sequence) -> bool:
-        """Whether the slots that are idle are for others, who will probably be back at once."""
-        client, running = sequence.request.client, self._scheduler.running
-        n_kept = self._anticipation.n_kept(client, running, time.monotonic())
-        return self._cache.table.n_idle <= n_kept
-
-    def _giving_way_s(self, sequence: Sequence) -> float | None:
-        """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
-        n_kept, save_s = self._cache.would_keep(sequence)
-        if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:
-            return None
-        return 2 * save_s + self._costs.prefill_s(sequence.n_past - n_kept, n_kept)
-
-    # -- commands, admission and ends -------------------------------------------------------------
+    # -- commands and ends ------------------------------------------------------------------------
 
     def _carry_out(self, pending: PendingCommands) -> bool:
         """Carry out what other threads asked for; False when a drain is over."""
@@ -436,72 +268,28 @@ class DecoderLoop:
             command.run(self._cache)
         for sequence in pending.submitted:
             sequence.sampling_cost = self._sampling_costs.of(sequence.request.sampling)
-        self._waiting.extend(pending.submitted)
-        for sequence in pending.submitted:
-            self._anticipation.came(sequence.request.client)
+        self._admission.queue(pending.submitted)
         self._taken.extend(sequence.id for sequence in pending.submitted)
         self._counts.failovers += sum(one.request.n_failovers > 0 for one in pending.submitted)
         live = {sequence.id: sequence for sequence in self._live}
         for request_id in pending.aborted:
             if request_id in live:
-                self._end(live[request_id], FinishReason.ABORT)
+                self._outbox.end(live[request_id], FinishReason.ABORT)
         for request_id, refusal in pending.displaced.items():
             if request_id in live and live[request_id].trace.admitted is None:
-                self._end(live[request_id], FinishReason.ERROR, refusal)
+                self._outbox.end(live[request_id], FinishReason.ERROR, refusal)
         self._draining = pending.deadline is not None
         if pending.deadline is not None and time.monotonic() >= pending.deadline:
             error = EngineClosedError("The engine shut down before this request was done.")
             self._embeddings.end(error)
             for sequence in self._live:
-                self._end(sequence, FinishReason.ERROR, error)
+                self._outbox.end(sequence, FinishReason.ERROR, error)
         self._flush()
         return self._has_work or not self._draining
 
     def _admit(self) -> None:
-        """Move waiting sequences into idle slots, in the order that is fair to their clients; one
-        that waits for a prefix lets others pass."""
-        for sequence in self._scheduler.running:
-            sequence.n_awaited = 0
-        if self._admission_paused:
-            return
-        self._give_way()
-        n_awaiting, started = 0, list[Sequence]()
-        for sequence in self._waiting:
-            if not self._cache.table.has_idle:
-                break
-            if self._is_kept_free_of(sequence):
-                continue
-            place = self._cache.place(sequence)
-            if place is None:
-                continue
-            if isinstance(place, Wait):
-                n_awaiting += 1
-                if (owner := place.slot.sequence) is not None:
-                    owner.n_awaited = max(owner.n_awaited, place.n_tokens)
-                continue
-            if sequence.trace.admitted is None:
-                started.append(sequence)
-            self._occupy(sequence, place)
-        else:
-            self._cache.make_way(n_awaiting)
-        if started:
+        if started := self._admission.admit():
             self._command_queue.started(started)
-
-    def _occupy(self, sequence: Sequence, place: Place) -> None:
-        """Let a sequence run in its slot."""
-        sampler = None
-        if sequence.trace.admitted is None:  # one that was preempted goes on with its own
-            sampler = self._backend.sampler(
-                sequence.request.sampling, sequence.request.given, sequence.constraint
-            )
-        # Until here it waits: a backend that breaks above ends it with all the others.
-        self._changed = True
-        self._waiting.admit(sequence)
-        sequence.admit(place.slot.id, place.n_cached, sampler)
-        self._cache.table.occupy(place.slot, sequence)
-        self._scheduler.add(sequence)
-        self._counts.cached_tokens += place.n_cached
-        self._counts.restored_tokens += place.n_restored
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
@@ -510,23 +298,16 @@ class DecoderLoop:
         seconds += n_generated * self._costs.decode_s(n_slots) / n_slots
         return seconds or n_prompt + n_generated
 
-    def _end(
-        self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None
-    ) -> None:
-        """End a sequence that did not end itself; nothing happens if it has."""
-        if not sequence.finished:
-            self._outbox.append((sequence, sequence.finish(reason, error=error)))
-
     def _flush(self) -> None:
         """Free what ended sequences held, and only then tell anybody: whoever reads a request's end
         finds its slot free."""
-        for sequence, delta in self._outbox:
-            if delta.end is not None:
-                self._release(sequence, delta.end)
-        self._published.stepped(changed=self._changed or not self._has_work)
-        self._changed = False
+        for sequence, end in self._outbox.ends:
+            self._release(sequence, end)
+        changed = self._changed or self._admission.changed or not self._has_work
+        self._published.stepped(changed=changed)
+        self._changed = self._admission.changed = False
         self._embeddings.deliver()
-        outbox, self._outbox = self._outbox, []
+        outbox = self._outbox.take()
         for sequence, delta in outbox:
             if delta.end is not None:
                 self._command_queue.forget(sequence.id)
@@ -548,13 +329,7 @@ class DecoderLoop:
         sequence.close()
         if sequence.trace.admitted is not None:
             self._backlog.ended(sequence)
-            if request.client not in self._accounts:
-                self._anticipation.left(request.client, time.monotonic())
-        if sequence.slot_id == NO_SLOT:
-            return
-        self._admission_paused = False
-        self._scheduler.remove(sequence)
-        self._cache.release(sequence)
+        self._admission.release(sequence)
 
     def _fail(self, failure: EngineFailedError) -> None:
         """The backend is broken: end everything, and refuse what comes."""
@@ -566,7 +341,7 @@ class DecoderLoop:
         for command in never_taken.commands:
             command.refuse(failure)
         for sequence in self._live:
-            self._end(sequence, FinishReason.ERROR, failure)
+            self._outbox.end(sequence, FinishReason.ERROR, failure)
         self._flush()
 
     @property

@@ -45,7 +45,7 @@ def measured(machine: Machine, n_slots: int, limit_s: float = 60) -> Depth:
 
 
 @pytest.mark.parametrize("n_slots", [1, 4])
-@pytest.mark.parametrize("masked", [0.0, 0.2, 1.5])
+@pytest.mark.parametrize("masked", [0.0, 0.4, 1.5])
 def test_a_depth(n_slots: int, masked: float) -> None:
     machine = UnifiedMachine(n_slots, masked)
     found = measured(machine, n_slots)
@@ -53,7 +53,7 @@ def test_a_depth(n_slots: int, masked: float) -> None:
     assert found.decode_s == pytest.approx({n: n * DEPTH * 1e-6 for n in {1, n_slots}}, rel=0.01)
     assert set(found.prefill_s) == {16, 32, 56, 64}
     assert found.prefill_s[64] == pytest.approx(64 * DEPTH * 1e-6, rel=0.05)
-    assert found.masked == pytest.approx(masked, abs=0.02)
+    assert found.masked == pytest.approx(max(0.2, masked), abs=0.02)
     assert machine.now < 2, "what is there is restored, not computed"
 
 

@@ -1,0 +1,160 @@
+"""Who gets a slot, and who loses one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.manager import KVCacheManager, Place
+from serve_app.engine.kv_cache.slots import Wait
+from serve_app.engine.metrics.stats import Counts
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.accounts import Accounts
+from serve_app.engine.scheduler.anticipation import Anticipation
+from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.giving_way import GivingWay
+from serve_app.engine.scheduler.scheduler import Scheduler
+from serve_app.engine.sequence import NO_SLOT, Sequence
+
+
+class Admission:
+    """Moves sequences from the queue into slots, and back where another client's turn has come or the cache
+    is full. Decoder thread only."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        backend: Backend,
+        cache: KVCacheManager,
+        scheduler: Scheduler,
+        costs: CostModel,
+        waiting: FairQueue,
+        accounts: Accounts,
+        counts: Counts,
+    ) -> None:
+        self._options = options
+        self._backend = backend
+        self._cache = cache
+        self._scheduler = scheduler
+        self._costs = costs
+        self._waiting = waiting
+        self._accounts = accounts
+        self._counts = counts
+        self._giving_way = GivingWay()
+        self._anticipation = Anticipation(options.n_slots)
+        self._paused = False
+        """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
+        self.changed = False
+        """Whether a sequence has got a slot or lost one since this was last set to False."""
+
+    def queue(self, sequences: SequenceOf[Sequence]) -> None:
+        """They have come, and wait."""
+        self._waiting.extend(sequences)
+        for sequence in sequences:
+            self._anticipation.came(sequence.request.client)
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into idle slots, in the order that is fair to their clients; one
+        that waits for a prefix lets others pass. Returns those that have got their first slot."""
+        for sequence in self._scheduler.running:
+            sequence.n_awaited = 0
+        if self._paused:
+            return []
+        self._give_way()
+        n_awaiting, started = 0, list[Sequence]()
+        for sequence in self._waiting:
+            if not self._cache.table.has_idle:
+                break
+            if self._is_kept_free_of(sequence):
+                continue
+            place = self._cache.place(sequence)
+            if place is None:
+                continue
+            if isinstance(place, Wait):
+                n_awaiting += 1
+                if (owner := place.slot.sequence) is not None:
+                    owner.n_awaited = max(owner.n_awaited, place.n_tokens)
+                continue
+            if sequence.trace.admitted is None:
+                started.append(sequence)
+            self._occupy(sequence, place)
+        else:
+            self._cache.make_way(n_awaiting)
+        return started
+
+    def _occupy(self, sequence: Sequence, place: Place) -> None:
+        """Let a sequence run in its slot."""
+        sampler = None
+        if sequence.trace.admitted is None:  # one that was preempted goes on with its own
+            sampler = self._backend.sampler(
+                sequence.request.sampling, sequence.request.given, sequence.constraint
+            )
+        # Until here it waits: a backend that breaks above ends it with all the others.
+        self.changed = True
+        self._waiting.admit(sequence)
+        sequence.admit(place.slot.id, place.n_cached, sampler)
+        self._cache.table.occupy(place.slot, sequence)
+        self._scheduler.add(sequence)
+        self._counts.cached_tokens += place.n_cached
+        self._counts.restored_tokens += place.n_restored
+
+    def release(self, sequence: Sequence) -> None:
+        """It has ended, wherever it was, and is in the queue no more."""
+        client = sequence.request.client
+        if sequence.trace.admitted is not None and client not in self._accounts:
+            self._anticipation.left(client, time.monotonic())
+        if sequence.slot_id == NO_SLOT:
+            return
+        self._paused = False
+        self._scheduler.remove(sequence)
+        self._cache.release(sequence)
+
+    # -- when the cache is full -------------------------------------------------------------------
+
+    def make_room(self) -> bool:
+        """Free the cells of the least used idle slot, or else of the sequence that got its slot last, which
+        waits then. False if there is but one sequence."""
+        if self._cache.evict_idle():
+            return True
+        running = [one for one in self._scheduler.running if not one.finished]
+        if len(running) < len(self._scheduler.running):
+            return True  # some have just ended
+        if len(running) == 1:
+            return False
+        self._preempt(max(running, key=lambda one: one.trace.admitted or 0.0))
+        self._paused = True
+        return True
+
+    def _preempt(self, sequence: Sequence, *, gave_way: bool = False) -> None:
+        """Take its slot away; it waits for another one."""
+        self._scheduler.remove(sequence)
+        self._cache.preempt(sequence)
+        self._waiting.put_back(sequence, gave_way=gave_way)
+        self.changed = True
+        self._counts.preemptions += 1
+
+    # -- when a client is over its share ----------------------------------------------------------
+
+    def _give_way(self) -> None:
+        """Have one sequence give way to another client's request, if that is fair and pays."""
+        if self._accounts.active < 2 or self._cache.table.has_idle:
+            return
+        running, now = self._scheduler.running, time.monotonic()
+        sequence = self._giving_way.find(self._waiting, running, self._giving_way_s, now)
+        if sequence is not None:
+            self._preempt(sequence, gave_way=True)
+
+    def _is_kept_free_of(self, sequence: Sequence) -> bool:
+        """Whether the slots that are idle are for others, who will probably be back at once."""
+        client, running = sequence.request.client, self._scheduler.running
+        n_kept = self._anticipation.n_kept(client, running, time.monotonic())
+        return self._cache.table.n_idle <= n_kept
+
+    def _giving_way_s(self, sequence: Sequence) -> float | None:
+        """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
+        n_kept, save_s = self._cache.would_keep(sequence)
+        if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:
+            return None
+        return 2 * save_s + self._costs.prefill_s(sequence.n_past - n_kept, n_kept)

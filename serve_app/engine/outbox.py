@@ -1,0 +1,37 @@
+"""What sequences are to be told at the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from serve_app.engine.sequence import Sequence
+from serve_app.errors import CorralError
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta
+
+
+class Outbox:
+    """Deltas that nobody was told of yet, in their order. Decoder thread only."""
+
+    def __init__(self) -> None:
+        self._deltas: list[tuple[Sequence, TokenDelta]] = []
+
+    def put(self, sequence: Sequence, delta: TokenDelta) -> None:
+        """Its newest tokens, or its end."""
+        self._deltas.append((sequence, delta))
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None
+    ) -> None:
+        """End a sequence that did not end itself; nothing happens if it has."""
+        if not sequence.finished:
+            self.put(sequence, sequence.finish(reason, error=error))
+
+    @property
+    def ends(self) -> Iterator[tuple[Sequence, SequenceEnd]]:
+        """The sequences that are to be told their end."""
+        return ((one, delta.end) for one, delta in self._deltas if delta.end is not None)
+
+    def take(self) -> list[tuple[Sequence, TokenDelta]]:
+        """All of them; it is empty then."""
+        taken, self._deltas = self._deltas, []
+        return taken
