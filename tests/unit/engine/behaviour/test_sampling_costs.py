@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from serve_app.engine import computing
 from serve_app.engine import loop as decoder
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
@@ -25,7 +26,8 @@ class Clock:
 def test_measured_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes only while the dear one's tokens are picked: 100 s for each."""
     clock = Clock()
-    monkeypatch.setattr(decoder, "time", clock)
+    for module in (decoder, computing):
+        monkeypatch.setattr(module, "time", clock)
 
     def script(tokens: Sequence[int]) -> int:
         clock.now += 100 if tokens[0] == ord("d") else 0
