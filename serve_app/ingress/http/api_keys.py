@@ -68,6 +68,8 @@ class KeyFile(BaseModel):
 
 RETRY_S = 1
 """The shortest time that a refused client is told to wait."""
+FORGIVEN_S = 5
+"""Who has stayed away for so long besides is as good as new."""
 
 
 class Account:
@@ -87,9 +89,9 @@ class Account:
         self._refused_until = -math.inf
 
     def refused(self) -> None:
-        """There was no room for one of its requests. Until one has been answered, they are refused at the
-        door but for one in the shortest time that anybody is told to wait: each would cost more than to
-        answer those who wait."""
+        """There was no room for one of its requests. Until one has been answered, or none has come for
+        some seconds, they are refused at the door but for one in the shortest time that anybody is told to
+        wait: each would cost more than to answer those who wait."""
         self._refused_until = self._clock() + RETRY_S
 
     def served(self) -> None:
@@ -122,7 +124,7 @@ class Account:
                 "`Retry-After` says.",
                 RETRY_S,
             )
-        if self._refused_until > -math.inf:
+        if now < self._refused_until + FORGIVEN_S:
             self._refused_until = now + RETRY_S
 
     def leave(self, n: int = 1) -> None:

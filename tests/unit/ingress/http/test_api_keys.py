@@ -16,7 +16,7 @@ from serve_app.errors import (
     NoRoomError,
     RateLimitError,
 )
-from serve_app.ingress.http.api_keys import RETRY_S, Account, Accounts, ApiKey
+from serve_app.ingress.http.api_keys import FORGIVEN_S, RETRY_S, Account, Accounts, ApiKey
 from serve_app.ingress.http.request_context import Caller
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
@@ -204,5 +204,14 @@ def test_after_a_refusal_one_at_a_time_tries_until_one_is_served() -> None:
         with pytest.raises(NoRoomError):
             ana.enter()
     ana.served()
+    ana.enter()
+    ana.enter()
+
+
+def test_who_stays_away_for_some_seconds_may_come_with_several() -> None:
+    clock = Clock()
+    ana = account(clock)
+    ana.refused()
+    clock.now += RETRY_S + FORGIVEN_S
     ana.enter()
     ana.enter()
