@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import llama_cpp
@@ -51,7 +51,7 @@ class Chain:
         return candidates.picked
 
     def _pick_of_all(self, logits: Logits) -> int:
-        candidates = Candidates(np.arange(logits.size), logits)
+        candidates = Candidates(_all_tokens(logits.size), logits)
         candidates.apply(self._first)
         return self._pick_of(candidates)
 
@@ -61,6 +61,11 @@ class Chain:
             if chain:
                 llama_cpp.llama_sampler_free(chain)
         self._first = self._others = None
+
+
+@cache
+def _all_tokens(n_vocab: int) -> NDArray[np.intp]:
+    return np.arange(n_vocab)
 
 
 def _chain(links: Iterable[llama_cpp.llama_sampler_p]) -> Any:
