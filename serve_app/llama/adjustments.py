@@ -38,13 +38,17 @@ class Adjustments:
                 llama_cpp.llama_sampler_accept(self._penalties, token)
             self._concern(prompt[-_window(context, params) :])
 
+    def __bool__(self) -> bool:
+        """Whether any token is concerned yet."""
+        return self._tokens.size > 0
+
     @contextmanager
     def made(self, logits: Logits) -> Iterator[None]:
         """The logits are changed in their place, and as they were at the end."""
-        tokens = self._tokens
-        if not tokens.size:
+        if not self:
             yield
             return
+        tokens = self._tokens
         before = logits[tokens]
         try:
             np.add.at(logits, self._biased, self._bias)

@@ -200,6 +200,11 @@ class Context:
             self._views[address] = np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
         return self._views[address]
 
+    def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
+        """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded
+        batch, as they stand in what `logits` gives."""
+        return int(llama_cpp.llama_sampler_sample(sampler, self.pointer, row))
+
     def embeddings(self, n_rows: int) -> NDArray[np.float32]:
         """A vector for each of the `n_rows` rows that were last decoded; only without llama.cpp's own
         pooling. A view, good until the next `decode`."""
