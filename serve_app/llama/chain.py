@@ -89,10 +89,11 @@ def _parts(
     """The cut, all samplers, and how many of them it stands for. llama.cpp reads shares as floats: one that
     is nearly 1 is 1, and one that is nearly 0 is 0."""
     mass, share = float(np.float32(params.top_p)), float(np.float32(params.min_p))
+    is_small = n_vocab <= cuts.SMALL
     if params.temperature <= 0:
-        return cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
+        return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
     links = _links(params)
-    if params.top_n_sigma > 0 or (params.top_k > 0 and n_vocab <= cuts.SMALL):
+    if params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
         return cuts.none, links, 0
     if params.top_k > 0:
         return partial(cuts.top_k, k=params.top_k, whole=params.typical_p < 1), links, 1
