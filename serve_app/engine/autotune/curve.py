@@ -16,7 +16,7 @@ from serve_app.engine.autotune.trials import doubtful
 # Where no slope was measured, a depth of so many tokens may double what a batch takes.
 _DOUBLING_DEPTH = 4_000
 # Seconds of batches of one size, of which one is learnt from.
-_LEARN_S = 0.05
+_LEARN_S = 0.1
 # Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
 _TRUSTED, _DOUBTED = 0.02, 1.0
 
