@@ -192,6 +192,7 @@ class DecoderLoop:
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.kv_unified,
         )
+        self._slot_ends = self._find_slot_ends if backend.fills_gaps else None
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
         self._admission = Admission(
@@ -234,8 +235,7 @@ class DecoderLoop:
             self._admit()
         embed_s = time.monotonic() - began
         table = self._cache.table
-        ends = table.slot_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
-        batches = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
+        batches = self._scheduler.schedule(began, table.n_cells, self._slot_ends, embed_s)
         counts = self._counts
         n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
         sample_s = counts.sample_s
@@ -286,6 +286,9 @@ class DecoderLoop:
                 self._outbox.end(sequence, FinishReason.ERROR, error)
         self._flush()
         return self._has_work or not self._draining
+
+    def _find_slot_ends(self) -> dict[int, int]:
+        return self._cache.table.slot_ends(self._options.n_ctx_slot)
 
     def _admit(self) -> None:
         if started := self._admission.admit():

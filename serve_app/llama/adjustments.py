@@ -34,6 +34,7 @@ class Adjustments:
         self._biased = np.array([token for token, _ in bias], np.intp)
         self._bias = np.array([value for _, value in bias], np.float32)
         self._tokens = np.unique(self._biased)
+        self._has_twice = self._tokens.size < self._biased.size
         self._known = set(self._tokens.tolist())
         self._penalties = _penalties(context, params)
         if self._penalties:
@@ -54,7 +55,10 @@ class Adjustments:
         tokens = self._tokens
         before = logits[tokens]
         try:
-            np.add.at(logits, self._biased, self._bias)
+            if self._has_twice:
+                np.add.at(logits, self._biased, self._bias)
+            else:  # the same, sooner
+                logits[self._biased] += self._bias
             if self._penalties:
                 candidates = Candidates(tokens, logits[tokens])
                 candidates.apply(self._penalties)

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama import cuts
-from serve_app.llama.candidates import Candidates
+from serve_app.llama.candidates import Candidates, Room
 from serve_app.llama.context import Context
 from serve_app.llama.cuts import Cut
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 
+# Candidates that most chains see at most.
+_FEW = 64
 # llama.cpp reads this seed as "draw one"; ours are always explicit.
 _RANDOM_SEED = 0xFFFFFFFF
 
@@ -33,6 +35,7 @@ class Chain:
         """Whether nothing is cut: `pick_of_row` is the sooner one then."""
         self._first = _chain(links[:n_cut])
         self._others = _chain(links[n_cut:])
+        self._room = Room(_FEW)
 
     def pick(self, logits: Logits) -> int:
         """A token by these logits, which stay as they are. It takes one number of the seed's."""
@@ -41,7 +44,8 @@ class Chain:
             return self._pick_of_all(logits)
         n = cut.n_kept
         before = llama_cpp.llama_sampler_clone(self._others) if cut.has_ties else None
-        token = self._pick_of(Candidates(cut.tokens[:n], cut.logits[:n], ordered=cut.ordered))
+        few = Candidates(cut.tokens[:n], cut.logits[:n], ordered=cut.ordered, room=self._room)
+        token = self._pick_of(few)
         if before and cut.is_tied(token):
             self._others, before = before, self._others
             token = self._pick_of_all(logits)

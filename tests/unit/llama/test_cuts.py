@@ -187,9 +187,9 @@ def test_llama_cpp_sees_only_what_it_may_pick(name: str, monkeypatch: pytest.Mon
     seen: list[int] = []
 
     class Seen(Candidates):
-        def __init__(self, tokens: Any, logits: Any, *, ordered: bool = False) -> None:
+        def __init__(self, tokens: Any, logits: Any, **more: Any) -> None:
             seen.append(tokens.size)
-            super().__init__(tokens, logits, ordered=ordered)
+            super().__init__(tokens, logits, **more)
 
     monkeypatch.setattr(chain, "Candidates", Seen)
     list(picked(PARAMS[name], N_LARGE, 3, (CUT[name],)))

@@ -329,7 +329,7 @@ def test_nobody_is_held_back_without_a_bound_or_beside_a_stream() -> None:
     ("max_stall_s", "alone", "both"),
     [
         pytest.param(None, 256, 256, id="no bound"),
-        pytest.param(0.1, 64, 64 + 28, id="as much as fits"),
+        pytest.param(0.1, 88, 88, id="as much as fits"),
         pytest.param(0.001, 16, 16, id="nothing fits"),
     ],
 )
@@ -420,6 +420,6 @@ def test_drafts_of_many_are_of_one_length_and_bounded() -> None:
 def test_with_a_unified_cache_all_share_a_batch() -> None:
     made = stalling(0.1, streaming(0), streaming(2), running(1, 500), mixed=True)
     (plan,) = made.schedule(NOW, n_cells=40)
-    assert served([plan]) == [(0, 1), (1, 62), (2, 1)]
-    assert (plan.depth, plan.n_cells) == (2 / 64, 40)
+    assert served([plan]) == [(0, 1), (1, 86), (2, 1)]
+    assert (plan.depth, plan.n_cells) == (2 / 88, 40)
     assert (plan.decodes, plan.prefills) == (True, True)
