@@ -130,6 +130,11 @@ class Model:
         return self.meta(f"{self.meta('general.architecture')}.attention.causal") != "false"
 
     @property
+    def n_layer(self) -> int:
+        """Its layers."""
+        return self.meta_int("block_count", 1)
+
+    @property
     def head_sizes(self) -> tuple[int, int]:
         """Elements of one head's key and value."""
         default = self.meta_int("embedding_length", 1) // max(1, self._n_head)
@@ -144,7 +149,7 @@ class Model:
         models that keep only a window of their context."""
         heads = self.meta_int("attention.head_count_kv", self._n_head)
         key, value = self.head_sizes
-        per_element = self.meta_int("block_count", 1) * heads
+        per_element = self.n_layer * heads
         return per_element * key, per_element * value
 
     @property
@@ -174,12 +179,23 @@ class Model:
                 digest.update(file.read(n_bytes))
         return digest.digest()
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         return int(llama_cpp.llama_model_n_swa(self.pointer))
 
-    @property
+    def window_start(self, position: int) -> int:
+        """The first position that a token at that one sees in layers with a window. Llama 4's do not slide:
+        they see their part of the context only."""
+        if self._window_is_chunk:
+            return position // self.window * self.window
+        return max(0, position - self.window + 1)
+
+    @functools.cached_property
+    def _window_is_chunk(self) -> bool:
+        return self.meta("general.architecture") == "llama4"
+
+    @functools.cached_property
     def can_rewind(self) -> bool:
         """Whether the last tokens of a sequence can be dropped: recurrent layers keep no past states."""
         recurrent = llama_cpp.llama_model_is_recurrent(self.pointer)
