@@ -59,6 +59,7 @@ class Context:
         n_seq_max: int,
         n_ctx_slot: int,
         n_batch: int,
+        n_ubatch: int | None = None,
         threads: int,
         threads_batch: int | None = None,
         flash_attn: bool,
@@ -72,7 +73,8 @@ class Context:
         """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each sequence. `n_outputs`
         is how many rows of a batch may want logits; default: one for each sequence. `threads_batch` is for
         batches of more than one row; default: `threads`. With `pooling`, the context makes embeddings, and
-        every row must want them."""
+        every row must want them. llama.cpp computes `n_ubatch` rows at once, default: all; layers with a
+        window have cells for the window and so many more."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
         self._kv_unified = kv_unified
@@ -81,7 +83,7 @@ class Context:
         cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * seq_cells
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = cells
-        params.n_batch = params.n_ubatch = n_batch
+        params.n_batch, params.n_ubatch = n_batch, n_ubatch or n_batch
         params.n_seq_max = n_seq_max
         params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
         self._threads = Threads.alike(threads, threads_batch)

@@ -184,8 +184,8 @@ class Backend(Protocol):
         """What the slot could not have back of what it is now."""
 
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
-        """Put a slot back to a checkpoint, of itself or another one, that had just its first `n_past` tokens
-        then. Raises DecodeError if it cannot; the slot is then in no known state."""
+        """Put a slot back to a checkpoint, of itself or another one, that had just its first `n_past`
+        tokens then. Raises DecodeError if it cannot; the slot is then in no known state."""
 
     @property
     def unsettled(self) -> Set[int]:

@@ -94,12 +94,15 @@ class LlamaBackend:
 
     def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
         options = self._options
+        n_decoding = options.n_slots + MAX_DRAFTED_ROWS
+        n_ubatch = max(options.n_batch, n_decoding) if self.vocabulary.window else None
         context = Context(
             self.vocabulary,
             n_seq_max=options.n_slots + len(options.pinned) + n_more,
             n_ctx_slot=n_ctx_slot,
-            n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
-            n_outputs=options.n_slots + MAX_DRAFTED_ROWS + MAX_SCORED_ROWS,
+            n_batch=options.n_batch + n_decoding,
+            n_ubatch=n_ubatch,
+            n_outputs=n_decoding + MAX_SCORED_ROWS,
             threads=options.threads,
             threads_batch=options.threads_batch,
             flash_attn=mode.flash_attn,

@@ -30,7 +30,7 @@ def engine_stats(
     """A snapshot: it does not change with its parts. `ended` are requests by the reason of their end,
     `embedded` the counts of `EmbeddingQueue`."""
     mode, memory, threads = backend.mode, backend.memory, backend.threads
-    transferred = cache.transferred
+    transferred = cache.exchange.transferred
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
