@@ -53,6 +53,8 @@ def engine_stats(
         stored_prefixes=len(cache.memory_tier),
         stored_bytes=cache.memory_tier.n_bytes,
         stored_bytes_limit=options.cache_ram_bytes,
+        checkpoints=len(cache.checkpoints),
+        checkpoint_bytes=cache.checkpoints.n_bytes,
         received_prefixes=transferred["received_prefixes"],
         received_bytes=transferred["received_bytes"],
         sent_prefixes=transferred["sent_prefixes"],

@@ -178,7 +178,9 @@ def flip(at: int) -> Callable[[bytes], bytes]:
         (flip(47), "bytes, its header says"),  # four billion tokens
         (flip(55), "bytes, its header says"),  # exabytes of state
         (flip(59), "bytes, its header says"),  # gigabytes of cache group
-        (flip(60), "checksum"),
+        (flip(63), "bytes, its header says"),  # millions of checkpoints
+        (flip(71), "bytes, its header says"),  # exabytes of their states
+        (flip(state_format._FIELDS.size), "checksum"),
         (flip(HEADER), "checksum"),
         (flip(-2), "checksum"),
         # A token less and four bytes of state more: the size fits.
