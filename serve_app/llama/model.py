@@ -36,6 +36,19 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
+# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
+_FULL_LAYERS = {
+    "gemma2": 2,
+    "gpt-oss": 2,
+    "cohere2": 4,
+    "olmo2": 4,
+    "afmoe": 4,
+    "exaone-moe": 4,
+    "gemma3n": 5,
+    "gemma3": 6,
+    "plamo3": 8,
+}
+
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
 # Compiled grammars that are kept, as the next request may have the same one.
@@ -151,6 +164,17 @@ class Model:
         key, value = self.head_sizes
         per_element = self.n_layer * heads
         return per_element * key, per_element * value
+
+    @property
+    def window_share(self) -> tuple[int, float]:
+        """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
+        and the part of its layers that have one; 0 if it does not say."""
+        window = self.meta_int("attention.sliding_window", 0)
+        default = _FULL_LAYERS.get(self.meta("general.architecture") or "", 0)
+        each = self.meta_int("attention.sliding_window_pattern", default)
+        if window <= 0 or each <= 1:
+            return 0, 0.0
+        return window, 1 - self.n_layer // each / self.n_layer
 
     @property
     def _n_head(self) -> int:

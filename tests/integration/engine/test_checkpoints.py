@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serve_app.config.schema import EngineConfig
+from serve_app.config.sizing import CacheNeeds, ModelNeeds
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.packing import packed
 from serve_app.llama import library
 from serve_app.llama.cache_layout import CacheLayout
 from serve_app.llama.model import Model
-from tests.integration.models.forgetful_models import FORGETFUL
+from tests.integration.models.forgetful_models import FORGETFUL, WINDOW
 
 # Without flash attention, logits do not depend on how a prompt was cut.
 OPTIONS = EngineOptions(
@@ -258,6 +260,14 @@ async def test_prefixes_that_share_a_beginning_serve_it_by_their_checkpoints(
         said, n_computed = await answer(engine, third)
     assert n_computed == 500
     assert said == await anew(models[kind], third)
+
+
+async def test_what_is_planned_for_a_window_is_what_it_takes(models: dict[str, Path]) -> None:
+    needs = ModelNeeds.of(Model(models["gemma3"], vocab_only=True))
+    assert (needs.window, needs.window_share) == (WINDOW, pytest.approx(5 / 6))
+    planned = CacheNeeds.of(EngineConfig(n_batch=256), needs).n_bytes(2, 2 * OPTIONS.n_ctx_slot)
+    async with opened(models["gemma3"]) as engine:
+        assert engine.stats().cache_bytes == pytest.approx(planned, rel=0.15)  # cells come by 256
 
 
 @pytest.mark.parametrize("kv_unified", [False, True])
