@@ -8,6 +8,7 @@ from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+from serve_app.engine.kv_cache.packing import TokenArray
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import Choice
 from serve_app.errors import DecodeError
@@ -28,7 +29,7 @@ class SlotContents:
         marks = sum(len(one.state) for one in self.checkpoints.of(slot.id))
         return self._backend.memory.state_bytes(n_tokens) + marks
 
-    def save(self, slot: Slot, tokens: list[int]) -> StoredPrefix:
+    def save(self, slot: Slot, tokens: TokenArray) -> StoredPrefix:
         """All that a slot has: these tokens."""
         memory = self._backend.memory
         with self._copies.making(self._copies.saves, memory.state_bytes(len(tokens))):

@@ -9,7 +9,7 @@ from serve_app.engine.backends.base import Backend
 from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
-from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.packing import Tokens, packed
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable
 from serve_app.engine.metrics.stats import HeldPrompt
@@ -54,7 +54,7 @@ class PrefixExchange:
         ]
 
     def export_prefix(
-        self, group: str, tokens: list[int], most_s: float | None
+        self, group: str, tokens: Tokens, most_s: float | None
     ) -> StoredPrefix | None:
         """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
         or if saving it would probably keep running sequences waiting for longer than that."""

@@ -11,6 +11,7 @@ from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.exchange import PrefixExchange
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
+from serve_app.engine.kv_cache.packing import TokenArray, token_array
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
 from serve_app.engine.metrics.stats import HeldPrompt
@@ -141,7 +142,7 @@ class KVCacheManager:
         sequence.preempt()
         self.table.release(slot)
 
-    def store(self, slot: Slot, tokens: list[int], beside_s: float = 0.0) -> None:
+    def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
         there yet, or streams would wait too long for it, and for `beside_s` seconds of other copies."""
         if not tokens:
@@ -151,7 +152,7 @@ class KVCacheManager:
             prefix = self._contents.save(slot, tokens)
             self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
 
-    def _is_worth_saving(self, slot: Slot, tokens: list[int], n_bytes: int) -> bool:
+    def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
         settled = slot.id not in self._backend.unsettled
         return settled and self.memory_tier.wants(slot.group, slot.packed(len(tokens)), n_bytes)
 
@@ -210,7 +211,7 @@ class KVCacheManager:
     def save(self, slot_id: int) -> StoredPrefix:
         """What an idle slot has. Raises InvalidRequestError, EngineUnavailableError like all of these."""
         slot = self._at_rest(slot_id)
-        return self._contents.save(slot, list(slot.idle_tokens))
+        return self._contents.save(slot, slot.idle_tokens)
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
         """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by that is
@@ -222,7 +223,7 @@ class KVCacheManager:
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
         slot.group = prefix.group
-        self._hold(slot, list(prefix.tokens))
+        self._hold(slot, prefix.tokens)
 
     def erase(self, slot_id: int) -> int:
         """Empty an idle slot; returns the tokens that it had. The memory tier may have them still."""
@@ -246,9 +247,9 @@ class KVCacheManager:
         self.store(slot, slot.idle_tokens)
         self._contents.keep(slot, 0)
         slot.n_shared = 0
-        self._hold(slot, [])
+        self._hold(slot, token_array())
 
-    def _hold(self, slot: Slot, tokens: list[int]) -> None:
+    def _hold(self, slot: Slot, tokens: TokenArray) -> None:
         """These are what an idle slot has now."""
         slot.idle_tokens = tokens
         self.table.index.tell(slot)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.checkpoints import Checkpoint, deepest
-from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
+from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
 from serve_app.engine.metrics.stats import HeldPrompt
 
@@ -18,7 +18,7 @@ from serve_app.engine.metrics.stats import HeldPrompt
 class StoredPrefix:
     """Tokens, and what a backend needs to have them in a slot again."""
 
-    tokens: list[int]
+    tokens: TokenArray
     state: State
     group: str
     """The cache group of the prompts that may start from it."""
@@ -29,6 +29,14 @@ class StoredPrefix:
     def n_bytes(self) -> int:
         """Of everything but the tokens."""
         return len(self.state) + sum(len(one.state) for one in self.checkpoints)
+
+
+class _Kept(NamedTuple):
+    """What the tier knows of a prefix."""
+
+    entry: Entry
+    prompt: HeldPrompt
+    """Made once: with many prefixes, that takes longer than to list them."""
 
 
 class Mirror(Protocol):
@@ -59,7 +67,7 @@ class MemoryTier:
         self._forgets = forgets
         self._mirror = mirror
         self._index = PrefixIndex() if index is None else index
-        self._entries = OrderedDict[StoredPrefix, Entry]()  # the least recently used first
+        self._entries = OrderedDict[StoredPrefix, _Kept]()  # the least recently used first
         self._prompts: tuple[HeldPrompt, ...] | None = None
         self.n_bytes = 0
         """Of all states."""
@@ -81,7 +89,7 @@ class MemoryTier:
     def prompts(self) -> tuple[HeldPrompt, ...]:
         """The tokens of each, in the same order."""
         if self._prompts is None:
-            self._prompts = tuple(HeldPrompt(one.group, one.tokens) for one in self.newest)
+            self._prompts = tuple(kept.prompt for kept in reversed(self._entries.values()))
         return self._prompts
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
@@ -100,7 +108,7 @@ class MemoryTier:
     def put(
         self,
         group: str,
-        tokens: list[int],
+        tokens: Tokens,
         state: State,
         checkpoints: tuple[Checkpoint, ...] = (),
     ) -> None:
@@ -110,7 +118,7 @@ class MemoryTier:
         for entry in self._index.match(group, told).begun():
             if isinstance(entry.owner, StoredPrefix):
                 self._drop(entry.owner)
-        prefix = StoredPrefix(list(tokens), state, group, checkpoints)
+        prefix = StoredPrefix(token_array(told), state, group, checkpoints)
         self._keep(prefix, told)
         if self._mirror:
             self._mirror.add(prefix)
@@ -118,13 +126,14 @@ class MemoryTier:
             self._drop(next(iter(self._entries)))
 
     def _keep(self, prefix: StoredPrefix, tokens: bytes) -> None:
-        entry = self._entries[prefix] = self._index.add(prefix, prefix.group, tokens)
+        entry = self._index.add(prefix, prefix.group, tokens)
+        self._entries[prefix] = _Kept(entry, HeldPrompt(prefix.group, prefix.tokens))
         self._index.use(entry)
         self._prompts = None
         self.n_bytes += prefix.n_bytes
 
     def _drop(self, prefix: StoredPrefix) -> None:
-        self._index.remove(self._entries.pop(prefix))
+        self._index.remove(self._entries.pop(prefix).entry)
         self._prompts = None
         self.n_bytes -= prefix.n_bytes
         if self._mirror:
@@ -138,7 +147,10 @@ class MemoryTier:
         n_shared, entry = match.longest()
         if not (self._forgets and n_shared):
             return n_shared, None if entry is None else entry.owner
-        usable = ((_resumable(one, match.n_shared(at)), one) for one, at in self._entries.items())
+        usable = (
+            (_resumable(one, match.n_shared(kept.entry)), one)
+            for one, kept in self._entries.items()
+        )
         n_best, best = max(usable, key=lambda found: found[0])
         return (n_best, best) if n_best else (0, None)
 
@@ -158,7 +170,7 @@ class MemoryTier:
     def used(self, prefix: StoredPrefix) -> None:
         """Make it the most recently used."""
         self._entries.move_to_end(prefix)
-        self._index.use(self._entries[prefix])
+        self._index.use(self._entries[prefix].entry)
         self._prompts = None
         if self._mirror:
             self._mirror.add(prefix)

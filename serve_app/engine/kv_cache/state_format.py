@@ -18,7 +18,7 @@ from pathlib import Path
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.checkpoints import Checkpoint
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
-from serve_app.engine.kv_cache.packing import TOKEN_BYTES, packed, unpacked
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, packed, token_array
 
 UNFINISHED = ".unfinished"
 """How names of files end that are being written."""
@@ -71,7 +71,7 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
     if _checksum(fields, group, tokens, state, table, states) != checksum:
         raise RefusedFileError("its checksum is wrong")
     marks = _checkpoints(table, memoryview(states), n_tokens)
-    return StoredPrefix(unpacked(tokens), state, group.decode(), marks)
+    return StoredPrefix(token_array(tokens), state, group.decode(), marks)
 
 
 def _checkpoints(table: bytes, states: memoryview, n_tokens: int) -> tuple[Checkpoint, ...]:

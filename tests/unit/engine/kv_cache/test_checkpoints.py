@@ -10,6 +10,7 @@ from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.checkpoints import Checkpoint, Checkpoints
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
+from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
@@ -85,7 +86,7 @@ CHAT = [*range(300)]
 
 def test_none_are_made_where_slots_can_be_cut() -> None:
     made = Checkpoints(backend(forgets=False), 3, 10**6)
-    slot = Slot(0, CHAT)
+    slot = Slot(0, token_array(CHAT))
     assert made.resumable(slot, 123, in_place=False) == 123
     assert made.stops(0, 100, 300) == ()
     assert not made.is_due(slot, 10**5, (10**5,))
@@ -165,7 +166,7 @@ def test_a_copy_goes_back_to_a_checkpoint(n_cells: int | None) -> None:
     assert (second.slot_id, second.n_past) == (1, 292)
     assert cache.lengths(1) == [292]
     cache.compute(second)
-    assert cache.backend.slots == [CHAT, second.tokens]
+    assert cache.backend.slots == [CHAT, list(second.tokens)]
 
 
 def test_who_waits_for_a_prefix_gets_it_though_others_wait_for_more() -> None:
