@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftError
 from serve_app.llama import library
-from serve_app.llama.cache_layout import CacheLayout
-from serve_app.llama.formats import CacheType, ggml_type, n_bytes
+from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
 from serve_app.llama.threads import FEW_ROWS, Threads
 

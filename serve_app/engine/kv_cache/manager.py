@@ -8,12 +8,12 @@ from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.contents import SlotContents
-from serve_app.engine.kv_cache.exchange import PrefixExchange
-from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import TokenArray, token_array
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
+from serve_app.engine.kv_cache.transfers.exchange import PrefixExchange
+from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError

@@ -1,5 +1,4 @@
-"""Models with a window or recurrent layers: a conversation that comes back computes its new tokens, and
-says the same as if all of it were computed."""
+"""Models with a window or recurrent layers: a conversation that comes back computes its new tokens only."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ import pytest
 from serve_app.config.schema import EngineConfig
 from serve_app.config.sizing import CacheNeeds, ModelNeeds
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.llama import library
-from serve_app.llama.cache_layout import CacheLayout
+from serve_app.llama.formats import CacheLayout
 from serve_app.llama.model import Model
 from tests.integration.models.forgetful_models import FORGETFUL, WINDOW
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from serve_app.engine.commands import Command
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.checkpoints import Checkpoint
-from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, begun_with
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.engine.kv_cache.packing import packed, token_array
+from serve_app.engine.kv_cache.transfers.hot_prefixes import HotPrefix, Prefix, begun_with
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError

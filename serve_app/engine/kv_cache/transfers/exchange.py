@@ -7,11 +7,11 @@ from collections import Counter, deque
 from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.kv_cache.contents import SlotContents
-from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import Tokens, packed
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable
+from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.metrics.stats import HeldPrompt
 
 # Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
