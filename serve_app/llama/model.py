@@ -38,6 +38,19 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
+# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
+_FULL_LAYERS = {
+    "gemma2": 2,
+    "gpt-oss": 2,
+    "cohere2": 4,
+    "olmo2": 4,
+    "afmoe": 4,
+    "exaone-moe": 4,
+    "gemma3n": 5,
+    "gemma3": 6,
+    "plamo3": 8,
+}
+
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
 # Compiled grammars that are kept, as the next request may have the same one.
@@ -132,6 +145,11 @@ class Model:
         return self.meta(f"{self.meta('general.architecture')}.attention.causal") != "false"
 
     @property
+    def n_layer(self) -> int:
+        """Its layers."""
+        return self.meta_int("block_count", 1)
+
+    @property
     def head_sizes(self) -> tuple[int, int]:
         """Elements of one head's key and value."""
         default = self.meta_int("embedding_length", 1) // max(1, self._n_head)
@@ -146,8 +164,19 @@ class Model:
         models that keep only a window of their context."""
         heads = self.meta_int("attention.head_count_kv", self._n_head)
         key, value = self.head_sizes
-        per_element = self.meta_int("block_count", 1) * heads
+        per_element = self.n_layer * heads
         return per_element * key, per_element * value
+
+    @property
+    def window_share(self) -> tuple[int, float]:
+        """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
+        and the part of its layers that have one; 0 if it does not say."""
+        window = self.meta_int("attention.sliding_window", 0)
+        default = _FULL_LAYERS.get(self.meta("general.architecture") or "", 0)
+        each = self.meta_int("attention.sliding_window_pattern", default)
+        if window <= 0 or each <= 1:
+            return 0, 0.0
+        return window, 1 - self.n_layer // each / self.n_layer
 
     @property
     def _n_head(self) -> int:
@@ -176,12 +205,23 @@ class Model:
                 digest.update(file.read(n_bytes))
         return digest.digest()
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         return int(llama_cpp.llama_model_n_swa(self.pointer))
 
-    @property
+    def window_start(self, position: int) -> int:
+        """The first position that a token at that one sees in layers with a window. Llama 4's do not slide:
+        they see their part of the context only."""
+        if self._window_is_chunk:
+            return position // self.window * self.window
+        return max(0, position - self.window + 1)
+
+    @functools.cached_property
+    def _window_is_chunk(self) -> bool:
+        return self.meta("general.architecture") == "llama4"
+
+    @functools.cached_property
     def can_rewind(self) -> bool:
         """Whether the last tokens of a sequence can be dropped: recurrent layers keep no past states."""
         recurrent = llama_cpp.llama_model_is_recurrent(self.pointer)

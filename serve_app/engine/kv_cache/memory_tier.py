@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import State
-from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
+from serve_app.engine.kv_cache.checkpoints import Checkpoint, deepest
+from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
 from serve_app.engine.metrics.stats import HeldPrompt
 
@@ -17,10 +18,25 @@ from serve_app.engine.metrics.stats import HeldPrompt
 class StoredPrefix:
     """Tokens, and what a backend needs to have them in a slot again."""
 
-    tokens: list[int]
+    tokens: TokenArray
     state: State
     group: str
     """The cache group of the prompts that may start from it."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Of the slot that it was, the shortest first."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Of everything but the tokens."""
+        return len(self.state) + sum(len(one.state) for one in self.checkpoints)
+
+
+class _Kept(NamedTuple):
+    """What the tier knows of a prefix."""
+
+    entry: Entry
+    prompt: HeldPrompt
+    """Made once: with many prefixes, that takes longer than to list them."""
 
 
 class Mirror(Protocol):
@@ -34,7 +50,8 @@ class Mirror(Protocol):
 
 
 class MemoryTier:
-    """The prefixes used last whose states fit into `budget_bytes`. Decoder thread only."""
+    """The prefixes used last whose states fit into `budget_bytes`. With `forgets`, a state is good for all
+    of its tokens, or for a checkpoint of it, but not for anything between. Decoder thread only."""
 
     def __init__(
         self,
@@ -42,12 +59,15 @@ class MemoryTier:
         prefixes: Iterable[StoredPrefix] = (),
         mirror: Mirror | None = None,
         index: PrefixIndex | None = None,
+        *,
+        forgets: bool = False,
     ) -> None:
         """Begins with `prefixes`, the least recently used first, which the mirror knows."""
         self._budget_bytes = budget_bytes
+        self._forgets = forgets
         self._mirror = mirror
         self._index = PrefixIndex() if index is None else index
-        self._entries = OrderedDict[StoredPrefix, Entry]()  # the least recently used first
+        self._entries = OrderedDict[StoredPrefix, _Kept]()  # the least recently used first
         self._prompts: tuple[HeldPrompt, ...] | None = None
         self.n_bytes = 0
         """Of all states."""
@@ -69,7 +89,7 @@ class MemoryTier:
     def prompts(self) -> tuple[HeldPrompt, ...]:
         """The tokens of each, in the same order."""
         if self._prompts is None:
-            self._prompts = tuple(HeldPrompt(one.group, one.tokens) for one in self.newest)
+            self._prompts = tuple(kept.prompt for kept in reversed(self._entries.values()))
         return self._prompts
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
@@ -85,14 +105,20 @@ class MemoryTier:
         """Whether a state of that size would fit without another one going."""
         return self.n_bytes + n_bytes <= self._budget_bytes
 
-    def put(self, group: str, tokens: list[int], state: State) -> None:
+    def put(
+        self,
+        group: str,
+        tokens: Tokens,
+        state: State,
+        checkpoints: tuple[Checkpoint, ...] = (),
+    ) -> None:
         """Keep a prefix; those of its group that it continues go, and then the least recently used of all,
         for room."""
         told = packed(tokens)
         for entry in self._index.match(group, told).begun():
             if isinstance(entry.owner, StoredPrefix):
                 self._drop(entry.owner)
-        prefix = StoredPrefix(list(tokens), state, group)
+        prefix = StoredPrefix(token_array(told), state, group, checkpoints)
         self._keep(prefix, told)
         if self._mirror:
             self._mirror.add(prefix)
@@ -100,24 +126,38 @@ class MemoryTier:
             self._drop(next(iter(self._entries)))
 
     def _keep(self, prefix: StoredPrefix, tokens: bytes) -> None:
-        entry = self._entries[prefix] = self._index.add(prefix, prefix.group, tokens)
+        entry = self._index.add(prefix, prefix.group, tokens)
+        self._entries[prefix] = _Kept(entry, HeldPrompt(prefix.group, prefix.tokens))
         self._index.use(entry)
         self._prompts = None
-        self.n_bytes += len(prefix.state)
+        self.n_bytes += prefix.n_bytes
 
     def _drop(self, prefix: StoredPrefix) -> None:
-        self._index.remove(self._entries.pop(prefix))
+        self._index.remove(self._entries.pop(prefix).entry)
         self._prompts = None
-        self.n_bytes -= len(prefix.state)
+        self.n_bytes -= prefix.n_bytes
         if self._mirror:
             self._mirror.discard(prefix)
 
     def longest(self, group: str, prompt: Tokens) -> tuple[int, StoredPrefix | None]:
-        """How many of the prompt's first tokens the best prefix of its group has, and that prefix; of
-        several, the least recently used. At least the prompt's last token is left out."""
+        """How many of the prompt's first tokens can be had from the best prefix of its group, and that
+        prefix; of several, the least recently used. At least the prompt's last token is left out."""
         told = packed(prompt)
-        n_shared, entry = self._index.match(group, told, n_tokens(told) - 1).longest()
-        return n_shared, None if entry is None else entry.owner
+        match = self._index.match(group, told, n_tokens(told) - 1)
+        n_shared, entry = match.longest()
+        if not (self._forgets and n_shared):
+            return n_shared, None if entry is None else entry.owner
+        usable = (
+            (_resumable(one, match.n_shared(kept.entry)), one)
+            for one, kept in self._entries.items()
+        )
+        n_best, best = max(usable, key=lambda found: found[0])
+        return (n_best, best) if n_best else (0, None)
+
+    def n_known(self, group: str, prompt: Tokens) -> int:
+        """How many of the prompt's first tokens prefixes of its group begin with."""
+        told = packed(prompt)
+        return self._index.match(group, told, n_tokens(told) - 1).longest()[0]
 
     def beginning(self, group: str, tokens: Tokens) -> StoredPrefix | None:
         """The shortest prefix of a group that begins with these tokens; of several, the least recently
@@ -130,7 +170,15 @@ class MemoryTier:
     def used(self, prefix: StoredPrefix) -> None:
         """Make it the most recently used."""
         self._entries.move_to_end(prefix)
-        self._index.use(self._entries[prefix])
+        self._index.use(self._entries[prefix].entry)
         self._prompts = None
         if self._mirror:
             self._mirror.add(prefix)
+
+
+def _resumable(prefix: StoredPrefix, n_shared: int) -> int:
+    """Of so many first tokens of a prefix, how many it can give without those behind."""
+    if n_shared == len(prefix.tokens):
+        return n_shared
+    found = deepest(prefix.checkpoints, n_shared)
+    return 0 if found is None else found.n_tokens

@@ -41,7 +41,8 @@ class Scheduler:
     large as pays, which is faster for all. One that is done but for its last token holds that back while
     others catch up, for as long as it would have taken had all shared the machine alike. As long as every
     step finds somebody new, steps are short, so that whoever belongs to a burst is seen before its first
-    stream begins; and a chunk ends where a prefix ends that others wait for.
+    stream begins; and a chunk ends where a prefix ends that others wait for, or where
+    a checkpoint is to be made.
 
     The prompt goes first that has waited longest for what it needs (highest response ratio next): short
     ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
@@ -236,9 +237,8 @@ class Scheduler:
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []
         for sequence in sorted(prompts, key=lambda one: self._urgency(one, now), reverse=True):
-            depth, n_rows = self._depth([sequence]), min(left, sequence.n_pending)
-            if sequence.n_past < sequence.n_awaited:
-                n_rows = min(n_rows, sequence.n_awaited - sequence.n_past)
+            to_stop = min(sequence.n_pending, sequence.n_to_stop)
+            depth, n_rows = self._depth([sequence]), min(left, to_stop)
             if sequence.unscored:
                 if not left_scored:
                     continue
@@ -255,7 +255,7 @@ class Scheduler:
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
                 break
-            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, sequence.n_pending))
+            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
             turns.append(Turn(sequence, n_rows))
             left -= n_rows
             if left <= 0:

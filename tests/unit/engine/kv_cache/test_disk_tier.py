@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.engine.kv_cache import packing, state_format
+from serve_app.engine.kv_cache.checkpoints import Checkpoint
 from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.errors import ConfigError
@@ -21,7 +22,7 @@ HEADER = state_format._FIELDS.size + state_format._DIGEST_BYTES
 
 
 def prefix(text: str, n_bytes: int = 100, group: str = "") -> StoredPrefix:
-    return StoredPrefix(list(text.encode()), text[0].encode() * n_bytes, group)
+    return StoredPrefix(packing.token_array(list(text.encode())), text[0].encode() * n_bytes, group)
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def loaded(folder: Path, budget: int = 10_000, fingerprint: bytes = b"model") ->
     with opened(folder, fingerprint) as files:
         found = files.load(budget)
     assert all(each.state == prefix(chr(each.tokens[0])).state for each in found)
-    return [bytes(each.tokens).decode() for each in found]
+    return [bytes(list(each.tokens)).decode() for each in found]
 
 
 class Disk:
@@ -96,10 +97,10 @@ def test_a_restart_finds_what_was_added_and_not_what_was_discarded(tmp_path: Pat
 
 def test_an_empty_state_and_tokens_of_all_sizes(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
-        files.add(StoredPrefix([0, 2**31 - 1, -1], b"", ""))
+        files.add(StoredPrefix(packing.token_array([0, 2**31 - 1, -1]), b"", ""))
     with opened(tmp_path) as files:
         (found,) = files.load(0)
-    assert (found.tokens, found.state) == ([0, 2**31 - 1, -1], b"")
+    assert (list(found.tokens), found.state) == ([0, 2**31 - 1, -1], b"")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,41 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_configuration(tmp_path: Path) -
         DiskTier(tmp_path / "file", b"model")
 
 
+def with_checkpoints(*marks: tuple[int, bytes]) -> StoredPrefix:
+    made = prefix("a chat")
+    checkpoints = tuple(Checkpoint(*mark) for mark in marks)
+    return StoredPrefix(made.tokens, made.state, made.group, checkpoints)
+
+
+def test_checkpoints_are_kept_and_count(tmp_path: Path) -> None:
+    made = with_checkpoints((2, b"two"), (5, b"fives"))
+    with opened(tmp_path) as files:
+        files.add(made)
+    (path,) = on_disk(tmp_path)
+    assert path.stat().st_size == state_format.size_of(made)
+    for budget, n_found in ((108, 1), (107, 0)):
+        with opened(tmp_path) as files:
+            found = files.load(budget)
+        assert len(found) == n_found
+        for one in found:
+            assert [(mark.n_tokens, mark.state) for mark in one.checkpoints] == [
+                (2, b"two"),
+                (5, b"fives"),
+            ]
+
+
+@pytest.mark.parametrize(
+    "marks", [((0, b"x"),), ((3, b"x"), (3, b"y")), ((4, b"x"), (2, b"y")), ((7, b"x"),)]
+)
+def test_checkpoints_of_other_lengths_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, marks: tuple[tuple[int, bytes], ...]
+) -> None:
+    with opened(tmp_path) as files:
+        files.add(with_checkpoints(*marks))
+    assert loaded(tmp_path) == []
+    assert "checkpoints are not of its tokens" in caplog.text
+
+
 # -- damaged and foreign files --------------------------------------------------------------------
 
 
@@ -178,7 +214,9 @@ def flip(at: int) -> Callable[[bytes], bytes]:
         (flip(47), "bytes, its header says"),  # four billion tokens
         (flip(55), "bytes, its header says"),  # exabytes of state
         (flip(59), "bytes, its header says"),  # gigabytes of cache group
-        (flip(60), "checksum"),
+        (flip(63), "bytes, its header says"),  # millions of checkpoints
+        (flip(71), "bytes, its header says"),  # exabytes of their states
+        (flip(state_format._FIELDS.size), "checksum"),
         (flip(HEADER), "checksum"),
         (flip(-2), "checksum"),
         # A token less and four bytes of state more: the size fits.
@@ -256,7 +294,7 @@ def test_each_cache_group_has_its_own_file_and_a_restart_keeps_them_apart(tmp_pa
         found = files.load(10_000)
         files.discard(prefix("a chat", group="theirs"))
     assert sorted(one.group for one in found) == ["", "mine", "theirs"]
-    assert {bytes(one.tokens) for one in found} == {b"a chat"}
+    assert {bytes(list(one.tokens)) for one in found} == {b"a chat"}
     with opened(tmp_path) as files:
         assert sorted(one.group for one in files.load(10_000)) == ["", "mine"]
 
@@ -285,8 +323,8 @@ def test_tokens_cannot_pass_for_a_cache_group(tmp_path: Path) -> None:
     """What is hashed to a name tells where the group ends."""
     packed = packing.packed([7]).decode()
     with opened(tmp_path) as files:
-        files.add(StoredPrefix([7, 8], b"", ""))
-        files.add(StoredPrefix([8], b"", packed))
+        files.add(StoredPrefix(packing.token_array([7, 8]), b"", ""))
+        files.add(StoredPrefix(packing.token_array([8]), b"", packed))
     assert len(on_disk(tmp_path)) == 2
 
 
