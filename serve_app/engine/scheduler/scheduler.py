@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
@@ -236,7 +237,11 @@ class Scheduler:
         within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []
-        for sequence in sorted(prompts, key=lambda one: self._urgency(one, now), reverse=True):
+        n_slots = Counter(one.request.client for one in self._running)
+        n_most = len(self._running)
+        for sequence in self._most_urgent_first(prompts, n_slots, now):
+            if n_slots[sequence.request.client] > n_most:
+                continue
             to_stop = min(sequence.n_pending, sequence.n_to_stop)
             depth, n_rows = self._depth([sequence]), min(left, to_stop)
             if sequence.unscored:
@@ -257,6 +262,8 @@ class Scheduler:
                 break
             n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
             turns.append(Turn(sequence, n_rows))
+            if n_rows == sequence.n_pending:  # a first token, which waits for no client with more slots
+                n_most = min(n_most, n_slots[sequence.request.client])
             left -= n_rows
             if left <= 0:
                 break
@@ -272,10 +279,18 @@ class Scheduler:
             turns[-1].sequence.slot_id - turns[0].sequence.slot_id + 1, n_past
         )
 
-    def _urgency(self, sequence: Sequence, now: float) -> float:
-        """How long it has waited, by how long it needs."""
-        needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
-        return (now - sequence.trace.submitted) / (needs_s or sequence.n_pending)
+    def _most_urgent_first(
+        self, prompts: list[Sequence], n_slots: Mapping[str, int], now: float
+    ) -> list[Sequence]:
+        """By how long they have waited for how long they need. Clients' slots share what a client may
+        hurry."""
+
+        def urgency(sequence: Sequence) -> float:
+            needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
+            waited_s = now - sequence.trace.submitted
+            return waited_s / (needs_s or sequence.n_pending) / n_slots[sequence.request.client]
+
+        return sorted(prompts, key=urgency, reverse=True)
 
 
 def _has_gaps(turns: list[Turn]) -> bool:
