@@ -262,7 +262,9 @@ class Scheduler:
                 break
             n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
             turns.append(Turn(sequence, n_rows))
-            if n_rows == sequence.n_pending:  # a first token, which waits for no client with more slots
+            if (
+                n_rows == sequence.n_pending
+            ):  # a first token, which waits for no client with more slots
                 n_most = min(n_most, n_slots[sequence.request.client])
             left -= n_rows
             if left <= 0:
