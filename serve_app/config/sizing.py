@@ -44,6 +44,8 @@ class ModelNeeds:
     """Tokens that some layers look back on."""
     window_share: float = 0.0
     """The part of the layers that do; what is not known counts as seeing everything."""
+    recurrent_elements: int = 0
+    """Of one slot's recurrent layers, of four bytes."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
@@ -57,6 +59,7 @@ class ModelNeeds:
             weight_bytes,
             mapped,
             *model.window_share,
+            model.recurrent_elements,
         )
 
     def shared_bytes(self, load_mode: LoadMode) -> int:
@@ -89,24 +92,30 @@ class CacheNeeds:
     """And in the others."""
     n_window: int
     """Tokens that those have cells for."""
+    of_slot: int
+    """Of each slot, whatever it has."""
 
     @classmethod
     def of(cls, config: EngineConfig, needs: ModelNeeds) -> CacheNeeds:
         """By the configured formats. Raises ConfigError like `ModelNeeds.cache_bytes_per_token`."""
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         windowed = per_token * needs.window_share
-        return cls(per_token - windowed, windowed, needs.window + config.n_batch)
+        n_window = needs.window + config.n_batch
+        return cls(per_token - windowed, windowed, n_window, 4 * needs.recurrent_elements)
 
     def n_bytes(self, n_slots: int, n_tokens: int) -> float:
         """Of so many slots that have so many tokens together."""
-        return n_tokens * self.full + min(n_tokens, n_slots * self.n_window) * self.windowed
+        in_window = min(n_tokens, n_slots * self.n_window)
+        return n_slots * self.of_slot + n_tokens * self.full + in_window * self.windowed
 
     def n_tokens(self, n_bytes: float) -> float:
         """That a slot of so many bytes holds."""
-        of_all = self.full + self.windowed
-        if n_bytes <= self.n_window * of_all:
-            return n_bytes / of_all
-        return (n_bytes - self.n_window * self.windowed) / self.full if self.full else math.inf
+        left, of_all = max(0.0, n_bytes - self.of_slot), self.full + self.windowed
+        if not of_all:
+            return math.inf
+        if left <= self.n_window * of_all:
+            return left / of_all
+        return (left - self.n_window * self.windowed) / self.full if self.full else math.inf
 
 
 def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
@@ -215,5 +224,6 @@ def _fit(
         of_slot = cache.n_tokens(room / ((n_slots or wanted_slots) + pinned))
         n_ctx_slot = max(least, int(min(wanted_ctx, of_slot)))
     if n_slots is None:
-        n_slots = max(1, int(min(wanted_slots, room // cache.n_bytes(1, n_ctx_slot) - pinned)))
+        of_slot = max(1.0, cache.n_bytes(1, n_ctx_slot))
+        n_slots = max(1, int(min(wanted_slots, room // of_slot - pinned)))
     return n_slots, n_ctx_slot

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import llama_cpp
+from gguf import GGUFReader
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
@@ -158,12 +159,40 @@ class Model:
 
     @property
     def cache_elements(self) -> tuple[int, int]:
-        """Elements of all keys and all values that one token has in the KV cache; an upper bound for
-        models that keep only a window of their context."""
+        """Elements of all keys and all values that one token has in the KV cache; in layers with a window,
+        it has them only while it is in there."""
+        heads, (key, value) = sum(self._kv_heads), self.head_sizes
+        return heads * key, heads * value
+
+    @functools.cached_property
+    def _kv_heads(self) -> list[int]:
+        """Of each layer; 0 of one that is recurrent only, as far as the file's metadata say it."""
+        n_layer, name = self.n_layer, f"{self.meta('general.architecture')}.attention.head_count_kv"
         heads = self.meta_int("attention.head_count_kv", self._n_head)
-        key, value = self.head_sizes
-        per_element = self.n_layer * heads
-        return per_element * key, per_element * value
+        if not llama_cpp.llama_model_is_hybrid(self.pointer):
+            return [heads] * n_layer
+        if self.meta(name) is None:  # each layer has its own
+            field = GGUFReader(self.path).get_field(name)
+            found = field.contents() if field is not None else heads
+            return list(found) if isinstance(found, list) else [heads] * n_layer
+        every = self.meta_int("full_attention_interval", 1)
+        return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
+
+    @property
+    def n_cache_layers(self) -> int:
+        """Those with keys and values."""
+        return sum(heads > 0 for heads in self._kv_heads)
+
+    @property
+    def recurrent_elements(self) -> int:
+        """Elements that recurrent layers keep of a sequence, as far as the metadata say it."""
+        n_layer = self.n_layer - self.n_cache_layers
+        if n_conv := self.meta_int("shortconv.l_cache", 0):
+            return n_layer * self.n_embd * (n_conv - 1)
+        inner, state = self.meta_int("ssm.inner_size", 0), self.meta_int("ssm.state_size", 0)
+        groups = 2 * self.meta_int("ssm.group_count", 0) * state
+        conv = max(0, self.meta_int("ssm.conv_kernel", 0) - 1) * (inner + groups)
+        return n_layer * (inner * state + conv)
 
     @property
     def window_share(self) -> tuple[int, float]:
