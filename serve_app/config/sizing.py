@@ -25,6 +25,18 @@ _PROCESS_BYTES = 2**29
 # Most quantised ones it packs anew at the start, into memory of the process.
 _MAPPED_FILE_TYPES = ("0", "1", "32")
 _MAPPING_LOAD_MODES = ("auto", "mmap", "mlock", "mmap+mlock")
+# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
+_FULL_LAYERS = {
+    "gemma2": 2,
+    "gpt-oss": 2,
+    "cohere2": 4,
+    "olmo2": 4,
+    "afmoe": 4,
+    "exaone-moe": 4,
+    "gemma3n": 5,
+    "gemma3": 6,
+    "plamo3": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +70,8 @@ class ModelNeeds:
             model.head_sizes,
             weight_bytes,
             mapped,
-            *model.window_share,
-            model.recurrent_elements,
+            *_window_share(model),
+            _recurrent_elements(model),
         )
 
     def shared_bytes(self, load_mode: LoadMode) -> int:
@@ -227,3 +239,25 @@ def _fit(
         of_slot = max(1.0, cache.n_bytes(1, n_ctx_slot))
         n_slots = max(1, int(min(wanted_slots, room // of_slot - pinned)))
     return n_slots, n_ctx_slot
+
+
+def _window_share(model: Model) -> tuple[int, float]:
+    """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
+    and the part of its layers that have one; 0 if it does not say."""
+    window = model.meta_int("attention.sliding_window", 0)
+    default = _FULL_LAYERS.get(model.meta("general.architecture") or "", 0)
+    each = model.meta_int("attention.sliding_window_pattern", default)
+    if window <= 0 or each <= 1:
+        return 0, 0.0
+    return window, 1 - model.n_layer // each / model.n_layer
+
+
+def _recurrent_elements(model: Model) -> int:
+    """Elements that recurrent layers keep of a sequence, as far as the metadata say it."""
+    n_layer = model.n_layer - model.n_cache_layers
+    if n_conv := model.meta_int("shortconv.l_cache", 0):
+        return n_layer * model.n_embd * (n_conv - 1)
+    inner, state = model.meta_int("ssm.inner_size", 0), model.meta_int("ssm.state_size", 0)
+    groups = 2 * model.meta_int("ssm.group_count", 0) * state
+    conv = max(0, model.meta_int("ssm.conv_kernel", 0) - 1) * (inner + groups)
+    return n_layer * (inner * state + conv)

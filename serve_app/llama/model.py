@@ -37,19 +37,6 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
-# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
-_FULL_LAYERS = {
-    "gemma2": 2,
-    "gpt-oss": 2,
-    "cohere2": 4,
-    "olmo2": 4,
-    "afmoe": 4,
-    "exaone-moe": 4,
-    "gemma3n": 5,
-    "gemma3": 6,
-    "plamo3": 8,
-}
-
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
 # Compiled grammars that are kept, as the next request may have the same one.
@@ -182,28 +169,6 @@ class Model:
     def n_cache_layers(self) -> int:
         """Those with keys and values."""
         return sum(heads > 0 for heads in self._kv_heads)
-
-    @property
-    def recurrent_elements(self) -> int:
-        """Elements that recurrent layers keep of a sequence, as far as the metadata say it."""
-        n_layer = self.n_layer - self.n_cache_layers
-        if n_conv := self.meta_int("shortconv.l_cache", 0):
-            return n_layer * self.n_embd * (n_conv - 1)
-        inner, state = self.meta_int("ssm.inner_size", 0), self.meta_int("ssm.state_size", 0)
-        groups = 2 * self.meta_int("ssm.group_count", 0) * state
-        conv = max(0, self.meta_int("ssm.conv_kernel", 0) - 1) * (inner + groups)
-        return n_layer * (inner * state + conv)
-
-    @property
-    def window_share(self) -> tuple[int, float]:
-        """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
-        and the part of its layers that have one; 0 if it does not say."""
-        window = self.meta_int("attention.sliding_window", 0)
-        default = _FULL_LAYERS.get(self.meta("general.architecture") or "", 0)
-        each = self.meta_int("attention.sliding_window_pattern", default)
-        if window <= 0 or each <= 1:
-            return 0, 0.0
-        return window, 1 - self.n_layer // each / self.n_layer
 
     @property
     def _n_head(self) -> int:
