@@ -11,11 +11,14 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.llama import library
 from serve_app.llama.candidates import Candidates
 from serve_app.llama.context import Context
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
+
+_accept = library.brief(llama_cpp.llama_sampler_accept)
 
 
 class Adjustments:
@@ -35,16 +38,20 @@ class Adjustments:
         self._penalties = _penalties(context, params)
         if self._penalties:
             for token in prompt[-_window(context, params) :]:
-                llama_cpp.llama_sampler_accept(self._penalties, token)
+                _accept(self._penalties, token)
             self._concern(prompt[-_window(context, params) :])
+
+    def __bool__(self) -> bool:
+        """Whether any token is concerned yet."""
+        return self._tokens.size > 0
 
     @contextmanager
     def made(self, logits: Logits) -> Iterator[None]:
         """The logits are changed in their place, and as they were at the end."""
-        tokens = self._tokens
-        if not tokens.size:
+        if not self:
             yield
             return
+        tokens = self._tokens
         before = logits[tokens]
         try:
             np.add.at(logits, self._biased, self._bias)
@@ -59,7 +66,7 @@ class Adjustments:
     def accept(self, token: int) -> None:
         """The token was picked: the penalties look at it from now on."""
         if self._penalties:
-            llama_cpp.llama_sampler_accept(self._penalties, token)
+            _accept(self._penalties, token)
             self._concern([token])
 
     def _concern(self, tokens: Sequence[int]) -> None:

@@ -8,9 +8,12 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.llama import cuts, library
+
 # llama.cpp's `llama_token_data`.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _POINTER = ctypes.POINTER(llama_cpp.llama_token_data)
+_apply_to_few = library.brief(llama_cpp.llama_sampler_apply)
 
 
 class Candidates:
@@ -28,7 +31,9 @@ class Candidates:
 
     def apply(self, sampler: llama_cpp.llama_sampler_p) -> None:
         """Let a sampler, or a chain of them, work on what is left."""
-        llama_cpp.llama_sampler_apply(sampler, ctypes.byref(self._array))
+        are_few = self._array.size <= cuts.SMALL
+        apply = _apply_to_few if are_few else llama_cpp.llama_sampler_apply
+        apply(sampler, ctypes.byref(self._array))
 
     @property
     def logits(self) -> NDArray[np.float32]:

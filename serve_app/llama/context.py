@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftError
-from serve_app.llama import library
+from serve_app.llama import cuts, library
 from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
 from serve_app.llama.threads import FEW_ROWS, Threads
@@ -40,6 +40,8 @@ _POOLINGS: dict[Pooling, int] = {
     "none": llama_cpp.LLAMA_POOLING_TYPE_NONE,
     "rank": llama_cpp.LLAMA_POOLING_TYPE_RANK,
 }
+_sample_of_few = library.brief(llama_cpp.llama_sampler_sample)
+_logits_of_row = library.brief(llama_cpp.llama_get_logits_ith)
 _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
@@ -206,11 +208,18 @@ class Context:
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
         until the next `decode`."""
-        pointer = llama_cpp.llama_get_logits_ith(self.pointer, row)
+        pointer = _logits_of_row(self.pointer, row)
         address = ctypes.addressof(pointer.contents)
         if address not in self._views:
             self._views[address] = np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
         return self._views[address]
+
+    def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
+        """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded
+        batch, as they stand in what `logits` gives."""
+        is_small = self.model.n_vocab <= cuts.SMALL
+        sample = _sample_of_few if is_small else llama_cpp.llama_sampler_sample
+        return int(sample(sampler, self.pointer, row))
 
     def embeddings(self, n_rows: int) -> NDArray[np.float32]:
         """A vector for each of the `n_rows` rows that were last decoded; only without llama.cpp's own

@@ -24,8 +24,8 @@ _FOLDS = ((32, 8), (8, 8), (8, 1))
 _SPARE = 4
 # Candidates behind which top_p is looked for in turn, as parts of the highest probability.
 _FLOORS = (0.02, 1e-3, 1e-5)
-# Of fewer tokens, llama.cpp finds the k highest sooner.
-_SMALL = 24_576
+SMALL = 24_576
+"""Of so many tokens or fewer, llama.cpp finds the k highest sooner."""
 # A cut that leaves more than this part of the vocabulary saves nothing.
 _WORTH = 1 / 4
 # Half a unit in the last place of a float32, as a part: the most that one operation on floats is off.
@@ -109,9 +109,9 @@ def greedy(logits: Logits) -> Cut | None:
 
 
 def top_k(logits: Logits, k: int, *, whole: bool = False) -> Cut | None:
-    """What `top_k` leaves of all tokens, if they are many. If fewer than k are not -inf, that is these, or
+    """What `top_k` leaves of all tokens. If fewer than k are not -inf, that is these, or
     None with `whole`: those with -inf are never drawn, but `typical` does not look at them like that."""
-    found = highest(logits, k + 1) if logits.size > _SMALL else None
+    found = highest(logits, k + 1)
     if found is None or (whole and found[0].size < k):
         return None
     return Cut(*found, min(k, found[0].size), ordered=True)

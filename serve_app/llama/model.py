@@ -37,6 +37,8 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
+_is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
+
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
 # Compiled grammars that are kept, as the next request may have the same one.
@@ -351,7 +353,7 @@ class Model:
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation (end of text, end of turn)."""
-        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+        return bool(_is_eog(self._vocab, token))
 
     @functools.cached_property
     def eog_tokens(self) -> tuple[int, ...]:

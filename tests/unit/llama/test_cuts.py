@@ -121,7 +121,15 @@ class Row:
     @property
     def context(self) -> Any:
         model = SimpleNamespace(n_vocab=self.n, eog_tokens=self.eog_tokens)
-        return SimpleNamespace(n_ctx_slot=N_CTX_SLOT, model=model, logits=lambda _row: self.values)
+        return SimpleNamespace(
+            n_ctx_slot=N_CTX_SLOT, model=model, logits=lambda _row: self.values, pick=self.pick
+        )
+
+    def pick(self, sampler: Any, _row: int) -> int:
+        """As llama.cpp does it with the logits of its context."""
+        candidates = Candidates(np.arange(self.n), self.values)
+        candidates.apply(sampler)
+        return candidates.picked
 
 
 def prompt(random: np.random.Generator, n: int) -> list[int]:
