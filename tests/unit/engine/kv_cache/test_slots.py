@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import common_prefix, token_array
 from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
 from serve_app.engine.sequence import Sequence
@@ -305,3 +307,17 @@ def test_slot_ends_are_where_one_more_token_fits() -> None:
     assert busy is not None
     busy.n_past = 1
     assert slots.slot_ends(3) == {0: 1, 1: 2, 2: 0}
+
+
+def test_the_garbage_collector_does_not_walk_tokens() -> None:
+    """With lists, a step would now and then take milliseconds for all that is stored."""
+    slots = SlotTable(2, min_copy=3)
+    running = sequence([1, 2, 3])
+    slots.occupy(slots.slots[0], running)
+    tier = MemoryTier(100)
+    tier.put("", [1, 2, 3], b"state")
+    (stored,) = tier
+    slots.slots[1].idle_tokens = stored.tokens
+    for tokens in (running.tokens, slots.slots[0].tokens, slots.slots[1].tokens, stored.tokens):
+        assert list(tokens) == [1, 2, 3]
+        assert not any(isinstance(one, int) for one in gc.get_referents(tokens))
