@@ -25,6 +25,18 @@ _PROCESS_BYTES = 2**29
 # Most quantised ones it packs anew at the start, into memory of the process.
 _MAPPED_FILE_TYPES = ("0", "1", "32")
 _MAPPING_LOAD_MODES = ("auto", "mmap", "mlock", "mmap+mlock")
+# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
+_FULL_LAYERS = {
+    "gemma2": 2,
+    "gpt-oss": 2,
+    "cohere2": 4,
+    "olmo2": 4,
+    "afmoe": 4,
+    "exaone-moe": 4,
+    "gemma3n": 5,
+    "gemma3": 6,
+    "plamo3": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,8 @@ class ModelNeeds:
     """Tokens that some layers look back on."""
     window_share: float = 0.0
     """The part of the layers that do; what is not known counts as seeing everything."""
+    recurrent_elements: int = 0
+    """Of one slot's recurrent layers, of four bytes."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
@@ -56,7 +70,8 @@ class ModelNeeds:
             model.head_sizes,
             weight_bytes,
             mapped,
-            *model.window_share,
+            *_window_share(model),
+            _recurrent_elements(model),
         )
 
     def shared_bytes(self, load_mode: LoadMode) -> int:
@@ -89,24 +104,30 @@ class CacheNeeds:
     """And in the others."""
     n_window: int
     """Tokens that those have cells for."""
+    of_slot: int
+    """Of each slot, whatever it has."""
 
     @classmethod
     def of(cls, config: EngineConfig, needs: ModelNeeds) -> CacheNeeds:
         """By the configured formats. Raises ConfigError like `ModelNeeds.cache_bytes_per_token`."""
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         windowed = per_token * needs.window_share
-        return cls(per_token - windowed, windowed, needs.window + config.n_batch)
+        n_window = needs.window + config.n_batch
+        return cls(per_token - windowed, windowed, n_window, 4 * needs.recurrent_elements)
 
     def n_bytes(self, n_slots: int, n_tokens: int) -> float:
         """Of so many slots that have so many tokens together."""
-        return n_tokens * self.full + min(n_tokens, n_slots * self.n_window) * self.windowed
+        in_window = min(n_tokens, n_slots * self.n_window)
+        return n_slots * self.of_slot + n_tokens * self.full + in_window * self.windowed
 
     def n_tokens(self, n_bytes: float) -> float:
         """That a slot of so many bytes holds."""
-        of_all = self.full + self.windowed
-        if n_bytes <= self.n_window * of_all:
-            return n_bytes / of_all
-        return (n_bytes - self.n_window * self.windowed) / self.full if self.full else math.inf
+        left, of_all = max(0.0, n_bytes - self.of_slot), self.full + self.windowed
+        if not of_all:
+            return math.inf
+        if left <= self.n_window * of_all:
+            return left / of_all
+        return (left - self.n_window * self.windowed) / self.full if self.full else math.inf
 
 
 def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
@@ -215,5 +236,28 @@ def _fit(
         of_slot = cache.n_tokens(room / ((n_slots or wanted_slots) + pinned))
         n_ctx_slot = max(least, int(min(wanted_ctx, of_slot)))
     if n_slots is None:
-        n_slots = max(1, int(min(wanted_slots, room // cache.n_bytes(1, n_ctx_slot) - pinned)))
+        of_slot = max(1.0, cache.n_bytes(1, n_ctx_slot))
+        n_slots = max(1, int(min(wanted_slots, room // of_slot - pinned)))
     return n_slots, n_ctx_slot
+
+
+def _window_share(model: Model) -> tuple[int, float]:
+    """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
+    and the part of its layers that have one; 0 if it does not say."""
+    window = model.meta_int("attention.sliding_window", 0)
+    default = _FULL_LAYERS.get(model.meta("general.architecture") or "", 0)
+    each = model.meta_int("attention.sliding_window_pattern", default)
+    if window <= 0 or each <= 1:
+        return 0, 0.0
+    return window, 1 - model.n_layer // each / model.n_layer
+
+
+def _recurrent_elements(model: Model) -> int:
+    """Elements that recurrent layers keep of a sequence, as far as the metadata say it."""
+    n_layer = model.n_layer - model.n_cache_layers
+    if n_conv := model.meta_int("shortconv.l_cache", 0):
+        return n_layer * model.n_embd * (n_conv - 1)
+    inner, state = model.meta_int("ssm.inner_size", 0), model.meta_int("ssm.state_size", 0)
+    groups = 2 * model.meta_int("ssm.group_count", 0) * state
+    conv = max(0, model.meta_int("ssm.conv_kernel", 0) - 1) * (inner + groups)
+    return n_layer * (inner * state + conv)

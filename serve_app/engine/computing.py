@@ -137,10 +137,9 @@ class Computing:
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         """Book what a sequence computed, and take its sampled tokens."""
         sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
+        sequence.advance(chunk.n_rows)
         if sequence.state is SequenceState.PREFILL:
             self._counts.prompt_tokens += chunk.n_rows
-        sequence.advance(chunk.n_rows)
-        if chunk.n_rows > 1:
             self._cache.computed(sequence)
         if not sampled:
             if not sequence.n_pending:

@@ -116,7 +116,7 @@ class Context:
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
         keys, values = model.cache_elements
         per_token = n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
-        per_layer = per_token / max(1, model.n_layer)
+        per_layer = per_token / max(1, model.n_cache_layers)
         layout = CacheLayout.read(lines, per_layer, n_seq_max)
         self.layout = layout or CacheLayout(per_token, cache_bytes=cells * per_token)
         """What its cache takes."""
@@ -131,6 +131,10 @@ class Context:
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         self.forgets = not model.can_rewind or 0 < self.window < n_ctx_slot
         """Whether some layers keep less than all tokens of a sequence, so that `truncate` often cannot."""
+        all_windows = self.window * n_seq_max + params.n_ubatch
+        self._parts_windows = kv_unified and self.window > 0 and _padded(all_windows) < cells
+        """Whether copies get window cells of their own. There are as many as windows, and those that two
+        sequences share are free for nobody, even behind both windows."""
         self._states = not (kv_unified or self.window) and model.can_rewind
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
         self._copied: tuple[int, State] | None = None
@@ -277,9 +281,7 @@ class Context:
         if not self._kv_unified:
             self.unsettled |= {source, target}
         self._copy_cells(source, target)
-        if self._kv_unified and self.window:
-            # Two sequences' cells are free for nobody as long as one has them, even behind its window; and
-            # there are only as many as windows.
+        if self._parts_windows:
             try:
                 self.rewind(target, self.checkpoint(source), n_past)
             except DecodeError:

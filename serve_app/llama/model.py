@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import llama_cpp
+from gguf import GGUFReader
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
@@ -37,19 +38,6 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
 }
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
-
-# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
-_FULL_LAYERS = {
-    "gemma2": 2,
-    "gpt-oss": 2,
-    "cohere2": 4,
-    "olmo2": 4,
-    "afmoe": 4,
-    "exaone-moe": 4,
-    "gemma3n": 5,
-    "gemma3": 6,
-    "plamo3": 8,
-}
 
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
@@ -160,23 +148,29 @@ class Model:
 
     @property
     def cache_elements(self) -> tuple[int, int]:
-        """Elements of all keys and all values that one token has in the KV cache; an upper bound for
-        models that keep only a window of their context."""
+        """Elements of all keys and all values that one token has in the KV cache; in layers with a window,
+        it has them only while it is in there."""
+        heads, (key, value) = sum(self._kv_heads), self.head_sizes
+        return heads * key, heads * value
+
+    @functools.cached_property
+    def _kv_heads(self) -> list[int]:
+        """Of each layer; 0 of one that is recurrent only, as far as the file's metadata say it."""
+        n_layer, name = self.n_layer, f"{self.meta('general.architecture')}.attention.head_count_kv"
         heads = self.meta_int("attention.head_count_kv", self._n_head)
-        key, value = self.head_sizes
-        per_element = self.n_layer * heads
-        return per_element * key, per_element * value
+        if not llama_cpp.llama_model_is_hybrid(self.pointer):
+            return [heads] * n_layer
+        if self.meta(name) is None:  # each layer has its own
+            field = GGUFReader(self.path).get_field(name)
+            found = field.contents() if field is not None else heads
+            return list(found) if isinstance(found, list) else [heads] * n_layer
+        every = self.meta_int("full_attention_interval", 1)
+        return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
 
     @property
-    def window_share(self) -> tuple[int, float]:
-        """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
-        and the part of its layers that have one; 0 if it does not say."""
-        window = self.meta_int("attention.sliding_window", 0)
-        default = _FULL_LAYERS.get(self.meta("general.architecture") or "", 0)
-        each = self.meta_int("attention.sliding_window_pattern", default)
-        if window <= 0 or each <= 1:
-            return 0, 0.0
-        return window, 1 - self.n_layer // each / self.n_layer
+    def n_cache_layers(self) -> int:
+        """Those with keys and values."""
+        return sum(heads > 0 for heads in self._kv_heads)
 
     @property
     def _n_head(self) -> int:

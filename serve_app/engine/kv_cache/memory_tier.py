@@ -10,8 +10,11 @@ from typing import NamedTuple, Protocol
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.checkpoints import Checkpoint, deepest
 from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
-from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
+from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
 from serve_app.engine.metrics.stats import HeldPrompt
+
+# The part of a prefix with which its checkpoints make up for it.
+_ENOUGH = 0.75
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +96,13 @@ class MemoryTier:
         return self._prompts
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
-        """Whether to keep a state of that size for these tokens: it fits, and no other of the group has
-        them."""
-        return self.fits(n_bytes) and not self._index.match(group, tokens).is_stored
+        """Whether to keep a state of that size for these tokens: it fits, and they cannot be had from
+        another one of the group."""
+        match = self._index.match(group, tokens)
+        stored = match.is_stored
+        if stored and self._forgets:
+            stored = self._best(match)[0] == n_tokens(packed(tokens))
+        return self.fits(n_bytes) and not stored
 
     def fits(self, n_bytes: int) -> bool:
         """Whether a state of that size could be stored, whatever has to go for it."""
@@ -112,13 +119,13 @@ class MemoryTier:
         state: State,
         checkpoints: tuple[Checkpoint, ...] = (),
     ) -> None:
-        """Keep a prefix; those of its group that it continues go, and then the least recently used of all,
-        for room."""
+        """Keep a prefix; those of its group that it continues go, but for those of which it could give
+        little; and then the least recently used of all, for room."""
         told = packed(tokens)
-        for entry in self._index.match(group, told).begun():
-            if isinstance(entry.owner, StoredPrefix):
-                self._drop(entry.owner)
         prefix = StoredPrefix(token_array(told), state, group, checkpoints)
+        for entry in self._index.match(group, told).begun():
+            if isinstance(entry.owner, StoredPrefix) and self._replaces(prefix, entry.n_tokens):
+                self._drop(entry.owner)
         self._keep(prefix, told)
         if self._mirror:
             self._mirror.add(prefix)
@@ -145,14 +152,22 @@ class MemoryTier:
         told = packed(prompt)
         match = self._index.match(group, told, n_tokens(told) - 1)
         n_shared, entry = match.longest()
-        if not (self._forgets and n_shared):
-            return n_shared, None if entry is None else entry.owner
+        if self._forgets and n_shared:
+            return self._best(match)
+        return n_shared, None if entry is None else entry.owner
+
+    def _best(self, match: Match) -> tuple[int, StoredPrefix | None]:
+        """Of a prompt, what can be had from the prefix that gives most of it without those behind."""
         usable = (
             (_resumable(one, match.n_shared(kept.entry)), one)
             for one, kept in self._entries.items()
         )
-        n_best, best = max(usable, key=lambda found: found[0])
-        return (n_best, best) if n_best else (0, None)
+        n_best, best = max(usable, key=lambda found: found[0], default=(0, None))
+        return n_best, best if n_best else None
+
+    def _replaces(self, prefix: StoredPrefix, n_tokens: int) -> bool:
+        """Whether another one with its first tokens is needed no more."""
+        return not self._forgets or _resumable(prefix, n_tokens) >= _ENOUGH * n_tokens
 
     def n_known(self, group: str, prompt: Tokens) -> int:
         """How many of the prompt's first tokens prefixes of its group begin with."""

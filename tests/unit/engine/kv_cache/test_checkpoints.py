@@ -202,6 +202,18 @@ def test_the_store_is_asked_for_what_can_be_resumed() -> None:
     assert tier.n_bytes == 4 + 7 + 3
 
 
+def test_the_store_keeps_what_a_longer_prefix_could_not_give() -> None:
+    tier = MemoryTier(10**6, forgets=True)
+    tier.put("", CHAT[:100], b"a")
+    tier.put("", CHAT[:200], b"b", (of(40),))
+    assert [one.state for one in tier] == [b"a", b"b"]
+    assert not tier.wants("", CHAT[:100], 1)
+    assert not tier.wants("", CHAT[:40], 1)
+    assert tier.wants("", CHAT[:150], 1)  # somewhere in the middle
+    tier.put("", CHAT[:250], b"c", (of(90), of(199)))
+    assert [one.state for one in tier] == [b"c"]
+
+
 def test_a_stored_prefix_brings_its_checkpoints() -> None:
     cache = Cache(1)
     cache.say(CHAT)
