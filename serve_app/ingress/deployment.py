@@ -19,6 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from serve_app import heap
 from serve_app.channel.address import Address
 from serve_app.channel.listener import Call, Listener
 from serve_app.config.model_files import locate
@@ -33,6 +34,7 @@ from serve_app.errors import (
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
+from serve_app.ingress.http.limits.bodies import PIECE_BYTES
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.shared_look import SharedLooks
@@ -275,6 +277,7 @@ class Ingress:
         sse_ping_interval_s: float,
     ) -> None:
         forward_to_serve()
+        heap.give_back(PIECE_BYTES)
         self._access = access
         self._open = OpenRequests(access.max_requests)
         self._cpu = CpuShare()

@@ -14,7 +14,7 @@ from serve_app.errors import InvalidRequestError
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
 """A quarter of llguidance's own: one token of an expression that blows up takes 0.15 s with these, and
 streams wait for it."""
-KEPT_BYTES = 2**15
+KEPT_BYTES = 2**14
 """Texts of the grammars that are kept compiled may have so many bytes together. Compiled, they take four
 hundred times as much."""
 

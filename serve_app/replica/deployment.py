@@ -19,6 +19,7 @@ import ray
 from numpy.typing import NDArray
 from ray import serve
 
+from serve_app import heap
 from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config.model_files import cache_folder, locate
@@ -51,6 +52,9 @@ from serve_app.types import (
 
 logger = logging.getLogger("corral.replica")
 
+_LARGE_BLOCK = 4 * 2**20
+"""More than a row of logits, which are used again and again; less than what grammars take."""
+
 Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 """A request, and where its deltas go."""
 
@@ -61,6 +65,7 @@ class EngineReplica:
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         forward_to_serve()
+        heap.give_back(_LARGE_BLOCK)
         path = locate(model.source)
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())

@@ -22,8 +22,8 @@ BODY_TIMEOUT_S = 60.0
 """Longest time that a body may take to arrive."""
 PROGRESS_S = 5.0
 """So many seconds bring at least `BodyLimits.min_rate` bytes each, or the body's end."""
-# Smaller pieces are joined to such ones: a client may send a byte at a time, and each takes fifty.
-_PIECE_BYTES = 64 * 2**10
+PIECE_BYTES = 64 * 2**10
+"""Smaller pieces are joined to such ones: a client may send a byte at a time, and each takes fifty."""
 # Bytes that a body is taken to have from the start, so that young ones are not the slowest.
 _HEAD_START = 4096
 
@@ -50,20 +50,26 @@ class _Body:
     n_due: int
     """Bytes that must come before the timer ends."""
     n_bytes: int = 0
-    refusal: BodyEndedError | None = None
+    refusal: str = ""
+    """Why it was ended. No error, as its traceback would refer to this: all would stay until the garbage
+    collector comes by."""
     _pieces: list[bytes] = field(default_factory=list)
     _last: bytearray = field(default_factory=bytearray)
 
     def add(self, piece: bytes) -> None:
         """More of it has come."""
         self.n_bytes += len(piece)
-        if not self._last and len(piece) >= _PIECE_BYTES:
+        if not self._last and len(piece) >= PIECE_BYTES:
             self._pieces.append(piece)
             return
         self._last += piece
-        if len(self._last) >= _PIECE_BYTES:
+        if len(self._last) >= PIECE_BYTES:
             self._pieces.append(bytes(self._last))
             self._last.clear()
+
+    def drop(self) -> None:
+        """Have none of it any more."""
+        self._pieces, self._last = [], bytearray()
 
     def pieces(self) -> list[bytes]:
         """All that has come."""
@@ -112,18 +118,18 @@ class BodyReader:
                 finally:
                     self._forget(body)
         except TimeoutError:
-            raise body.refusal or self._too_slow() from None
+            raise _ended(body) if body.refusal else self._too_slow() from None
 
     def _take(self, body: _Body, piece: bytes) -> None:
-        if body.refusal is not None:
-            raise body.refusal
+        if body.refusal:
+            raise _ended(body)
         body.add(piece)
         self._n_bytes += len(piece)
         if body.n_bytes > MAX_BODY_BYTES:
             raise _too_large()
         self._bound_bytes()
-        if body.refusal is not None:
-            raise body.refusal
+        if body.refusal:
+            raise _ended(body)
         self._note_progress(body, len(piece))
 
     def _note_progress(self, body: _Body, n_bytes: int) -> None:
@@ -153,10 +159,9 @@ class BodyReader:
             self._end(largest, f"{self._limits.max_open_bytes} bytes", "the largest")
 
     def _end(self, body: _Body, most: str, which: str) -> None:
-        body.refusal = BodyEndedError(
+        body.refusal = (
             f"This server reads {most} at once. There were more, and this one was {which} of the client "
-            "that had most. Send fewer at once, or faster.",
-            1,
+            "that had most. Send fewer at once, or faster."
         )
         self._forget(body)
         if not body.timer.expired():
@@ -166,12 +171,17 @@ class BodyReader:
         if body in self._open:
             self._open.remove(body)
             self._n_bytes -= body.n_bytes
+            body.drop()
 
     def _too_slow(self) -> SlowRequestError:
         return SlowRequestError(
             f"The body came too slowly: {PROGRESS_S:.0f} seconds must bring {self._n_due} bytes or its "
             f"end, and {BODY_TIMEOUT_S:.0f} seconds all of it."
         )
+
+
+def _ended(body: _Body) -> BodyEndedError:
+    return BodyEndedError(body.refusal, 1)
 
 
 def _too_large() -> RequestTooLargeError:

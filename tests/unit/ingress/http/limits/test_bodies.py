@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -235,3 +237,25 @@ async def test_after_the_body_only_the_end_is_told() -> None:
     assert await replayed() == {"type": "http.request", "body": b"a", "more_body": True}
     assert await replayed() == {"type": "http.request", "body": b"ll", "more_body": False}
     assert await replayed() == {"type": "http.disconnect"}
+
+
+class Piece(bytearray):
+    """One that can be referred to weakly."""
+
+
+async def test_what_came_of_an_ended_body_is_freed_at_once() -> None:
+    """Not when the garbage collector comes by: a hundred bodies may be hundreds of megabytes by then."""
+    reader = BodyReader(BodyLimits(max_open_bytes=70_000))
+    piece: Any = Piece(80_000)
+    freed = weakref.ref(piece)
+    sent: asyncio.Queue[Any] = asyncio.Queue()
+    sent.put_nowait({"type": "http.request", "body": piece, "more_body": True})
+    del piece
+    gc.disable()
+    try:
+        with pytest.raises(BodyEndedError) as ended:
+            await reader.read("a", Headers(), sent.get)
+        del ended
+        assert freed() is None
+    finally:
+        gc.enable()
