@@ -15,6 +15,7 @@ from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftE
 from serve_app.llama import library
 from serve_app.llama.formats import CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
+from serve_app.llama.state_layout import Layout, State, converted
 from serve_app.llama.threads import FEW_ROWS, Threads
 
 Row = tuple[int, int, int, bool]
@@ -22,9 +23,6 @@ Row = tuple[int, int, int, bool]
 
 Pooling = Literal["none", "rank"]
 """What llama.cpp makes of a text's vectors: nothing, or a reranking model's score."""
-
-State = bytes | memoryview
-"""The saved state of a sequence."""
 
 # A sequence of which only this part is in use is copied as a state: one copy takes as long either way.
 _FEW_CELLS = 1 / 4
@@ -74,7 +72,6 @@ class Context:
         every row must want them."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
-        self._kv_unified = kv_unified
         self._n_batch = n_batch
         seq_cells = _padded(n_ctx_slot)
         cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * seq_cells
@@ -84,32 +81,44 @@ class Context:
         params.n_seq_max = n_seq_max
         params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
         self._threads = Threads.alike(threads, threads_batch)
-        self._batch_threads = self._threads.many_rows
-        params.n_threads, params.n_threads_batch = self._threads.one_row, self._batch_threads
+        params.n_threads = self._threads.one_row
+        params.n_threads_batch = self._threads.many_rows
+        params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
+        params.no_perf = True
+        if pooling is not None:
+            params.embeddings = True
+            params.pooling_type = _POOLINGS[pooling]
+        self._params, self._cells = params, (seq_cells, cells)
+        self._formats = cache_type_k, cache_type_v
+        self._too_large = (
+            f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
+            f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
+            "engine.n_slots or engine.n_ctx_slot."
+        )
+        self.unsettled: set[int] = set()
+        """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
+        restore them."""
+        self._leaving = ctypes.create_string_buffer(2)
+        self._make(flash_attn=flash_attn, kv_unified=kv_unified)
+
+    def _make(self, *, flash_attn: bool, kv_unified: bool) -> None:
+        params = self._params
+        params.kv_unified = kv_unified
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
             if flash_attn
             else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
-        params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
-        params.kv_unified = kv_unified
-        params.no_perf = True
-        if pooling is not None:
-            params.embeddings = True
-            params.pooling_type = _POOLINGS[pooling]
         with library.captured() as lines:
-            self.pointer = llama_cpp.llama_init_from_model(model.pointer, params)
+            self.pointer = llama_cpp.llama_init_from_model(self.model.pointer, params)
         if not self.pointer:
-            raise ConfigError(
-                f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
-                f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
-                "engine.n_slots or engine.n_ctx_slot."
-            )
+            raise ConfigError(self._too_large)
         self.compute_bytes = sum(
             int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
-        keys, values = model.cache_elements
+        keys, values = self.model.cache_elements
+        (cache_type_k, cache_type_v), (seq_cells, cells) = self._formats, self._cells
         self.cache_bytes_per_token = n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
         """Bytes of one token's keys and values."""
         self.cache_bytes_per_seq = seq_cells * self.cache_bytes_per_token
@@ -119,24 +128,33 @@ class Context:
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
-        self.window = model.window
+        self.window = self.model.window
         """Tokens that sliding-window layers look back on; 0 if there are none."""
-        self._states = not (kv_unified or self.window) and model.can_rewind
+        self.portable = self.model.can_rewind and not self.window
+        """Whether `restore` takes what was saved with another kind of cache or attention."""
+        self._kv_unified = kv_unified
+        self._layout = Layout(1 if kv_unified else params.n_seq_max, transposed=not flash_attn)
+        self._states = self.portable and not kv_unified
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
         self._copied: tuple[int, State] | None = None
         """The sequence whose state was copied last, if it has not changed since then."""
-        self.unsettled: set[int] = set()
-        """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
-        restore them."""
+        self.unsettled.clear()
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
-        self._leaving = ctypes.create_string_buffer(2)
+        self._batch_threads = 0  # none that are known
         llama_cpp.llama_set_abort_callback(
             self.pointer, _LEAVES, ctypes.c_void_p(ctypes.addressof(self._leaving))
         )
-        self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
-        for i in range(n_batch):
+        self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
+        for i in range(self._n_batch):
             self._batch.n_seq_id[i] = 1
+
+    def become(self, *, flash_attn: bool, kv_unified: bool) -> None:
+        """Have another kind of attention and cache, with nothing in it. What was there is freed first, so
+        there are never two caches. Raises ConfigError if llama.cpp cannot allocate the new one: the context
+        is closed then, and may become another one. Not with `n_ctx`."""
+        self.close()
+        self._make(flash_attn=flash_attn, kv_unified=kv_unified)
 
     def close(self) -> None:
         """Free context and batch; the model stays. Idempotent."""
@@ -271,9 +289,15 @@ class Context:
         return buffer[:n_written].data
 
     def restore(self, seq_id: int, state: State) -> None:
-        """Fill a sequence with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
-        the sequence is empty then."""
+        """Fill a sequence with a saved state, whatever it held. If the context is `portable`, it may be of
+        another kind of cache or attention. Raises DecodeError if llama.cpp refuses it; the sequence is
+        empty then."""
         self.truncate(seq_id, 0)
+        if self.portable:
+            try:
+                state = converted(state, self._layout)
+            except ValueError as error:
+                raise DecodeError(f"The saved state cannot be used: {error}") from error
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not llama_cpp.llama_state_seq_set_data(self.pointer, pointer, len(state), seq_id):
             self.truncate(seq_id, 0)

@@ -52,10 +52,10 @@ class KVCacheManager:
         self.transferred: Counter[str] = Counter()
         """What went to other engines and came from them, by the names that `EngineStats` has for it."""
 
-    def pin(self, n_batch: int) -> None:
-        """Compute what is pinned."""
+    def pin(self, n_batch: int, slot_id: int | None = None) -> None:
+        """Compute what is pinned, everywhere or in one slot."""
         for slot in self.table.slots:
-            if slot.pinned:
+            if slot.pinned and slot_id in (None, slot.id):
                 rows = [(token, i, slot.id, False) for i, token in enumerate(slot.idle_tokens)]
                 for start in range(0, len(rows), n_batch):
                     self._backend.decode(rows[start : start + n_batch])
@@ -128,13 +128,20 @@ class KVCacheManager:
             while n_empty < n_sequences and self.evict_idle():
                 n_empty += 1
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's slot away; what it has in the cache is stored."""
+    def preempt(self, sequence: Sequence, *, stored: bool = True) -> None:
+        """Take a sequence's slot away; what it has in the cache is `stored`."""
         slot = self.table.slots[sequence.slot_id]
-        self.store(slot, slot.tokens[: slot.n_past])
+        if stored:
+            self.store(slot, slot.tokens[: slot.n_past])
         self._backend.truncate(slot.id, 0)
         sequence.preempt()
         self.table.release(slot)
+
+    def keep(self, slot: Slot) -> None:
+        """Save what a slot has, whoever waits for that, unless the store does not want it."""
+        tokens = slot.tokens[: slot.n_past]
+        if self._is_worth_saving(slot, tokens):
+            self.memory_tier.put(slot.group, tokens, self._save(slot, self._n_bytes(tokens)))
 
     def store(self, slot: Slot, tokens: list[int], beside_s: float = 0.0) -> None:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
@@ -357,8 +364,7 @@ class KVCacheManager:
                 return self._keep(slot, 0)
         elif choice.copy_from is not None:
             self._backend.copy(choice.copy_from.id, slot.id)
-            if self._backend.mode.kv_unified:
-                slot.n_shared = choice.n_cached
+            slot.n_shared = choice.n_cached
         return self._keep(slot, choice.n_cached)
 
     def _keep(self, slot: Slot, n_cached: int) -> int:

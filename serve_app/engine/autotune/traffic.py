@@ -1,0 +1,146 @@
+"""Learns from the traffic which kind of cache pays, a split or a unified one. Pure: no model, no threads,
+no clock.
+
+What every step computes is forecast for both kinds, by profiles that were measured in turns, before
+anything was learnt: so neither is favoured by what the engine has seen of the one that it has. What the
+other kind would have saved is the regret. The cache is to change when that, and what the other kind would
+save for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
+makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal on-line
+algorithm for metrical task system", 1992.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.engine.autotune.modes import Mode
+
+# The other kind must be so much faster, or it is noise.
+_LEAST_GAIN = 0.15
+# Seconds of work after which what was seen hardly counts any more.
+_REMEMBERED_S = 60.0
+
+
+class Load(NamedTuple):
+    """What a step computes."""
+
+    n_decoding: float = 0.0
+    """Sequences that get their next token."""
+    decode_depth: float = 0.0
+    """The tokens that each has in the cache, on average."""
+    n_prompt: float = 0.0
+    """Rows of prompts."""
+    prompt_depth: float = 0.0
+    n_cells: float = 0.0
+    """Tokens in all slots, if what they have in common counts once."""
+
+
+class Alive(NamedTuple):
+    """A request that has a slot, or waits for another one's prefix."""
+
+    n_pending: int
+    """Tokens of the prompt that are to be computed."""
+    n_tokens: int
+    """Of prompt and answer up to now."""
+    n_shared: int
+    """First tokens that another slot has, too."""
+    n_left: float
+    """Tokens that it will probably generate."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One kind of cache."""
+
+    mode: Mode
+    costs: CostModel
+    seconds: float = 0.0
+    """What the traffic of late takes with it."""
+
+    def forecast_s(self, load: Load) -> float:
+        """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch."""
+        n_decoding, n_prompt = round(load.n_decoding), round(load.n_prompt)
+        if not self.mode.kv_unified:
+            decode_s = self.costs.steps_s(n_decoding, load.decode_depth) if n_decoding else 0.0
+            prompt_s = self.costs.prefill_s(n_prompt, load.prompt_depth) if n_prompt else 0.0
+            return decode_s + prompt_s
+        n_rows = n_decoding + n_prompt
+        tokens = n_decoding * load.decode_depth + n_prompt * load.prompt_depth
+        depth = self.costs.attended(tokens / max(1, n_rows), load.n_cells)
+        one = self.costs.prefill_s if n_prompt else self.costs.decode_s
+        return one(n_rows, depth) if n_rows else 0.0
+
+
+class Traffic:
+    """Compares the kind of cache that the engine has with the other one. Decoder thread only."""
+
+    def __init__(self, own: tuple[Mode, Profile], other: tuple[Mode, Profile]) -> None:
+        self._own, self._other = (_Kind(mode, CostModel(found)) for mode, found in (own, other))
+
+    @property
+    def regret_s(self) -> float:
+        """Seconds that the other kind would have saved lately, less what may be noise; 0 or more."""
+        return self._own.seconds - (1 + _LEAST_GAIN) * self._other.seconds
+
+    def saw(self, load: Load) -> None:
+        """A step computed that."""
+        own_s, other_s = (kind.forecast_s(load) for kind in (self._own, self._other))
+        kept = max(0.0, 1 - own_s / _REMEMBERED_S)
+        self._own.seconds = kept * self._own.seconds + own_s
+        self._other.seconds = kept * self._other.seconds + other_s
+        if self.regret_s < 0:
+            self._own.seconds = self._other.seconds = 0.0
+
+    def saves_s(
+        self, alive: Sequence[Alive], n_idle_cells: float, n_batch: int, n_slots: int
+    ) -> float:
+        """Seconds that the other kind would save until these requests are done, less what may be noise;
+        below 0 if it would take longer. Idle slots have `n_idle_cells`."""
+        loads = list(_coming(alive, n_idle_cells, n_batch, n_slots))
+        own_s, other_s = (
+            sum(times * kind.forecast_s(load) for times, load in loads)
+            for kind in (self._own, self._other)
+        )
+        return own_s - (1 + _LEAST_GAIN) * other_s
+
+    def turn(self) -> str:
+        """The engine has the other kind from now on. Returns why, in a line."""
+        own, other = self._own, self._other
+        self._own, self._other = other, own
+        reason = f"{other.mode}: by the traffic"
+        if own.seconds:
+            reason += (
+                f", in which {own.seconds:.1f} s of work with {own.mode} "
+                f"would have taken {other.seconds:.1f} s"
+            )
+        own.seconds = other.seconds = 0.0
+        return reason
+
+
+def _coming(
+    alive: Sequence[Alive], n_idle_cells: float, n_batch: int, n_slots: int
+) -> Iterable[tuple[float, Load]]:
+    """The steps until these are done, and how often each: prompts first, then answers."""
+    if not alive:
+        return
+    n_at_once = min(len(alive), n_slots)
+    part = n_at_once / len(alive)
+    n_pending = sum(one.n_pending for one in alive)
+    n_answers = sum(one.n_left for one in alive)
+    n_tokens = sum(one.n_tokens for one in alive)
+    n_own = n_tokens - sum(min(one.n_shared, one.n_tokens) for one in alive)
+    n_cells = n_idle_cells + part * n_own
+    if n_pending:
+        begun = sum(one.n_pending * (one.n_tokens - one.n_pending / 2) for one in alive)
+        load = Load(
+            n_prompt=min(n_batch, n_pending), prompt_depth=begun / n_pending, n_cells=n_cells
+        )
+        yield n_pending / load.n_prompt, load
+    if n_answers:
+        n_each = n_answers / len(alive)
+        depth = n_tokens / len(alive) + n_each / 2
+        cells = n_cells + n_at_once * n_each / 2
+        yield n_answers / n_at_once, Load(n_at_once, depth, n_cells=cells)

@@ -1,0 +1,204 @@
+"""Changes the kind of cache when the traffic says that the other one pays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as SequenceOf
+
+from serve_app.engine.admission import Admission
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.traffic import Alive, Load, Traffic
+from serve_app.engine.backends.base import Backend, State
+from serve_app.engine.kv_cache.manager import KVCacheManager
+from serve_app.engine.kv_cache.opening import min_copy
+from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.batch import Batch
+from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.scheduler import Scheduler
+from serve_app.engine.sequence import Sequence, SequenceState
+from serve_app.errors import DecodeError
+
+logger = logging.getLogger("corral.engine")
+
+# What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
+# somebody does. And the longest that streams may wait for it, in seconds.
+_AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 2, 4
+_LONGEST_PAUSE_S = 2.0
+# A change counts as no shorter: forecasts of less are noise.
+_LEAST_S = 0.5
+# After a change, the next one may so many times later as that took.
+_PAUSE = 10
+# The live requests are looked at again after so many steps, if none came or went.
+_EVERY = 16
+
+
+class CacheChange:
+    """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread
+    only.
+
+    Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
+    of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
+    them several times as much. Never, if the options say what kind of cache it is to be.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        backend: Backend,
+        cache: KVCacheManager,
+        scheduler: Scheduler,
+        costs: CostModel,
+        waiting: FairQueue,
+        admission: Admission,
+    ) -> None:
+        self._options = options
+        self._backend = backend
+        self._cache = cache
+        self._scheduler = scheduler
+        self._costs = costs
+        self._waiting = waiting
+        self._admission = admission
+        other = backend.other
+        self._traffic = (
+            Traffic((backend.mode, backend.profile), other)
+            if other and backend.profile.decode_s
+            else None
+        )
+        self._not_before = 0.0
+        self._looked_at: tuple[int, ...] = ()
+        self._n_steps = 0
+
+    def saw(self, batches: SequenceOf[Batch]) -> None:
+        """A step is going to compute these."""
+        if self._traffic is None or not batches:
+            return
+        self._n_steps += 1
+        chunks = [chunk for batch in batches for chunk in batch.chunks]
+        decoding = [one.sequence.n_past for one in chunks if one.sequence.n_pending == 1]
+        prompts = [
+            (one.n_rows, one.sequence.n_past) for one in chunks if one.sequence.n_pending > 1
+        ]
+        n_prompt = sum(n_rows for n_rows, _ in prompts)
+        self._traffic.saw(
+            Load(
+                len(decoding),
+                sum(decoding) / max(1, len(decoding)),
+                n_prompt,
+                sum(n_rows * n_past for n_rows, n_past in prompts) / max(1, n_prompt),
+                self._cache.table.n_cells,
+            )
+        )
+
+    def pays_at_rest(self) -> bool:
+        """Whether to change now that nobody is there."""
+        return self._traffic is not None and self._traffic.regret_s > _AT_REST * self._cost_s()
+
+    def pays(self, n_answer: float) -> bool:
+        """Whether to change now, for those that are there and for what was there lately. An answer probably
+        has `n_answer` tokens."""
+        if self._traffic is None or not self._is_news() or time.monotonic() < self._not_before:
+            return False
+        running = self._scheduler.running
+        if any(one.finished for one in running):
+            return False
+        streams = any(one.state is SequenceState.DECODE for one in running)
+        cost_s = self._cost_s()
+        if streams and cost_s > _LONGEST_PAUSE_S:
+            return False
+        alive = [self._alive(one, n_answer) for one in (*running, *self._waiting.unordered)]
+        coming = [one for one in alive if one is not None]
+        saves_s = self._traffic.saves_s(
+            coming, self._idle_cells(len(coming)), self._options.n_batch, self._options.n_slots
+        )
+        wanted = _BESIDE_STREAMS if streams else _BEFORE_STREAMS
+        return bool(coming) and self._traffic.regret_s + saves_s > wanted * cost_s
+
+    def _is_news(self) -> bool:
+        waits = sum(one.waits is not None for one in self._waiting.unordered)
+        seen = (len(self._scheduler.running), len(self._waiting), waits, self._n_steps // _EVERY)
+        before, self._looked_at = self._looked_at, seen
+        return seen != before
+
+    def _alive(self, sequence: Sequence, n_answer: float) -> Alive | None:
+        """None for one of which nothing is known: there was no slot for it yet."""
+        n_tokens = len(sequence.tokens)
+        likely = max(1.0, n_answer - sequence.n_generated)
+        n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
+        if sequence.waits is not None:
+            n_shared = min(sequence.waits.n_tokens, n_tokens)
+            return Alive(n_tokens - n_shared, n_tokens, n_shared, n_left)
+        if sequence.state is SequenceState.WAITING:
+            return None
+        n_shared = self._cache.table.slots[sequence.slot_id].n_shared
+        return Alive(max(0, sequence.n_pending - 1), n_tokens, n_shared, n_left)
+
+    def _idle_cells(self, n_alive: int) -> float:
+        """What will be left of what idle slots have when so many requests have slots."""
+        idle = [slot.n_past - slot.n_shared for slot in self._cache.table.slots if slot.idle]
+        n_taken = max(0, n_alive - len(self._scheduler.running))
+        return sum(idle) * max(0, len(idle) - n_taken) / max(1, len(idle))
+
+    # -- the change -------------------------------------------------------------------------------
+
+    def _cost_s(self) -> float:
+        """Seconds until all is as it was: the cache is made, what is worth it is stored, and what running
+        sequences had is there again."""
+        saves, restores = self._cache.copies.saves, self._cache.copies.restores
+        seconds = self._backend.change_s
+        for slot in self._cache.table.slots:
+            n_tokens = slot.n_past
+            kept = n_tokens if self._is_worth_storing(slot) else 0
+            n_bytes = kept * self._backend.memory.cache_bytes_per_token
+            if kept and not self._cache.memory_tier.fits(n_bytes):
+                n_bytes, kept = 0, 0
+            seconds += saves.forecast_s(n_bytes)
+            if slot.sequence is not None:
+                n_computed = n_tokens - (kept or min(slot.n_shared, n_tokens))
+                seconds += restores.forecast_s(n_bytes) + n_computed * self._costs.prompt_token_s
+        return max(_LEAST_S, seconds)
+
+    def _is_worth_storing(self, slot: Slot) -> bool:
+        """In a unified cache, what comes back from a store shares no cells: what is mostly another slot's
+        is better copied from there."""
+        turns_unified = not self._backend.mode.kv_unified
+        mostly_shared = turns_unified and 2 * slot.n_shared > slot.n_past
+        return bool(slot.n_past) and not (slot.pinned or mostly_shared)
+
+    def carry_out(self) -> None:
+        """Have the other kind of cache. Running sequences lose their slots, and wait for others. Raises
+        ConfigError if there is no memory for either kind: the backend is broken then."""
+        if self._traffic is None:
+            return
+        began = time.monotonic()
+        cache, table = self._cache, self._cache.table
+        for slot in sorted(table.slots, key=lambda one: (one.sequence is not None, one.last_used)):
+            if self._is_worth_storing(slot):
+                cache.keep(slot)
+        pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
+        self._admission.interrupt()
+        self._backend.change(self._traffic.turn())
+        if self._backend.other is None:
+            self._traffic = None
+        self._costs.begin(self._backend.profile)
+        unified = self._backend.mode.kv_unified
+        self._scheduler.mix(unified)
+        table.begin(min_copy(self._costs), consecutive=not unified)
+        for slot_id, state in pinned.items():
+            self._restore_pinned(slot_id, state)
+        took_s = time.monotonic() - began
+        self._not_before = time.monotonic() + _PAUSE * took_s
+        logger.info("%s. The change took %.2f s.", self._backend.mode_reason, took_s)
+
+    def _pinned_state(self, slot: Slot) -> State | None:
+        return None if slot.id in self._backend.unsettled else self._backend.save(slot.id)
+
+    def _restore_pinned(self, slot_id: int, state: State | None) -> None:
+        try:
+            if state is not None:
+                self._backend.restore(slot_id, state)
+                return
+        except DecodeError as error:
+            logger.warning("A system prompt is computed again: %s", error)
+        self._cache.pin(self._options.n_batch, slot_id)
