@@ -175,7 +175,7 @@ class CacheChange:
         cache, table = self._cache, self._cache.table
         for slot in sorted(table.slots, key=lambda one: (one.sequence is not None, one.last_used)):
             if self._is_worth_storing(slot):
-                cache.keep(slot)
+                cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
         self._admission.interrupt()
         self._backend.change(self._traffic.turn())

@@ -137,7 +137,7 @@ class KVCacheManager:
         sequence.preempt()
         self.table.release(slot)
 
-    def keep(self, slot: Slot) -> None:
+    def store_now(self, slot: Slot) -> None:
         """Save what a slot has, whoever waits for that, unless the store does not want it."""
         tokens = slot.tokens[: slot.n_past]
         if self._is_worth_saving(slot, tokens):

@@ -1,0 +1,132 @@
+"""The kind of cache changes when the traffic says so: before streams, between them, at rest; or never."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from serve_app.engine import loop
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.autotune.traffic import Traffic
+from serve_app.engine.backends.fake import FakeBackend
+from serve_app.types import FinishReason
+from tests.unit.engine.harness import (
+    continuation,
+    endless,
+    options,
+    request,
+    running,
+    start,
+    until,
+)
+
+SPLIT, UNIFIED = Mode(True, False), Mode(True, True)
+SYSTEM = "You are a helpful assistant. "
+SLOW = Profile({1: 1.0, 4: 4.0}, {1: 1.0, 16: 4.0})
+FAST = Profile({1: 0.5, 4: 1.0}, {1: 0.5, 16: 1.0})
+LARGE = options(4, n_ctx_slot=128, cache_ram_bytes=100_000, max_stall_s=None)
+
+
+def changing(backend: FakeBackend, own: Profile = SLOW, other: Profile = FAST) -> FakeBackend:
+    """A backend with a split cache, and another kind that takes other times."""
+    backend.mode, backend.profile, backend.other = SPLIT, own, (UNIFIED, other)
+    return backend
+
+
+def said(prompts: list[str], backend: FakeBackend, n: int = 8) -> list[list[int]]:
+    with running(backend, LARGE) as engine:
+        inboxes = start(
+            engine, *(request(str(i), text, max_tokens=n) for i, text in enumerate(prompts))
+        )
+        assert [inbox.wait().reason for inbox in inboxes] == [FinishReason.LENGTH] * len(prompts)
+        return [inbox.token_ids for inbox in inboxes]
+
+
+def test_many_that_begin_alike_change_the_cache_before_they_stream() -> None:
+    backend = changing(FakeBackend(endless, n_slots=4))
+    prompts = [SYSTEM + letter for letter in "abcd"]
+    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert backend.mode == UNIFIED
+    assert "by the traffic" in backend.mode_reason
+
+
+@pytest.mark.parametrize("other", [None, SLOW])
+def test_without_another_kind_that_is_better_nothing_changes(other: Profile | None) -> None:
+    backend = changing(FakeBackend(endless, n_slots=4))
+    backend.other = None if other is None else (UNIFIED, other)
+    prompts = [SYSTEM + letter for letter in "abcd"]
+    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert backend.mode == SPLIT
+
+
+@pytest.mark.parametrize(("change_s", "expected"), [(0.1, UNIFIED), (2.5, SPLIT)])
+def test_streams_are_interrupted_for_what_saves_much_and_takes_little(
+    change_s: float, expected: Mode
+) -> None:
+    """Two with prompts of their own stream when the other kind is found to be better. They go on where they
+    were."""
+    backend = changing(FakeBackend(endless, n_slots=4), FAST, FAST)
+    backend.change_s = change_s
+    with running(backend, LARGE) as engine:
+        inboxes = start(engine, *(request(text, text, max_tokens=60) for text in ("a", "other")))
+        until(lambda: all(inbox.deltas for inbox in inboxes))
+        backend.hold()
+        until(lambda: backend.n_waiting == 1)
+        change = engine._loop._cache_change
+        change._traffic = Traffic((SPLIT, SLOW), (UNIFIED, FAST))
+        backend.resume()
+        for inbox, text in zip(inboxes, ("a", "other"), strict=True):
+            assert inbox.wait().reason == FinishReason.LENGTH
+            assert inbox.token_ids == continuation(text.encode(), 60)
+        assert backend.mode == expected
+        assert engine.stats().preemptions == (2 if expected == UNIFIED else 0)
+
+
+def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What idle slots have is stored, and comes back; what is pinned stays."""
+    monkeypatch.setattr(loop, "_REST_S", 0.0)
+    pinned = tuple(SYSTEM.encode())
+    backend = changing(FakeBackend(endless, n_slots=5))
+    backend.change_s = 6.0
+    with running(backend, replace(LARGE, pinned=(pinned,))) as engine:
+        (inbox,) = start(engine, request("a", "a question of its own, alone", max_tokens=12))
+        inbox.wait()
+        until(lambda: engine.stats().kv_unified)
+        assert backend.slots[4] == list(pinned)
+        assert backend.slots[:4] == [[]] * 4
+        prompt = "a question of its own, alone" + bytes(inbox.token_ids).decode()
+        (again,) = start(engine, request("b", prompt))
+        assert again.wait().usage.cached_tokens == len(prompt) - 1
+        assert engine.stats().restored_tokens == len(prompt) - 1
+        assert again.token_ids == continuation(prompt.encode(), 4)
+        assert "by the traffic, in which" in engine.stats().mode_reason
+
+
+def test_it_changes_back() -> None:
+    backend = changing(FakeBackend(endless, n_slots=4))
+    prompts = [SYSTEM + letter for letter in "abcd"]
+    with running(backend, LARGE) as engine:
+        for inbox in start(engine, *(request(text, text, max_tokens=8) for text in prompts)):
+            inbox.wait()
+        assert backend.mode == UNIFIED
+        change = engine._loop._cache_change
+        change._not_before = 0.0
+        change._traffic = Traffic((UNIFIED, SLOW), (SPLIT, FAST))
+        inboxes = start(engine, *(request(f"{text} again", f"{text} again") for text in prompts))
+        for inbox, text in zip(inboxes, prompts, strict=True):
+            inbox.wait()
+            assert inbox.token_ids == continuation(f"{text} again".encode(), 4)
+        assert backend.mode == SPLIT
+
+
+def test_a_change_that_finds_no_memory_is_the_last_one() -> None:
+    class Cramped(FakeBackend):
+        def change(self, reason: str) -> None:
+            self.slots, self.other = [[] for _ in self.slots], None
+
+    backend = changing(Cramped(endless, n_slots=4))
+    prompts = [SYSTEM + letter for letter in "abcd"]
+    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert backend.mode == SPLIT
