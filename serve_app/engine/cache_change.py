@@ -24,7 +24,7 @@ logger = logging.getLogger("corral.engine")
 
 # What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
 # somebody does. And the longest that streams may wait for it, in seconds.
-_AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 2, 4
+_AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 1, 4
 _LONGEST_PAUSE_S = 2.0
 # A change counts as no shorter: forecasts of less are noise.
 _LEAST_S = 0.5
@@ -177,8 +177,10 @@ class CacheChange:
             if self._is_worth_storing(slot):
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
+        at_rest = not (self._scheduler.running or self._waiting)
+        reason = self._traffic.turn(at_rest=at_rest)
         self._admission.interrupt()
-        self._backend.change(self._traffic.turn())
+        self._backend.change(reason)
         if self._backend.other is None:
             self._traffic = None
         self._costs.begin(self._backend.profile)

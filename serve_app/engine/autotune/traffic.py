@@ -19,7 +19,7 @@ from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.modes import Mode
 
 # The other kind must be so much faster, or it is noise.
-_LEAST_GAIN = 0.15
+_LEAST_GAIN = 0.1
 # Seconds of work after which what was seen hardly counts any more.
 _REMEMBERED_S = 60.0
 
@@ -59,6 +59,8 @@ class _Kind:
     costs: CostModel
     seconds: float = 0.0
     """What the traffic of late takes with it."""
+    coming_s: float = 0.0
+    """What the requests take that were looked at last."""
 
     def forecast_s(self, load: Load) -> float:
         """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch."""
@@ -100,24 +102,21 @@ class Traffic:
         """Seconds that the other kind would save until these requests are done, less what may be noise;
         below 0 if it would take longer. Idle slots have `n_idle_cells`."""
         loads = list(_coming(alive, n_idle_cells, n_batch, n_slots))
-        own_s, other_s = (
-            sum(times * kind.forecast_s(load) for times, load in loads)
-            for kind in (self._own, self._other)
-        )
-        return own_s - (1 + _LEAST_GAIN) * other_s
+        for kind in (self._own, self._other):
+            kind.coming_s = sum(times * kind.forecast_s(load) for times, load in loads)
+        return self._own.coming_s - (1 + _LEAST_GAIN) * self._other.coming_s
 
-    def turn(self) -> str:
-        """The engine has the other kind from now on. Returns why, in a line."""
+    def turn(self, *, at_rest: bool) -> str:
+        """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for those that
+        `saves_s` looked at, too."""
         own, other = self._own, self._other
         self._own, self._other = other, own
-        reason = f"{other.mode}: by the traffic"
-        if own.seconds:
-            reason += (
-                f", in which {own.seconds:.1f} s of work with {own.mode} "
-                f"would have taken {other.seconds:.1f} s"
-            )
+        own_s, other_s = (kind.seconds + kind.coming_s * (not at_rest) for kind in (own, other))
         own.seconds = other.seconds = 0.0
-        return reason
+        return (
+            f"{other.mode}: by the traffic of late, {own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s "
+            "so"
+        )
 
 
 def _coming(

@@ -101,7 +101,7 @@ def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) 
         assert again.wait().usage.cached_tokens == len(prompt) - 1
         assert engine.stats().restored_tokens == len(prompt) - 1
         assert again.token_ids == continuation(prompt.encode(), 4)
-        assert "by the traffic, in which" in engine.stats().mode_reason
+        assert "by the traffic of late" in engine.stats().mode_reason
 
 
 def test_it_changes_back() -> None:
