@@ -107,16 +107,14 @@ class Traffic:
         return self._own.coming_s - (1 + _LEAST_GAIN) * self._other.coming_s
 
     def turn(self, *, at_rest: bool) -> str:
-        """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for those that
-        `saves_s` looked at, too."""
+        """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for those
+        that `saves_s` looked at, too."""
         own, other = self._own, self._other
         self._own, self._other = other, own
         own_s, other_s = (kind.seconds + kind.coming_s * (not at_rest) for kind in (own, other))
         own.seconds = other.seconds = 0.0
-        return (
-            f"{other.mode}: by the traffic of late, {own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s "
-            "so"
-        )
+        work = f"{own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s so"
+        return f"{other.mode}: by the traffic of late, {work}"
 
 
 def _coming(

@@ -26,7 +26,7 @@ OPTIONS = EngineOptions(
 )
 SPLIT, UNIFIED = Mode(False, False), Mode(False, True)
 COUNTS = (1, 2, 4)
-# In a unified cache a batch takes as long as there are cells, so with prompts of their own as in a split one.
+# In a unified cache a batch takes as long as there are cells: with prompts of their own as in a split one.
 SHALLOW = {n: 0.1 * n for n in COUNTS}
 DEEP = Profile(
     SHALLOW, {16: 0.1, 64: 0.4}, {}, 100, {n: 20.0 * n for n in COUNTS}, {16: 0.1, 64: 0.4}

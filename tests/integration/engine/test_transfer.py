@@ -96,7 +96,7 @@ async def test_a_damaged_state_is_refused(
 ) -> None:
     payload, n_shared = await sent(path)
     async with opened(path) as fresh:
-        with pytest.raises(RefusedPrefixError, match="does not take back|cannot be used"):
+        with pytest.raises(RefusedPrefixError, match=r"does not take back|cannot be used"):
             fresh.prefixes.import_prefix(replace(payload, state=damage(payload.state)), n_shared)
         _, cached = await tell(fresh, SYSTEM + "Six")
     assert cached == 0

@@ -92,8 +92,8 @@ def test_after_a_change_the_other_kind_is_the_own_one() -> None:
         traffic.saw(Load(16, 1000, n_cells=1000))
     reason = traffic.turn(at_rest=True)
     assert reason == (
-        "unified KV cache, flash attention on: by the traffic of late, 1.9 s of work with split KV cache, flash "
-        "attention on, and 0.7 s so"
+        "unified KV cache, flash attention on: by the traffic of late, 1.8 s of work with split KV cache, "
+        "flash attention on, and 0.7 s so"
     )
     assert traffic.regret_s == 0
     traffic.saw(Load(16, 1000, n_cells=16_000))

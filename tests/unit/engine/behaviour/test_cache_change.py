@@ -88,10 +88,12 @@ def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) 
     """What idle slots have is stored, and comes back; what is pinned stays."""
     monkeypatch.setattr(loop, "_REST_S", 0.0)
     pinned = tuple(SYSTEM.encode())
-    backend = changing(FakeBackend(endless, n_slots=5))
-    backend.change_s = 6.0
+    backend = changing(FakeBackend(endless, n_slots=5, step_s=0.01))
+    backend.change_s = 15.0
     with running(backend, replace(LARGE, pinned=(pinned,))) as engine:
         (inbox,) = start(engine, request("a", "a question of its own, alone", max_tokens=12))
+        until(lambda: bool(inbox.deltas))
+        backend.change_s = 6.0  # too much beside a stream
         inbox.wait()
         until(lambda: engine.stats().kv_unified)
         assert backend.slots[4] == list(pinned)
