@@ -15,7 +15,6 @@ from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftE
 from serve_app.llama import library
 from serve_app.llama.formats import CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
-from serve_app.llama.state_layout import Layout, State, converted
 from serve_app.llama.threads import FEW_ROWS, Threads
 
 Row = tuple[int, int, int, bool]
@@ -23,6 +22,9 @@ Row = tuple[int, int, int, bool]
 
 Pooling = Literal["none", "rank"]
 """What llama.cpp makes of a text's vectors: nothing, or a reranking model's score."""
+
+State = bytes | memoryview
+"""The saved state of a sequence."""
 
 # A sequence of which only this part is in use is copied as a state: one copy takes as long either way.
 _FEW_CELLS = 1 / 4
@@ -131,9 +133,8 @@ class Context:
         self.window = self.model.window
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         self.portable = self.model.can_rewind and not self.window
-        """Whether `restore` takes what was saved with another kind of cache or attention."""
+        """Whether a state is of one kind of layers, which keep all tokens: good for other kinds of cache, too."""
         self._kv_unified = kv_unified
-        self._layout = Layout(1 if kv_unified else params.n_seq_max, transposed=not flash_attn)
         self._states = self.portable and not kv_unified
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
         self._copied: tuple[int, State] | None = None
@@ -289,15 +290,9 @@ class Context:
         return buffer[:n_written].data
 
     def restore(self, seq_id: int, state: State) -> None:
-        """Fill a sequence with a saved state, whatever it held. If the context is `portable`, it may be of
-        another kind of cache or attention. Raises DecodeError if llama.cpp refuses it; the sequence is
-        empty then."""
+        """Fill a sequence with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
+        the sequence is empty then."""
         self.truncate(seq_id, 0)
-        if self.portable:
-            try:
-                state = converted(state, self._layout)
-            except ValueError as error:
-                raise DecodeError(f"The saved state cannot be used: {error}") from error
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not llama_cpp.llama_state_seq_set_data(self.pointer, pointer, len(state), seq_id):
             self.truncate(seq_id, 0)

@@ -1,5 +1,4 @@
-"""Learns from the traffic which kind of cache pays, a split or a unified one. Pure: no model, no threads,
-no clock.
+"""Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
 
 What every step computes is forecast for both kinds, by profiles that were measured in turns, before
 anything was learnt: so neither is favoured by what the engine has seen of the one that it has. What the

@@ -20,6 +20,7 @@ from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import Measures, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
+from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
 from serve_app.errors import ConfigError, DecodeError
@@ -321,6 +322,15 @@ class LlamaBackend:
 
     def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""
+        if self._context.portable:
+            n_streams = (
+                1 if self.mode.kv_unified else self._options.n_slots + len(self._options.pinned)
+            )
+            layout = Layout(n_streams, transposed=not self.mode.flash_attn)
+            try:
+                state = converted(state, layout)
+            except ValueError as error:
+                raise DecodeError(f"The saved state cannot be used: {error}") from error
         self._context.restore(seq_id, state)
 
     @property

@@ -14,6 +14,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.backends.llama_cpp import LlamaBackend
+from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from tests.unit.engine.harness import until
@@ -137,7 +138,8 @@ def test_states_go_from_any_kind_of_cache_to_any_other(path: Path, flash_attn: b
         expected = context.logits(0).copy()
         for kind in (Mode(True, True), Mode(False, True), Mode(False, False), Mode(True, False)):
             context.become(flash_attn=kind.flash_attn, kv_unified=kind.kv_unified)
-            context.restore(2, state)
+            n_streams = 1 if kind.kv_unified else 3
+            context.restore(2, converted(state, Layout(n_streams, not kind.flash_attn)))
             token, position, _, _ = rows[-1]
             state = context.save(2)
             context.decode([(token, position, 2, True)])
