@@ -80,13 +80,11 @@ class CacheChange:
         prompts = [
             (one.n_rows, one.sequence.n_past) for one in chunks if one.sequence.n_pending > 1
         ]
-        n_prompt = sum(n_rows for n_rows, _ in prompts)
         self._traffic.saw(
             Load(
                 len(decoding),
                 sum(decoding) / max(1, len(decoding)),
-                n_prompt,
-                sum(n_rows * n_past for n_rows, n_past in prompts) / max(1, n_prompt),
+                tuple(prompts),
                 self._cache.table.n_cells,
             )
         )
@@ -110,7 +108,7 @@ class CacheChange:
         alive = [self._alive(one, n_answer) for one in (*running, *self._waiting.unordered)]
         coming = [one for one in alive if one is not None]
         saves_s = self._traffic.saves_s(
-            coming, self._idle_cells(len(coming)), self._options.n_batch, self._options.n_slots
+            coming, self._idle_cells(len(coming)), self._options.n_slots
         )
         wanted = _BESIDE_STREAMS if streams else _BEFORE_STREAMS
         return bool(coming) and self._traffic.regret_s + saves_s > wanted * cost_s

@@ -133,7 +133,7 @@ class Context:
         self.window = self.model.window
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         self.portable = self.model.can_rewind and not self.window
-        """Whether a state is of one kind of layers, which keep all tokens: good for other kinds of cache, too."""
+        """Whether states are good for other kinds of cache, too: all layers keep all tokens."""
         self._kv_unified = kv_unified
         self._states = self.portable and not kv_unified
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""

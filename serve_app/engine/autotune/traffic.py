@@ -30,9 +30,8 @@ class Load(NamedTuple):
     """Sequences that get their next token."""
     decode_depth: float = 0.0
     """The tokens that each has in the cache, on average."""
-    n_prompt: float = 0.0
-    """Rows of prompts."""
-    prompt_depth: float = 0.0
+    prompts: tuple[tuple[int, float], ...] = ()
+    """Of each prompt, the rows, and the tokens that it has in the cache."""
     n_cells: float = 0.0
     """Tokens in all slots, if what they have in common counts once."""
 
@@ -63,16 +62,21 @@ class _Kind:
 
     def forecast_s(self, load: Load) -> float:
         """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch."""
-        n_decoding, n_prompt = round(load.n_decoding), round(load.n_prompt)
+        n_decoding, n_prompt = round(load.n_decoding), sum(n for n, _ in load.prompts)
         if not self.mode.kv_unified:
             decode_s = self.costs.steps_s(n_decoding, load.decode_depth) if n_decoding else 0.0
-            prompt_s = self.costs.prefill_s(n_prompt, load.prompt_depth) if n_prompt else 0.0
-            return decode_s + prompt_s
+            return decode_s + self._prompts_s(load.prompts, n_prompt)
         n_rows = n_decoding + n_prompt
-        tokens = n_decoding * load.decode_depth + n_prompt * load.prompt_depth
+        tokens = n_decoding * load.decode_depth + sum(n * depth for n, depth in load.prompts)
         depth = self.costs.attended(tokens / max(1, n_rows), load.n_cells)
         one = self.costs.prefill_s if n_prompt else self.costs.decode_s
         return one(n_rows, depth) if n_rows else 0.0
+
+    def _prompts_s(self, prompts: Iterable[tuple[int, float]], n_prompt: int) -> float:
+        """In a split cache: all rows are computed together, but each prompt's attention for itself."""
+        at = self.costs.prefill_s
+        attention_s = sum(at(n, depth) - at(n, 0) for n, depth in prompts)
+        return at(n_prompt, 0) + attention_s if n_prompt else 0.0
 
 
 class Traffic:
@@ -95,12 +99,10 @@ class Traffic:
         if self.regret_s < 0:
             self._own.seconds = self._other.seconds = 0.0
 
-    def saves_s(
-        self, alive: Sequence[Alive], n_idle_cells: float, n_batch: int, n_slots: int
-    ) -> float:
+    def saves_s(self, alive: Sequence[Alive], n_idle_cells: float, n_slots: int) -> float:
         """Seconds that the other kind would save until these requests are done, less what may be noise;
         below 0 if it would take longer. Idle slots have `n_idle_cells`."""
-        loads = list(_coming(alive, n_idle_cells, n_batch, n_slots))
+        loads = list(_coming(alive, n_idle_cells, n_slots))
         for kind in (self._own, self._other):
             kind.coming_s = sum(times * kind.forecast_s(load) for times, load in loads)
         return self._own.coming_s - (1 + _LEAST_GAIN) * self._other.coming_s
@@ -117,7 +119,7 @@ class Traffic:
 
 
 def _coming(
-    alive: Sequence[Alive], n_idle_cells: float, n_batch: int, n_slots: int
+    alive: Sequence[Alive], n_idle_cells: float, n_slots: int
 ) -> Iterable[tuple[float, Load]]:
     """The steps until these are done, and how often each: prompts first, then answers."""
     if not alive:
@@ -130,11 +132,8 @@ def _coming(
     n_own = n_tokens - sum(min(one.n_shared, one.n_tokens) for one in alive)
     n_cells = n_idle_cells + part * n_own
     if n_pending:
-        begun = sum(one.n_pending * (one.n_tokens - one.n_pending / 2) for one in alive)
-        load = Load(
-            n_prompt=min(n_batch, n_pending), prompt_depth=begun / n_pending, n_cells=n_cells
-        )
-        yield n_pending / load.n_prompt, load
+        rows = [(one.n_pending, one.n_tokens - one.n_pending / 2) for one in alive if one.n_pending]
+        yield 1, Load(prompts=tuple(rows), n_cells=n_cells)
     if n_answers:
         n_each = n_answers / len(alive)
         depth = n_tokens / len(alive) + n_each / 2

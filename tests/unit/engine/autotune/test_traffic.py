@@ -39,10 +39,10 @@ def test_regret_is_what_the_other_kind_would_have_saved() -> None:
 
 def test_prompts_and_decoding_sequences_are_one_batch_of_a_unified_cache() -> None:
     traffic = Traffic(OWN, SHARING)
-    traffic.saw(Load(1, 0, 63, 0))
+    traffic.saw(Load(1, 0, ((63, 0),)))
     assert traffic.regret_s == 0  # 0.64 s, and apart 0.63 + 0.011: noise
     apart = Traffic(OWN, (UNIFIED, Profile({1: 0.1}, {n: s / 2 for n, s in ROWS.items()})))
-    apart.saw(Load(1, 0, 63, 0))
+    apart.saw(Load(1, 0, ((63, 0),)))
     assert apart.regret_s == pytest.approx(0.641 - 1.1 * 0.32)
 
 
@@ -67,22 +67,22 @@ def test_what_was_long_ago_counts_less() -> None:
 
 def test_what_comes_is_told_by_who_is_there() -> None:
     traffic = Traffic(OWN, SHARING)
-    assert traffic.saves_s(coming(16, 1000, 32), 0, 512, 16) > 3
-    assert traffic.saves_s(coming(16, 0, 1000), 0, 512, 16) < 0
-    assert traffic.saves_s([], 0, 512, 16) == 0
+    assert traffic.saves_s(coming(16, 1000, 32), 0, 16) > 3
+    assert traffic.saves_s(coming(16, 0, 1000), 0, 16) < 0
+    assert traffic.saves_s([], 0, 16) == 0
     assert traffic.regret_s == 0
 
 
 def test_idle_cells_speak_against_a_unified_cache() -> None:
     traffic = Traffic(OWN, SHARING)
-    alone = traffic.saves_s(coming(4, 1000, 32), 0, 512, 16)
-    assert alone > 0 > traffic.saves_s(coming(4, 1000, 32), 40_000, 512, 16)
+    alone = traffic.saves_s(coming(4, 1000, 32), 0, 16)
+    assert alone > 0 > traffic.saves_s(coming(4, 1000, 32), 40_000, 16)
 
 
 def test_more_requests_than_slots_take_turns() -> None:
     """Twice as many, twice as much to save, as they are never there together."""
     traffic = Traffic(OWN, SHARING)
-    half, all_ = (traffic.saves_s(coming(n, 1000, 32), 0, 512, 16) for n in (16, 32))
+    half, all_ = (traffic.saves_s(coming(n, 1000, 32), 0, 16) for n in (16, 32))
     assert all_ == pytest.approx(2 * half, rel=0.05)
 
 
@@ -98,3 +98,15 @@ def test_after_a_change_the_other_kind_is_the_own_one() -> None:
     assert traffic.regret_s == 0
     traffic.saw(Load(16, 1000, n_cells=16_000))
     assert traffic.regret_s > 0
+
+
+def test_in_a_split_cache_each_prompts_attention_is_for_itself() -> None:
+    """Kernels that are slow with few rows: sixteen prompts of 32 rows, or one of 512."""
+    deep = {1: 0.51, 16: 0.66, 64: 0.7, 512: 5.2}
+    split = Profile({1: 0.01}, ROWS, {}, 1000, {}, deep)
+    traffic = Traffic((SPLIT, split), (UNIFIED, split))
+    traffic.saw(Load(prompts=((32, 1000.0),) * 16, n_cells=1000))
+    assert traffic.regret_s > 1
+    same = Traffic((SPLIT, split), (UNIFIED, split))
+    same.saw(Load(prompts=((512, 1000.0),), n_cells=1000))
+    assert same.regret_s == 0
