@@ -12,7 +12,7 @@ from serve_app.engine.backends.base import Sampler, Vocabulary
 from serve_app.engine.decode.detokenizer import Detokenizer
 from serve_app.engine.decode.ngram_proposer import NgramProposer
 from serve_app.engine.kv_cache import context_shift
-from serve_app.engine.kv_cache.packing import TOKEN_BYTES, n_tokens, packed
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
 from serve_app.engine.metrics.trace import Trace
 from serve_app.errors import CorralError
 from serve_app.llama.constraint import Constraint
@@ -52,7 +52,7 @@ class Sequence:
     `tokens` is the prompt and everything sampled since, less what context shifts dropped;
     `tokens[:n_past]` are in the cache. A step feeds some of `tokens[n_past:]`, and drafts of what may
     follow; so a sequence cannot feed a token that is not its own, and it samples when the last is fed.
-    That list only grows: after a context shift, it is another one.
+    That array only grows: after a context shift, it is another one.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Sequence:
         self.constraint = constraint
         self.id = request.id
         self.sink = sink
-        self.tokens = list(request.prompt)
         self.n_prompt = len(request.prompt)
         self._packed = self.packed_prompt = packed(request.prompt)
         """Some of its first tokens; and all of its prompt. Nobody need pack them while others wait."""
+        self.tokens = token_array(self._packed)
         self.n_generated = 0
         """Tokens sampled so far, by other engines too."""
         self.n_past = 0
@@ -180,9 +180,9 @@ class Sequence:
             room = min(room, self.n_left - 1)
         return self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
 
-    def give_up(self, n_tokens: int) -> list[int]:
+    def give_up(self, n_tokens: int) -> TokenArray:
         """Its first tokens, for its slot to keep: it has ended, and has none any more."""
-        tokens, self.tokens, self._packed = self.tokens, [], b""
+        tokens, self.tokens, self._packed = self.tokens, token_array(), b""
         del tokens[n_tokens:]
         return tokens
 

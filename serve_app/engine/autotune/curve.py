@@ -16,7 +16,7 @@ from serve_app.engine.autotune.trials import doubtful
 # Where no slope was measured, a depth of so many tokens may double what a batch takes.
 _DOUBLING_DEPTH = 4_000
 # Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
-_TRUSTED, _DOUBTED = 0.02, 1.0
+_TRUSTED, _TRUSTED_SLOPE, _DOUBTED = 0.02, 0.1, 1.0
 
 
 class Speed:
@@ -55,7 +55,13 @@ class Curve:
         self._bases = [
             add(0.0, _DOUBTED if n in self.doubted else _TRUSTED, 2e-5) for n in self.measured
         ]
-        self._deeper = [add(0.0, 0.1, 5e-5) for _ in self.measured]
+        added = {n: deep[n] - shallow[n] for n in known}
+        self.doubted_slopes = [n for n in known if n in doubtful(added) or added[n] <= 0]
+        """The same of what depth adds."""
+        self._deeper = [
+            add(0.0, _DOUBTED if n in self.doubted_slopes else _TRUSTED_SLOPE, 5e-5)
+            for n in self.measured
+        ]
         self._all_deeper = add(0.0, 1.0, 1e-4)
 
     def at(self, n_rows: int, n_past: float) -> float:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.profiler import ProfiledContext
-from serve_app.engine.autotune.trials import Trials
+from serve_app.engine.autotune.trials import Trials, doubtful
 
 # Tokens before a batch, at most: keys and values are in no cache of the processor any more, and from there
 # on the time grows straight.
@@ -18,10 +18,18 @@ ROOM = 64
 """Cells besides, for the rows of a batch."""
 # Rows of a prompt's chunk, the most telling ones first. Flash attention has another kernel from 64 on.
 _CHUNKS, _MORE_CHUNKS = (16, 64), (56, 32)
-# More than this is noise. Less is measured here, where all masked cells lie in one piece, but is not true
-# of a server, where they lie between a sequence's own: with flash attention and 16 sequences (0.6B, Q4_0),
-# batches took as long as 0.2 says, while 0.0 to 0.04 was measured.
-_MOST_MASKED, _LEAST_MASKED = 4.0, 0.2
+# More than this is noise.
+_MOST_MASKED = 4.0
+# Rows that a sequence writes until it is another one's turn: cells of others lie between its own, as on a
+# server. In one piece they cost a fifth of that with flash attention (0.6B, Q4_0, 16 sequences).
+_TURN = 4
+# All is measured so often, and so often more if it breaks a physical order.
+_ROUNDS, _DOUBTED_ROUNDS = 2, 1
+# The part of the time that must be left for another round.
+_LEFT = 0.4
+
+
+_Measure = Callable[[dict[int, float], Sequence[int], Callable[[int], float]], Iterator[None]]
 
 
 class DeepContext(ProfiledContext, Protocol):
@@ -62,7 +70,8 @@ class DeepProfiler:
     """Measures a depth in an empty, unified context. Decoder thread only.
 
     Nothing is computed to get deep: a few tokens are saved and restored again and again, each time into
-    other cells, which are all given to one sequence. Its positions repeat, but kernels take as long.
+    other cells, which are given to the sequences in turns, and later to all of them. Their positions
+    repeat, but kernels take as long.
     """
 
     def __init__(
@@ -75,9 +84,11 @@ class DeepProfiler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`depth` are the cells to be filled, a multiple of `ROOM`; the context has room for another batch,
-        and two sequences at least."""
+        and two sequences more than slots."""
         self._context = context
         self._counts = sorted({1, n_slots})
+        self._n_turns = max(2, n_slots)
+        """Sequences that have the cells in turns, before they share them."""
         self._depth = depth
         self._n_batch = n_batch
         self._trials = Trials(clock)
@@ -87,30 +98,60 @@ class DeepProfiler:
         self._prefill: dict[int, float] = {}
         self._deep_decode: dict[int, float] = {}
         self._deep_prefill: dict[int, float] = {}
-        self._masked_s: dict[int, float] = {}
+        self._turns_s: dict[int, float] = {}
+        """Of batches whose sequences have cells in turns."""
 
     @property
     def depth(self) -> Depth:
         """What was measured so far."""
         decode_s = _difference(self._deep_decode, self._decode)
-        masked = 1.0
-        if 1 in self._masked_s and decode_s.get(1):
-            others_s = max(0.0, self._masked_s[1] - self._decode[1])
-            masked = min(_MOST_MASKED, max(_LEAST_MASKED, others_s / decode_s[1]))
         prefill_s = _difference(self._deep_prefill, self._prefill)
+        masked = min(_MOST_MASKED, max(0.0, self._masked))
         return Depth(self._depth if decode_s else 0, decode_s, prefill_s, masked)
+
+    @property
+    def noise(self) -> float:
+        """See `Trials.noise`."""
+        return self._trials.noise
+
+    @property
+    def _masked(self) -> float:
+        """What a cell of others costs, as a part of what an own one does; 1 if it was not measured. Below 0
+        if something else computed meanwhile. A row has its part of all cells, the others' are masked."""
+        n, whole_s = self._counts[-1], _difference(self._deep_decode, self._decode)
+        if n not in self._turns_s or not whole_s.get(n):
+            return 1.0
+        part = (self._turns_s[n] - self._decode[n]) / whole_s[n]
+        return (self._n_turns * part - 1) / (self._n_turns - 1)
+
+    @property
+    def _is_doubtful(self) -> bool:
+        depths = (self.depth.decode_s, self.depth.prefill_s)
+        falls = any(not added for depth in depths for added in depth.values())
+        return falls or self._masked < 0 or any(doubtful(depth) for depth in depths)
 
     def essentials(self, limit_s: float) -> Iterator[None]:
         """What tells one kind of attention from another, in about `limit_s`: a batch is run when the next
         is asked for."""
         self._trials.left_s = limit_s
-        yield from self._trials.measure(self._decode, self._counts, self._decoded)
-        yield from self._trials.measure(self._prefill, self._fitting(_CHUNKS), self._prefilled)
-        self._fill()
-        yield from self._trials.measure(self._deep_decode, self._counts, self._decoded)
+        yield from self._round(self._trials.measure)
+        for n_more in range(1, _ROUNDS + _DOUBTED_ROUNDS):
+            if not self._trials.time_for(_LEFT * limit_s):
+                break
+            if n_more < _ROUNDS or self._is_doubtful:
+                yield from self._round(self._trials.once_more)
+
+    def _round(self, measure: _Measure) -> Iterator[None]:
+        """All batches, from an empty cache on."""
+        self._empty()
+        yield from measure(self._decode, self._counts, self._decoded)
+        yield from measure(self._prefill, self._fitting(_CHUNKS), self._prefilled)
+        self._trials.timed(self._fill)
+        yield from measure(self._turns_s, self._counts[-1:], self._decoded)
+        self._share()
+        yield from measure(self._deep_decode, self._counts, self._decoded)
         chunks = [n for n in self._fitting(_CHUNKS) if n in self._prefill]
-        yield from self._trials.measure(self._deep_prefill, chunks, self._prefilled)
-        yield from self._measure_masked()
+        yield from measure(self._deep_prefill, chunks, self._prefilled)
 
     def rest(self, limit_s: float) -> None:
         """After all essentials, more chunks, in about `limit_s`."""
@@ -129,31 +170,26 @@ class DeepProfiler:
 
     def _empty(self) -> None:
         self._n_begun = 0
-        for seq_id in range(self._counts[-1]):
+        for seq_id in range(self._n_turns):
             self._context.truncate(seq_id, 0)
 
     def _fill(self) -> None:
-        """Give sequence 0 all cells of the depth, and share them."""
-        n_tokens = max(self._prefill)
-        self._context.decode([(0, i, 1, i == n_tokens - 1) for i in range(n_tokens)])
-        state = self._context.save(1)
-        for _ in range(self._depth // n_tokens):
-            self._context.restore(1, state)
-            self._context.append(1, 0)
+        """Give the sequences all cells of the depth, in turns."""
+        writer, n_tokens = self._n_turns, min(_TURN, self._n_batch)
+        self._context.decode([(0, i, writer, i == n_tokens - 1) for i in range(n_tokens)])
+        state = self._context.save(writer)
+        for turn in range(self._depth // n_tokens):
+            self._context.restore(writer, state)
+            self._context.append(writer, turn % self._n_turns)
         self._n_begun = n_tokens
-        self._context.truncate(1, 0)
-        for seq_id in range(1, self._counts[-1]):
+        self._context.truncate(writer, 0)
+
+    def _share(self) -> None:
+        """Give each sequence what the others have."""
+        for seq_id in range(1, self._n_turns):
+            self._context.append(seq_id, 0)
+        for seq_id in range(1, self._n_turns):
             self._context.copy(0, seq_id)
-
-    def _measure_masked(self) -> Iterator[None]:
-        """One row of a sequence that has nothing, beside all cells of another one."""
-        self._context.truncate(1, 0)
-        yield from self._trials.measure(self._masked_s, [1], self._beside)
-
-    def _beside(self, n_rows: int) -> float:
-        seconds = self._trials.timed(lambda: self._context.decode([(0, 0, 1, True)]))
-        self._context.truncate(1, 0)
-        return seconds
 
     def _decoded(self, n_rows: int) -> float:
         begin = self._n_begun

@@ -12,8 +12,9 @@ from serve_app.engine.options import EngineOptions
 from serve_app.llama.formats import block_size
 from serve_app.llama.threads import Threads
 
-# Modes in which a request takes up to so much longer than in the best one are as good.
-_SAME = 0.12
+# Modes in which a request takes up to so much longer than in the best one are as good; or up to so many
+# times what the same batch took longer one time than another.
+_SAME, _NOISES = 0.12, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,9 @@ def filled(profile: Profile, like: Profile) -> Profile:
     return replace(profile, **curves)
 
 
-def choose(profiles: Mapping[Mode, Profile], options: EngineOptions) -> Choice:
+def choose(profiles: Mapping[Mode, Profile], options: EngineOptions, noise: float = 0.0) -> Choice:
     """The mode in which a request takes least, and why in one line: of those that are about as fast, the
-    first."""
+    first. `noise` is by what part the same batches differed when they were measured."""
     if len(profiles) == 1:
         (mode,) = profiles
         return Choice(mode, f"{mode}: as configured", profiles[mode])
@@ -133,8 +134,8 @@ def choose(profiles: Mapping[Mode, Profile], options: EngineOptions) -> Choice:
         mode: request_s(found, options, kv_unified=mode.kv_unified)
         for mode, found in _alike(profiles).items()
     }
-    least = min(seconds.values())
-    best = next(mode for mode in seconds if seconds[mode] <= (1 + _SAME) * least)
+    least, same = min(seconds.values()), max(_SAME, _NOISES * noise)
+    best = next(mode for mode in seconds if seconds[mode] <= (1 + same) * least)
     others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
     workload = "a common system prompt" if options.pinned else "prompts of their own"
     reason = f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"

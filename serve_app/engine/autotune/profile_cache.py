@@ -18,7 +18,7 @@ from serve_app.llama.threads import Threads
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 def key(**measured_with: object) -> str:

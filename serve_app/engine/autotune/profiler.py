@@ -81,6 +81,11 @@ class Profiler:
             copy_s=self._copy_s,
         )
 
+    @property
+    def noise(self) -> float:
+        """See `Trials.noise`."""
+        return self._trials.noise
+
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that tell one kind of context from another, in about `limit_s`: each is run when the
         next is asked for."""
@@ -161,6 +166,10 @@ def _prompt_rows(n_rows: int) -> list[Row]:
 
 class Measures(Protocol):
     """What takes turns with others of its kind."""
+
+    @property
+    def noise(self) -> float:
+        """See `Trials.noise`."""
 
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that it is compared by."""

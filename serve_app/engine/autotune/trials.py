@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # Batches shorter than this are measured in two rounds: the shorter, the noisier.
@@ -35,6 +36,7 @@ class Trials:
         self._clock = clock
         self.left_s = 0.0
         """Seconds that may still be spent."""
+        self._differences: list[float] = []
 
     def timed(self, run: Callable[[], None]) -> float:
         """Seconds of that, which are spent."""
@@ -43,6 +45,12 @@ class Trials:
         seconds = self._clock() - began
         self.left_s -= seconds
         return seconds
+
+    @property
+    def noise(self) -> float:
+        """By what part a batch took longer one time than another, as the median of all that were tried
+        again; 0 if none was."""
+        return statistics.median(self._differences or [0.0])
 
     def time_for(self, seconds: float) -> bool:
         """Whether so many are left."""
@@ -68,9 +76,20 @@ class Trials:
                 self._again(found, n, trial)
                 yield
 
+    def once_more(
+        self, found: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
+    ) -> Iterator[None]:
+        """One more round of those of these sizes that were measured, as far as there is time."""
+        for n in sizes:
+            if n in found:
+                self._again(found, n, trial)
+            yield
+
     def _again(self, found: dict[int, float], n: int, trial: Callable[[int], float]) -> None:
         if self.time_for(found[n]):
-            found[n] = min(found[n], trial(n))
+            least, most = sorted((found[n], trial(n)))
+            found[n] = least
+            self._differences.append(most / least - 1 if least > 0 else 0.0)
 
 
 def _expected(found: Mapping[int, float], n: int) -> float:

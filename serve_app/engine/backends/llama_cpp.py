@@ -170,6 +170,7 @@ class LlamaBackend:
             choice = modes.choose(
                 {mode: self._whole(mode, profilers[mode].profile, deep) for mode in candidates},
                 options,
+                max(one.noise for one in compared),
             )
             profiler, flash_attn = profilers[choice.mode], choice.mode.flash_attn
             left_s = options.profile_limit_s - (time.perf_counter() - opened)
@@ -230,7 +231,7 @@ class LlamaBackend:
         n_ctx = self._deep + ROOM + self._options.n_slots
         return {
             flash_attn: open_contexts.enter_context(
-                closing(self._open(Mode(flash_attn, True), self._deep, n_ctx, n_more=1))
+                closing(self._open(Mode(flash_attn, True), self._deep, n_ctx, n_more=2))
             )
             for flash_attn in {mode.flash_attn: None for mode in candidates}
         }

@@ -10,7 +10,7 @@ from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend, State
 from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
-from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.packing import TokenArray, Tokens, packed, token_array
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
 from serve_app.engine.metrics.stats import HeldPrompt
@@ -143,14 +143,14 @@ class KVCacheManager:
         if self._is_worth_saving(slot, tokens):
             self.memory_tier.put(slot.group, tokens, self._save(slot, self._n_bytes(tokens)))
 
-    def store(self, slot: Slot, tokens: list[int], beside_s: float = 0.0) -> None:
+    def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
         there yet, or streams would wait too long for it, and for `beside_s` seconds of other copies."""
         n_bytes = self._n_bytes(tokens)
         if self._is_worth_saving(slot, tokens) and self._may_save(n_bytes, beside_s):
             self.memory_tier.put(slot.group, tokens, self._save(slot, n_bytes))
 
-    def _is_worth_saving(self, slot: Slot, tokens: list[int]) -> bool:
+    def _is_worth_saving(self, slot: Slot, tokens: TokenArray) -> bool:
         settled = slot.id not in self._backend.unsettled
         return bool(tokens and settled) and self.memory_tier.wants(
             slot.group, slot.packed(len(tokens)), self._n_bytes(tokens)
@@ -167,7 +167,7 @@ class KVCacheManager:
         with self.copies.making(self.copies.saves, n_bytes):
             return self._backend.save(slot.id)
 
-    def _n_bytes(self, tokens: list[int]) -> int:
+    def _n_bytes(self, tokens: TokenArray) -> int:
         """Of the state that so many tokens have."""
         return len(tokens) * self._backend.memory.cache_bytes_per_token
 
@@ -220,7 +220,7 @@ class KVCacheManager:
     def save(self, slot_id: int) -> StoredPrefix:
         """What an idle slot has. Raises InvalidRequestError, EngineUnavailableError like all of these."""
         slot = self._at_rest(slot_id)
-        return StoredPrefix(list(slot.idle_tokens), self._backend.save(slot.id), slot.group)
+        return StoredPrefix(slot.idle_tokens, self._backend.save(slot.id), slot.group)
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
         """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by that is
@@ -232,7 +232,7 @@ class KVCacheManager:
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
         slot.group = prefix.group
-        self._hold(slot, list(prefix.tokens))
+        self._hold(slot, prefix.tokens)
 
     def erase(self, slot_id: int) -> int:
         """Empty an idle slot; returns the tokens that it had. The memory tier may have them still."""
@@ -256,7 +256,7 @@ class KVCacheManager:
         ]
 
     def export_prefix(
-        self, group: str, tokens: list[int], most_s: float | None
+        self, group: str, tokens: Tokens, most_s: float | None
     ) -> StoredPrefix | None:
         """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
         or if saving it would probably keep running sequences waiting for longer than that."""
@@ -325,9 +325,9 @@ class KVCacheManager:
         self.store(slot, slot.idle_tokens)
         self._backend.truncate(slot.id, 0)
         slot.n_shared = 0
-        self._hold(slot, [])
+        self._hold(slot, token_array())
 
-    def _hold(self, slot: Slot, tokens: list[int]) -> None:
+    def _hold(self, slot: Slot, tokens: TokenArray) -> None:
         """These are what an idle slot has now."""
         slot.idle_tokens = tokens
         self.table.index.tell(slot)

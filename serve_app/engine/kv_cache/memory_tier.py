@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import State
-from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
+from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
 from serve_app.engine.metrics.stats import HeldPrompt
 
@@ -17,10 +17,18 @@ from serve_app.engine.metrics.stats import HeldPrompt
 class StoredPrefix:
     """Tokens, and what a backend needs to have them in a slot again."""
 
-    tokens: list[int]
+    tokens: TokenArray
     state: State
     group: str
     """The cache group of the prompts that may start from it."""
+
+
+class _Kept(NamedTuple):
+    """What the tier knows of a prefix."""
+
+    entry: Entry
+    prompt: HeldPrompt
+    """Made once: with many prefixes, that takes longer than to list them."""
 
 
 class Mirror(Protocol):
@@ -47,7 +55,7 @@ class MemoryTier:
         self._budget_bytes = budget_bytes
         self._mirror = mirror
         self._index = PrefixIndex() if index is None else index
-        self._entries = OrderedDict[StoredPrefix, Entry]()  # the least recently used first
+        self._entries = OrderedDict[StoredPrefix, _Kept]()  # the least recently used first
         self._prompts: tuple[HeldPrompt, ...] | None = None
         self.n_bytes = 0
         """Of all states."""
@@ -69,7 +77,7 @@ class MemoryTier:
     def prompts(self) -> tuple[HeldPrompt, ...]:
         """The tokens of each, in the same order."""
         if self._prompts is None:
-            self._prompts = tuple(HeldPrompt(one.group, one.tokens) for one in self.newest)
+            self._prompts = tuple(kept.prompt for kept in reversed(self._entries.values()))
         return self._prompts
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
@@ -85,14 +93,14 @@ class MemoryTier:
         """Whether a state of that size would fit without another one going."""
         return self.n_bytes + n_bytes <= self._budget_bytes
 
-    def put(self, group: str, tokens: list[int], state: State) -> None:
+    def put(self, group: str, tokens: Tokens, state: State) -> None:
         """Keep a prefix; those of its group that it continues go, and then the least recently used of all,
         for room."""
         told = packed(tokens)
         for entry in self._index.match(group, told).begun():
             if isinstance(entry.owner, StoredPrefix):
                 self._drop(entry.owner)
-        prefix = StoredPrefix(list(tokens), state, group)
+        prefix = StoredPrefix(token_array(told), state, group)
         self._keep(prefix, told)
         if self._mirror:
             self._mirror.add(prefix)
@@ -100,13 +108,14 @@ class MemoryTier:
             self._drop(next(iter(self._entries)))
 
     def _keep(self, prefix: StoredPrefix, tokens: bytes) -> None:
-        entry = self._entries[prefix] = self._index.add(prefix, prefix.group, tokens)
+        entry = self._index.add(prefix, prefix.group, tokens)
+        self._entries[prefix] = _Kept(entry, HeldPrompt(prefix.group, prefix.tokens))
         self._index.use(entry)
         self._prompts = None
         self.n_bytes += len(prefix.state)
 
     def _drop(self, prefix: StoredPrefix) -> None:
-        self._index.remove(self._entries.pop(prefix))
+        self._index.remove(self._entries.pop(prefix).entry)
         self._prompts = None
         self.n_bytes -= len(prefix.state)
         if self._mirror:
@@ -130,7 +139,7 @@ class MemoryTier:
     def used(self, prefix: StoredPrefix) -> None:
         """Make it the most recently used."""
         self._entries.move_to_end(prefix)
-        self._index.use(self._entries[prefix])
+        self._index.use(self._entries[prefix].entry)
         self._prompts = None
         if self._mirror:
             self._mirror.add(prefix)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from serve_app.engine.kv_cache.packing import (
     TOKEN_BYTES,
+    TokenArray,
     n_matching,
     packed,
+    token_array,
 )
 from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
 from serve_app.engine.sequence import Sequence
@@ -22,9 +24,9 @@ class Slot:
 
     id: int
     """Its `seq_id`."""
-    idle_tokens: list[int] = field(default_factory=list)
-    """Its tokens in the cache while it is idle. Nobody changes this list: other tokens are another
-    one."""
+    idle_tokens: TokenArray = field(default_factory=token_array)
+    """Its tokens in the cache while it is idle. Nobody changes this array: other tokens are
+    another one."""
     sequence: Sequence | None = None
     pinned: bool = False
     """Whether it only keeps `idle_tokens`, for others to copy."""
@@ -34,7 +36,7 @@ class Slot:
     """Counts releases: the smallest is the least recently used; 0 was never used."""
     group: str = ""
     """The cache group of its tokens."""
-    _packed: tuple[list[int] | None, bytes] = field(default=(None, b""), compare=False)
+    _packed: tuple[TokenArray | None, bytes] = field(default=(None, b""), compare=False)
     """Idle tokens, and the same packed."""
 
     @property
@@ -43,7 +45,7 @@ class Slot:
         return self.sequence is None and not self.pinned
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> TokenArray:
         """What others may start from: the tokens of its sequence, cached or not yet, up to a context
         shift; those in the cache while it is idle."""
         if self.sequence is None:
@@ -52,8 +54,8 @@ class Slot:
         return tokens if n_exact is None else tokens[:n_exact]
 
     @property
-    def source(self) -> list[int]:
-        """The list that `tokens` are in, from the first one on. It only grows."""
+    def source(self) -> TokenArray:
+        """The array that `tokens` are in, from the first one on. It only grows."""
         return self.idle_tokens if self.sequence is None else self.sequence.tokens
 
     def packed(self, n_wanted: int) -> bytes:
@@ -67,13 +69,15 @@ class Slot:
     def occupy(self, sequence: Sequence) -> None:
         """It has a sequence now, and what that needs of its idle tokens."""
         self.sequence, self.group = sequence, sequence.request.cache_group
-        self.idle_tokens, self._packed = [], (None, b"")
+        self.idle_tokens, self._packed = token_array(), (None, b"")
 
     def release(self) -> None:
         """Its sequence leaves; it keeps what that has in the cache."""
         n_past, sequence = self.n_past, self.sequence
         kept = self.packed(n_past)
-        self.idle_tokens = sequence.give_up(n_past) if sequence is not None and n_past else []
+        self.idle_tokens = token_array()
+        if sequence is not None and n_past:
+            self.idle_tokens = sequence.give_up(n_past)
         self.sequence, self._packed = None, (self.idle_tokens, kept)
 
     @property
@@ -108,7 +112,7 @@ class Slot:
 class _Known:
     """What the index was told of one slot."""
 
-    source: list[int] | None = None
+    source: TokenArray | None = None
     group: str = ""
     entry: Entry | None = None
 
@@ -117,7 +121,7 @@ class SlotIndex:
     """Keeps one engine's slots in its prefix index, and finds there what they share with prompts. Decoder
     thread only.
 
-    A slot's entry has what it had when its list of tokens became another one. What a running sequence has
+    A slot's entry has what it had when its array of tokens became another one. What a running sequence has
     generated since then is looked at only if the entry is the beginning of a prompt: so a step costs
     nothing here.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed
+from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot, SlotIndex
 from serve_app.engine.sequence import Sequence, SequenceState
@@ -59,7 +59,7 @@ class SlotTable:
     ) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
         self.slots += [
-            Slot(n_slots + i, list(tokens), pinned=True, group=SHARED_GROUP)
+            Slot(n_slots + i, token_array(tokens), pinned=True, group=SHARED_GROUP)
             for i, tokens in enumerate(pinned)
         ]
         self.index = SlotIndex(self.slots, PrefixIndex() if index is None else index)
@@ -73,7 +73,7 @@ class SlotTable:
         for slot in self.slots:
             slot.n_shared = 0
             if not slot.pinned:
-                slot.idle_tokens = []
+                slot.idle_tokens = token_array()
                 self.index.tell(slot)
 
     @property
@@ -160,14 +160,15 @@ class SlotTable:
         around = self.slots[max(0, slot.id - 1) : slot.id + 2] if self._consecutive else ()
         return (sum(one.sequence is not None for one in around), *_age(slot))
 
-    def loses(self, choice: Choice) -> list[int]:
+    def loses(self, choice: Choice) -> TokenArray:
         """The tokens of which some would be gone for good with this choice; none if they are few."""
         slot = choice.slot
         n_kept = choice.n_cached if choice.in_place else 0
         if len(slot.idle_tokens) - n_kept < self._min_copy:
-            return []
+            return token_array()
         others = self.having(slot.group, slot.packed(len(slot.idle_tokens)))
-        return [] if any(one is not slot for one in others) else slot.idle_tokens
+        spare = any(one is not slot for one in others)
+        return token_array() if spare else slot.idle_tokens
 
     def having(self, group: str, tokens: bytes) -> list[Slot]:
         """The slots that serve a group and have all these tokens in the cache."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
-from serve_app.engine.kv_cache.packing import TOKEN_BYTES, packed, unpacked
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, packed, token_array
 
 UNFINISHED = ".unfinished"
 """How names of files end that are being written."""
@@ -62,7 +62,7 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
         state = file.read(n_state)
     if _checksum(fields, group, tokens, state) != checksum:
         raise RefusedFileError("its checksum is wrong")
-    return StoredPrefix(unpacked(tokens), state, group.decode())
+    return StoredPrefix(token_array(tokens), state, group.decode())
 
 
 def size_of(prefix: StoredPrefix) -> int:

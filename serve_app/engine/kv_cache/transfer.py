@@ -14,7 +14,7 @@ from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, begun_with
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
-from serve_app.engine.kv_cache.packing import packed, unpacked
+from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
@@ -68,9 +68,9 @@ class PrefixTransfer:
     def export_prefix(self, wanted: Prefix) -> Payload | None:
         """The shortest prefix of that cache group with these first tokens. None if it is gone, or if saving
         it would keep running sequences waiting for longer than `max_stall_s`."""
-        tokens, most_s = unpacked(wanted.tokens), self._options.max_stall_s
+        most_s = self._options.max_stall_s
         found: StoredPrefix | None = self._run(
-            lambda cache: cache.export_prefix(wanted.group, tokens, most_s)
+            lambda cache: cache.export_prefix(wanted.group, wanted.tokens, most_s)
         )
         if found is None:
             return None
@@ -83,7 +83,7 @@ class PrefixTransfer:
         payload's memory may be freed then. Raises RefusedPrefixError if the payload cannot be used."""
         if payload.key != self.key:
             raise RefusedPrefixError("it is of another model, context or version of llama.cpp")
-        tokens = unpacked(payload.prefix.tokens)
+        tokens = token_array(payload.prefix.tokens)
         if not 0 < n_wanted <= len(tokens) < self._options.n_ctx_slot:
             raise RefusedPrefixError(f"it has {len(tokens)} tokens")
         prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group)

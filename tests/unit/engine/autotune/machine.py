@@ -50,4 +50,4 @@ class Machine:
         if self.slots[target] < self.slots[source]:
             self.slots[target] = self.slots[source]
         else:
-            self.appended[target] += self.slots[source]
+            self.appended[target] += self.slots[source] + self.appended[source]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.backends.fake import FakeBackend
+from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.slots import SlotTable
 from tests.unit.engine.harness import endless
 
@@ -60,3 +61,26 @@ def test_an_engine_that_is_closed_does_not_wait_for_them() -> None:
     assert not quiet
     assert backend.slots == [[]] * 4
     assert costs.decode_s(2) == 9.0
+
+
+def test_what_depth_adds_is_tried_again_as_soon_as_a_slot_is_deep() -> None:
+    shallow, deep = {1: 0.01, 4: 0.02}, {1: 0.02, 4: 0.04}
+    unsure = Profile(shallow, {8: 0.02, 16: 0.03}, {}, 1000, deep, {8: 0.03, 16: 0.02})
+    backend, costs = FakeBackend(endless, n_slots=4), CostModel(unsure)
+    assert costs.doubts == []
+    assert costs.doubted_slopes == [("prefill", 8), ("prefill", 16)]
+    table = SlotTable(len(backend.slots), 16)
+    quiet = QuietTrials(backend, costs, table, 2048)
+    assert not quiet
+    quiet.step()
+    assert backend.batches == []
+    tokens = [1] * 1024
+    FakeBackend.decode(backend, [(1, i, 2, False) for i in range(1024)])
+    table.slots[2].idle_tokens = token_array(tokens)
+    backend.batches.clear()
+    while quiet:
+        quiet.step()
+    assert [len(batch) for batch in backend.batches] == [8, 16] * 3
+    assert {row[1:3] for row in backend.batches[0]} == {(1024 + i, 2) for i in range(8)}
+    assert backend.slots[2] == tokens
+    assert costs.prefill_s(16, 1024) < 0.03

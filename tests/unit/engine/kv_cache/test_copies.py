@@ -12,7 +12,7 @@ from serve_app.engine.backends.base import State
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
-from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import SlotTable
 from serve_app.engine.sequence import Sequence, SequenceState
@@ -67,7 +67,7 @@ class Cache(KVCacheManager):
         tokens = [first, *range(n_tokens - 1)]
         state = memoryview(packed(tokens))
         FakeBackend.restore(self._backend, slot_id, state)  # type: ignore[arg-type]
-        self._hold(self.table.slots[slot_id], tokens)
+        self._hold(self.table.slots[slot_id], token_array(tokens))
         return tokens
 
     def keep(self, first: int, n_tokens: int) -> list[int]:

@@ -21,7 +21,7 @@ HEADER = state_format._FIELDS.size + state_format._DIGEST_BYTES
 
 
 def prefix(text: str, n_bytes: int = 100, group: str = "") -> StoredPrefix:
-    return StoredPrefix(list(text.encode()), text[0].encode() * n_bytes, group)
+    return StoredPrefix(packing.token_array(list(text.encode())), text[0].encode() * n_bytes, group)
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def loaded(folder: Path, budget: int = 10_000, fingerprint: bytes = b"model") ->
     with opened(folder, fingerprint) as files:
         found = files.load(budget)
     assert all(each.state == prefix(chr(each.tokens[0])).state for each in found)
-    return [bytes(each.tokens).decode() for each in found]
+    return [bytes(list(each.tokens)).decode() for each in found]
 
 
 class Disk:
@@ -96,10 +96,10 @@ def test_a_restart_finds_what_was_added_and_not_what_was_discarded(tmp_path: Pat
 
 def test_an_empty_state_and_tokens_of_all_sizes(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
-        files.add(StoredPrefix([0, 2**31 - 1, -1], b"", ""))
+        files.add(StoredPrefix(packing.token_array([0, 2**31 - 1, -1]), b"", ""))
     with opened(tmp_path) as files:
         (found,) = files.load(0)
-    assert (found.tokens, found.state) == ([0, 2**31 - 1, -1], b"")
+    assert (list(found.tokens), found.state) == ([0, 2**31 - 1, -1], b"")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_each_cache_group_has_its_own_file_and_a_restart_keeps_them_apart(tmp_pa
         found = files.load(10_000)
         files.discard(prefix("a chat", group="theirs"))
     assert sorted(one.group for one in found) == ["", "mine", "theirs"]
-    assert {bytes(one.tokens) for one in found} == {b"a chat"}
+    assert {bytes(list(one.tokens)) for one in found} == {b"a chat"}
     with opened(tmp_path) as files:
         assert sorted(one.group for one in files.load(10_000)) == ["", "mine"]
 
@@ -285,8 +285,8 @@ def test_tokens_cannot_pass_for_a_cache_group(tmp_path: Path) -> None:
     """What is hashed to a name tells where the group ends."""
     packed = packing.packed([7]).decode()
     with opened(tmp_path) as files:
-        files.add(StoredPrefix([7, 8], b"", ""))
-        files.add(StoredPrefix([8], b"", packed))
+        files.add(StoredPrefix(packing.token_array([7, 8]), b"", ""))
+        files.add(StoredPrefix(packing.token_array([8]), b"", packed))
     assert len(on_disk(tmp_path)) == 2
 
 

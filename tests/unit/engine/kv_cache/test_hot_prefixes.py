@@ -11,7 +11,7 @@ from serve_app.engine.kv_cache.hot_prefixes import (
     begun_with,
     hottest,
 )
-from serve_app.engine.kv_cache.packing import packed, unpacked
+from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.types import SHARED_GROUP
 
 SYSTEM = [1] * 40
@@ -39,7 +39,7 @@ def begun(
 
 
 def test_packing() -> None:
-    assert unpacked(packed([0, 7, 2**31 - 1])) == [0, 7, 2**31 - 1]
+    assert list(token_array(packed([0, 7, 2**31 - 1]))) == [0, 7, 2**31 - 1]
 
 
 def test_what_prompts_have_in_common_counts_once() -> None:

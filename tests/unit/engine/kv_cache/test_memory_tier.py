@@ -47,7 +47,7 @@ def store(budget: int, *texts: str) -> MemoryTier:
 def test_longest(texts: list[str], prompt: str, n_shared: int, found: str | None) -> None:
     n, prefix = store(1000, *texts).longest("", tokens(prompt))
     assert n == n_shared
-    assert (prefix.tokens if prefix else None) == (tokens(found) if found else None)
+    assert (list(prefix.tokens) if prefix else None) == (tokens(found) if found else None)
 
 
 def test_the_least_recently_used_make_room() -> None:
@@ -96,7 +96,7 @@ def test_a_longer_prefix_takes_no_other_cache_groups_place() -> None:
     made.put("mine", tokens("ab"), bytes(20))
     made.put("theirs", tokens("abcd"), bytes(40))
     made.put("mine", tokens("abc"), bytes(30))
-    assert [(one.group, bytes(one.tokens)) for one in made.newest] == [
+    assert [(one.group, bytes(list(one.tokens))) for one in made.newest] == [
         ("mine", b"abc"),
         ("theirs", b"abcd"),
     ]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
-from serve_app.engine.kv_cache.packing import packed
+from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
@@ -131,13 +131,15 @@ class Compared:
     def wants(self, group: str, tokens: list[int]) -> bool:
         """See `MemoryTier.wants`."""
         return not any(
-            one.tokens[: len(tokens)] == tokens for one in self.tier if one.group == group
+            packed(one.tokens[: len(tokens)]) == packed(tokens)
+            for one in self.tier
+            if one.group == group
         )
 
     def beginning(self, group: str, tokens: list[int]) -> StoredPrefix | None:
         """See `MemoryTier.beginning`."""
         n = len(tokens)
-        found = [one for one in self.tier if one.group == group and one.tokens[:n] == tokens]
+        found = [one for one in self.tier if one.group == group and list(one.tokens[:n]) == tokens]
         return min(found, key=lambda one: len(one.tokens), default=None)
 
 
@@ -161,7 +163,8 @@ class Workload:
 
     def prompt(self) -> list[int]:
         """Often one that goes on where something ends, or leaves it."""
-        held = [slot.tokens for slot in self.table.slots] + [one.tokens for one in self.tier]
+        held = [list(slot.tokens) for slot in self.table.slots]
+        held += [list(one.tokens) for one in self.tier]
         begun = self.data.draw(st.sampled_from([[], *held]))
         n = self.data.draw(st.integers(0, len(begun)))
         n = len(begun) if self.data.draw(st.booleans()) else n
@@ -179,7 +182,7 @@ class Workload:
         sequence = self.waiting[0] if self.waiting else None
         if sequence is None or not self.table.has_idle:
             return
-        group, tokens = sequence.request.cache_group, sequence.tokens
+        group, tokens = sequence.request.cache_group, list(sequence.tokens)
         n_stored, stored = self.tier.longest(group, tokens)
         choice = self.table.choose(group, tokens, n_stored)
         if isinstance(choice, Wait):
@@ -225,7 +228,7 @@ class Workload:
         slot = self.slot(busy=False)
         if slot is not None:
             slot.group = self.data.draw(st.sampled_from(GROUPS[:2]))
-            slot.idle_tokens = self.data.draw(st.one_of(st.just([]), TOKENS))
+            slot.idle_tokens = token_array(self.data.draw(st.one_of(st.just([]), TOKENS)))
             self.table.index.update()
 
     def store(self) -> None:
@@ -235,7 +238,7 @@ class Workload:
             given = [
                 one
                 for one in self.tier
-                if one.group != group or one.tokens != tokens[: len(one.tokens)]
+                if one.group != group or list(one.tokens) != tokens[: len(one.tokens)]
             ]
             self.tier.put(group, tokens, bytes(len(tokens)))
             kept = list(self.tier)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.fake import FakeVocabulary
+from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.scheduler.batch import Batch
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, Scheduler
 from serve_app.engine.sequence import Sequence
@@ -176,7 +177,7 @@ def test_every_plan_is_fair_and_fits(n_batch: int, prompts: list[tuple[int, int]
             assert wants_logits == (len(slots[slot]) == len(before[slot].tokens))
         carry_out(plan)
     assert all(s.n_generated > 0 for s in made.running), "a prompt starved"
-    assert all(slots[s.slot_id] == s.tokens[:-1] for s in made.running)
+    assert all(slots[s.slot_id] == list(s.tokens[:-1]) for s in made.running)
 
 
 # A batch over n sequences' next tokens takes 20 ms + 10 ms each; of a prompt, 1 ms a row, and from 33 rows
@@ -381,7 +382,7 @@ def test_a_decode_batch_is_split_where_that_is_faster() -> None:
 def repeating(slot_id: int) -> Sequence:
     """A stream whose text repeats itself."""
     sequence = streaming(slot_id)
-    sequence.tokens[:] = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    sequence.tokens[:] = token_array([1, 2, 3, 4, 5, 6, 7, 8] * 4)
     sequence.n_past = len(sequence.tokens) - 1
     return sequence
 
