@@ -31,8 +31,8 @@ from loadtests.engine import process
 from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.kv_cache import packing
-from serve_app.engine.kv_cache.hot_prefixes import hottest
-from serve_app.engine.kv_cache.transfer import Payload
+from serve_app.engine.kv_cache.transfers.hot_prefixes import hottest
+from serve_app.engine.kv_cache.transfers.transfer import Payload
 
 WARM, FRESH, COLD = "a warm engine", "a fresh one with its prefixes", "a fresh one without"
 _SAMPLING = SamplingParams(max_tokens=4)

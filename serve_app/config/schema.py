@@ -106,6 +106,12 @@ class EngineConfig(_Section):
     cache_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
     from there. Default: an eighth of what the weights leave; 0 keeps none."""
+    n_checkpoints: NonNegativeInt = 3
+    """Checkpoints of each slot, of models with sliding windows or recurrent layers: a chat that comes back
+    starts from the deepest one that it still begins with. 0 makes none."""
+    checkpoint_ram_mib: NonNegativeInt | None = None
+    """Memory of each replica for those of all slots, in MiB. Default: a sixteenth of what the weights
+    leave."""
     cache_folder: Path | None = None
     """A folder on each node where those prefixes are kept for the next start, too. They hold what users
     wrote; nobody but the owner can read them. Default: they are lost at the end."""

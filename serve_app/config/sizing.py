@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from dataclasses import dataclass
 
 from serve_app.config.schema import EngineConfig
@@ -18,12 +18,25 @@ _SLOTS_PER_CORE = 4
 # Of the memory that the weights leave; compute buffers, Python and the page cache get the rest.
 _KV_SHARE_OF_MEMORY = 0.5
 _CACHE_RAM_SHARE_OF_MEMORY = 1 / 8
+_CHECKPOINT_SHARE_OF_MEMORY = 1 / 16
 # What a replica needs beside weights and cache, at least: Python, Ray and compute buffers.
 _PROCESS_BYTES = 2**29
 # GGUF's numbers of file types whose matrices llama.cpp computes with as they are mapped: F32, F16, BF16.
 # Most quantised ones it packs anew at the start, into memory of the process.
 _MAPPED_FILE_TYPES = ("0", "1", "32")
 _MAPPING_LOAD_MODES = ("auto", "mmap", "mlock", "mmap+mlock")
+# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
+_FULL_LAYERS = {
+    "gemma2": 2,
+    "gpt-oss": 2,
+    "cohere2": 4,
+    "olmo2": 4,
+    "afmoe": 4,
+    "exaone-moe": 4,
+    "gemma3n": 5,
+    "gemma3": 6,
+    "plamo3": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +52,27 @@ class ModelNeeds:
     weight_bytes: int
     mapped: bool = False
     """Whether replicas on one machine can share the weights as pages of the file."""
+    window: int = 0
+    """Tokens that some layers look back on."""
+    window_share: float = 0.0
+    """The part of the layers that do; what is not known counts as seeing everything."""
+    recurrent_elements: int = 0
+    """Of one slot's recurrent layers, of four bytes."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
         """Read from a GGUF's metadata; the vocabulary is enough."""
         weight_bytes = model.path.stat().st_size
         mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
-        return cls(model.n_ctx_train, model.cache_elements, model.head_sizes, weight_bytes, mapped)
+        return cls(
+            model.n_ctx_train,
+            model.cache_elements,
+            model.head_sizes,
+            weight_bytes,
+            mapped,
+            *_window_share(model),
+            _recurrent_elements(model),
+        )
 
     def shared_bytes(self, load_mode: LoadMode) -> int:
         """Bytes of weights that all replicas on a machine hold together; the rest, each has for itself."""
@@ -67,16 +94,52 @@ class ModelNeeds:
         return total
 
 
+@dataclass(frozen=True, slots=True)
+class CacheNeeds:
+    """What a KV cache takes, in bytes: layers with a window have cells for that and for a batch."""
+
+    full: float
+    """Of a token, in layers that see everything."""
+    windowed: float
+    """And in the others."""
+    n_window: int
+    """Tokens that those have cells for."""
+    of_slot: int
+    """Of each slot, whatever it has."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, needs: ModelNeeds) -> CacheNeeds:
+        """By the configured formats. Raises ConfigError like `ModelNeeds.cache_bytes_per_token`."""
+        per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
+        windowed = per_token * needs.window_share
+        n_window = needs.window + config.n_batch
+        return cls(per_token - windowed, windowed, n_window, 4 * needs.recurrent_elements)
+
+    def n_bytes(self, n_slots: int, n_tokens: int) -> float:
+        """Of so many slots that have so many tokens together."""
+        in_window = min(n_tokens, n_slots * self.n_window)
+        return n_slots * self.of_slot + n_tokens * self.full + in_window * self.windowed
+
+    def n_tokens(self, n_bytes: float) -> float:
+        """That a slot of so many bytes holds."""
+        left, of_all = max(0.0, n_bytes - self.of_slot), self.full + self.windowed
+        if not of_all:
+            return math.inf
+        if left <= self.n_window * of_all:
+            return left / of_all
+        return (left - self.n_window * self.windowed) / self.full if self.full else math.inf
+
+
 def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
     """How many of `most` replicas so much memory has room for, each with the slots and the tokens that the
     configuration says, or the fewest that it should have; at least 1."""
-    per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
     n_slots = (config.n_slots or _MIN_DEFAULT_SLOTS) + len(config.system_prompts)
     n_ctx_slot = config.n_ctx_slot or min(needs.n_ctx_train, _MIN_DEFAULT_CTX)
-    cache_bytes = per_token * (config.n_ctx or n_slots * n_ctx_slot)
+    cache = CacheNeeds.of(config, needs)
+    cache_bytes = cache.n_bytes(n_slots, config.n_ctx or n_slots * n_ctx_slot)
     shared = needs.shared_bytes(config.load_mode)
     each = needs.weight_bytes - shared + cache_bytes + _PROCESS_BYTES
-    return max(1, min(most, (memory_bytes - shared) // each))
+    return max(1, min(most, int((memory_bytes - shared) // each)))
 
 
 def resolve(
@@ -101,16 +164,20 @@ def resolve(
                 "engine.n_slots and engine.n_ctx_slot must both be set, because the model file is "
                 "not on the machine that reads the configuration"
             )
-        per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
-        cache_bytes = int(_KV_SHARE_OF_MEMORY * left)
-        room = cache_bytes // per_token if config.n_ctx is None else sys.maxsize  # it is said
+        cache = CacheNeeds.of(config, needs)
+        room = _KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
         n_pinned = len(config.system_prompts)
-        n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, room, n_pinned)
+        n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, cache, room, n_pinned)
         n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
     cache_ram_bytes = (
         int(_CACHE_RAM_SHARE_OF_MEMORY * left)
         if config.cache_ram_mib is None
         else config.cache_ram_mib * 2**20
+    )
+    checkpoint_ram_bytes = (
+        int(_CHECKPOINT_SHARE_OF_MEMORY * left)
+        if config.checkpoint_ram_mib is None
+        else config.checkpoint_ram_mib * 2**20
     )
     return EngineOptions(
         n_slots=n_slots,
@@ -125,6 +192,8 @@ def resolve(
         flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
         kv_unified=None if config.kv_unified == "auto" else config.kv_unified,
         cache_ram_bytes=cache_ram_bytes,
+        n_checkpoints=config.n_checkpoints,
+        checkpoint_ram_bytes=checkpoint_ram_bytes,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         load_mode=config.load_mode,
@@ -155,15 +224,40 @@ def _fit(
     n_ctx_slot: int | None,
     n_ctx_train: int,
     cores: int,
-    room: int,
+    cache: CacheNeeds,
+    room: float,
     pinned: int,
 ) -> tuple[int, int]:
-    """Slots and context for which the memory has room, in tokens, beside pinned slots."""
+    """Slots and context for which so many bytes have room, beside pinned slots."""
     wanted_slots = min(_MAX_DEFAULT_SLOTS, max(_MIN_DEFAULT_SLOTS, _SLOTS_PER_CORE * cores))
     wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:
         least = min(n_ctx_train, _MIN_DEFAULT_CTX)
-        n_ctx_slot = max(least, min(wanted_ctx, room // ((n_slots or wanted_slots) + pinned)))
+        of_slot = cache.n_tokens(room / ((n_slots or wanted_slots) + pinned))
+        n_ctx_slot = max(least, int(min(wanted_ctx, of_slot)))
     if n_slots is None:
-        n_slots = max(1, min(wanted_slots, room // n_ctx_slot - pinned))
+        of_slot = max(1.0, cache.n_bytes(1, n_ctx_slot))
+        n_slots = max(1, int(min(wanted_slots, room // of_slot - pinned)))
     return n_slots, n_ctx_slot
+
+
+def _window_share(model: Model) -> tuple[int, float]:
+    """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
+    and the part of its layers that have one; 0 if it does not say."""
+    window = model.meta_int("attention.sliding_window", 0)
+    default = _FULL_LAYERS.get(model.meta("general.architecture") or "", 0)
+    each = model.meta_int("attention.sliding_window_pattern", default)
+    if window <= 0 or each <= 1:
+        return 0, 0.0
+    return window, 1 - model.n_layer // each / model.n_layer
+
+
+def _recurrent_elements(model: Model) -> int:
+    """Elements that recurrent layers keep of a sequence, as far as the metadata say it."""
+    n_layer = model.n_layer - model.n_cache_layers
+    if n_conv := model.meta_int("shortconv.l_cache", 0):
+        return n_layer * model.n_embd * (n_conv - 1)
+    inner, state = model.meta_int("ssm.inner_size", 0), model.meta_int("ssm.state_size", 0)
+    groups = 2 * model.meta_int("ssm.group_count", 0) * state
+    conv = max(0, model.meta_int("ssm.conv_kernel", 0) - 1) * (inner + groups)
+    return n_layer * (inner * state + conv)

@@ -60,7 +60,7 @@ class Admission:
         that waits for a prefix lets others pass. Returns those that have got their first slot."""
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
-        if self._paused:
+        if self._paused or not self._waiting:
             return []
         self._give_way()
         n_awaiting, started = 0, list[Sequence]()

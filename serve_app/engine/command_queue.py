@@ -62,7 +62,7 @@ class CommandQueue:
         self._leave: Callable[[bool], None] = lambda leaving: None
         self._computed: frozenset[str] = frozenset()
         """Requests of the batch that is being computed."""
-        self._leaving = False
+        self._leaving = self._told = False
 
     def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
         """Any thread: accept the sequences or say, for each, why not. The forecast is of what was there
@@ -165,35 +165,40 @@ class CommandQueue:
         with self._changed:
             if request_id in self._live:
                 self._aborted.add(request_id)
-                self._leave(self._unwanted)
+                self._tell()
                 self._changed.notify()
 
     def leave_with(self, leave: Callable[[bool], None]) -> None:
         """Decoder thread: how to have a batch left before its end; see `Backend.leave`."""
-        self._leave = leave
+        with self._changed:
+            self._leave = leave
+            leave(self._told)
 
     @contextmanager
     def computing(self, request_ids: Iterable[str]) -> Iterator[None]:
         """Decoder thread: a batch for these requests, which is left once all of them are aborted."""
         with self._changed:
             self._computed = frozenset(request_ids)
-            self._leave(self._unwanted)
+            self._tell()
         try:
             yield
         finally:
             with self._changed:
                 self._computed = frozenset()
-                self._leave(self._unwanted)
+                self._tell()
 
-    @property
-    def _unwanted(self) -> bool:
-        return self._leaving or (bool(self._computed) and self._computed <= self._aborted)
+    def _tell(self) -> None:
+        """Say whether a batch is to be left, if that has changed. With the lock."""
+        unwanted = self._leaving or (bool(self._computed) and self._computed <= self._aborted)
+        if unwanted != self._told:
+            self._told = unwanted
+            self._leave(unwanted)
 
     def leave(self) -> None:
         """Any thread: leave the batch that is being computed, and all that come."""
         with self._changed:
             self._leaving = True
-            self._leave(True)
+            self._tell()
 
     def drain(self, deadline: float) -> None:
         """Any thread: take no new work; the rest must be over by the deadline."""

@@ -137,9 +137,10 @@ class Computing:
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         """Book what a sequence computed, and take its sampled tokens."""
         sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
+        sequence.advance(chunk.n_rows)
         if sequence.state is SequenceState.PREFILL:
             self._counts.prompt_tokens += chunk.n_rows
-        sequence.advance(chunk.n_rows)
+            self._cache.computed(sequence)
         if not sampled:
             if not sequence.n_pending:
                 self._outbox.put(sequence, sequence.stop_at_prompt())
@@ -166,7 +167,7 @@ class Computing:
         sequence.proposer.fared(len(chunk.draft), n_confirmed)
         self._counts.drafted_tokens += len(chunk.draft)
         self._counts.accepted_tokens += n_right
-        self._backend.truncate(sequence.slot_id, sequence.n_past)
+        self._cache.drop_rows(sequence)
 
     # -- when a batch was not computed ------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Computing:
         """The batch was left, as nobody waits for it: some of its rows may be in the cache. The next step
         ends its sequences."""
         for chunk in plan.chunks:
-            self._drop_rows(chunk)
+            self._cache.drop_rows(chunk.sequence)
         return False
 
     def _retry_one_by_one(self, plan: Batch) -> bool:
@@ -188,9 +189,10 @@ class Computing:
         if failed_before == _MAX_FAILED_STEPS:
             raise EngineFailedError(f"Nothing could be decoded in {failed_before} steps.")
         for chunk in plan.chunks:
+            if not self._cache.drop_rows(chunk.sequence):
+                continue
             alone = plan_batch([Turn(chunk.sequence, chunk.n_rows)])
             try:
-                self._drop_rows(chunk)
                 self._forward(alone)
             except CacheFullError as error:
                 return self._make_room(alone, error)
@@ -202,8 +204,5 @@ class Computing:
         return True
 
     def _end(self, chunk: Chunk, error: ConstraintError | DecodeError) -> None:
-        self._drop_rows(chunk)
+        self._cache.drop_rows(chunk.sequence)
         self._outbox.end(chunk.sequence, FinishReason.ERROR, error)
-
-    def _drop_rows(self, chunk: Chunk) -> None:
-        self._backend.truncate(chunk.sequence.slot_id, chunk.sequence.n_past)

@@ -254,7 +254,7 @@ class DecoderLoop:
             self._admit()
         embed_s = time.monotonic() - began
         table = self._cache.table
-        ends = table.slot_ends(self._options.n_ctx_slot) if self._backend.fills_gaps else None
+        ends = self._find_slot_ends if self._backend.fills_gaps else None
         batches = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
         self._cache_change.saw(batches)
         counts = self._counts
@@ -315,6 +315,9 @@ class DecoderLoop:
                 self._outbox.end(sequence, FinishReason.ERROR, error)
         self._flush()
         return self._has_work or not self._draining
+
+    def _find_slot_ends(self) -> dict[int, int]:
+        return self._cache.table.slot_ends(self._options.n_ctx_slot)
 
     def _admit(self) -> None:
         if started := self._admission.admit():

@@ -43,6 +43,10 @@ class EngineOptions:
     """Beginnings of prompts, as token ids: computed at the start, and kept in slots of their own."""
     cache_ram_bytes: int = 0
     """Memory for prefixes that lost their slot; 0 keeps none."""
+    n_checkpoints: int = 3
+    """Checkpoints of a slot, for models with layers that have a window or are recurrent; 0 makes none."""
+    checkpoint_ram_bytes: int = 2**30
+    """Memory for those of all slots."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
@@ -96,5 +100,7 @@ class EngineOptions:
             raise ConfigError("engine.n_keep must be -1 (the prompt) or more.")
         if self.max_wait_s is not None and self.max_wait_s <= 0:
             raise ConfigError("engine.max_wait_s must be above 0.")
+        if self.n_checkpoints < 0:
+            raise ConfigError("engine.n_checkpoints must not be negative.")
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")

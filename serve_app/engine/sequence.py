@@ -72,6 +72,8 @@ class Sequence:
         self.n_cached = 0
         self.n_awaited = 0
         """First tokens that others start from as soon as they are in the cache."""
+        self.stops: tuple[int, ...] = ()
+        """Lengths of its prompt at which a checkpoint of its slot is to be made, in order."""
         self.n_exact: int | None = None
         """After a context shift: how many first tokens are in the cache as if they had been computed
         anew, for others to start from."""
@@ -96,6 +98,16 @@ class Sequence:
     def n_pending(self) -> int:
         """Tokens that are not in the cache yet: 1 while decoding, the rest of the prompt before."""
         return len(self.tokens) - self.n_past
+
+    @property
+    def n_to_stop(self) -> int:
+        """Of these, how many until others can start from its slot, or a checkpoint is to be made."""
+        stops = (stop - self.n_past for stop in (*self.stops, self.n_awaited))
+        return min((n for n in stops if n > 0), default=self.n_pending)
+
+    def stop_at(self, n_tokens: int) -> None:
+        """Have a checkpoint there, too."""
+        self.stops = tuple(sorted({*self.stops, n_tokens}))
 
     @property
     def unscored(self) -> range:
@@ -169,7 +181,7 @@ class Sequence:
     def preempt(self) -> None:
         """Take its slot away: it waits for another one."""
         self.trace.preempt()
-        self.slot_id, self.n_past, self.n_exact = NO_SLOT, 0, None
+        self.slot_id, self.n_past, self.n_exact, self.stops = NO_SLOT, 0, None, ()
         self.state = SequenceState.WAITING
 
     def draft(self, n_most: int, n_ctx_slot: int, max_indexed: int) -> tuple[int, ...]:
@@ -246,6 +258,7 @@ class Sequence:
         """Forget `n_discard` tokens after the first `n_keep`. Either the cache has forgotten them too, and
         moved up what is behind; or it holds nothing, and all the rest is to be computed again."""
         self._drop(n_keep, n_discard)
+        self.stops = ()
         self.n_past = self.n_past - n_discard if cached else 0
         if cached:
             self.n_exact = n_keep if self.n_exact is None else min(n_keep, self.n_exact)

@@ -11,11 +11,14 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.llama import library
 from serve_app.llama.candidates import Candidates
 from serve_app.llama.context import Context
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
+
+_accept = library.brief(llama_cpp.llama_sampler_accept)
 
 
 class Adjustments:
@@ -31,23 +34,31 @@ class Adjustments:
         self._biased = np.array([token for token, _ in bias], np.intp)
         self._bias = np.array([value for _, value in bias], np.float32)
         self._tokens = np.unique(self._biased)
+        self._has_twice = self._tokens.size < self._biased.size
         self._known = set(self._tokens.tolist())
         self._penalties = _penalties(context, params)
         if self._penalties:
             for token in prompt[-_window(context, params) :]:
-                llama_cpp.llama_sampler_accept(self._penalties, token)
+                _accept(self._penalties, token)
             self._concern(prompt[-_window(context, params) :])
+
+    def __bool__(self) -> bool:
+        """Whether any token is concerned yet."""
+        return self._tokens.size > 0
 
     @contextmanager
     def made(self, logits: Logits) -> Iterator[None]:
         """The logits are changed in their place, and as they were at the end."""
-        tokens = self._tokens
-        if not tokens.size:
+        if not self:
             yield
             return
+        tokens = self._tokens
         before = logits[tokens]
         try:
-            np.add.at(logits, self._biased, self._bias)
+            if self._has_twice:
+                np.add.at(logits, self._biased, self._bias)
+            else:  # the same, sooner
+                logits[self._biased] += self._bias
             if self._penalties:
                 candidates = Candidates(tokens, logits[tokens])
                 candidates.apply(self._penalties)
@@ -59,7 +70,7 @@ class Adjustments:
     def accept(self, token: int) -> None:
         """The token was picked: the penalties look at it from now on."""
         if self._penalties:
-            llama_cpp.llama_sampler_accept(self._penalties, token)
+            _accept(self._penalties, token)
             self._concern([token])
 
     def _concern(self, tokens: Sequence[int]) -> None:

@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama import cuts
-from serve_app.llama.candidates import Candidates
+from serve_app.llama.candidates import Candidates, Room
+from serve_app.llama.context import Context
 from serve_app.llama.cuts import Cut
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 
+# Candidates that most chains see at most.
+_FEW = 64
 # llama.cpp reads this seed as "draw one"; ours are always explicit.
 _RANDOM_SEED = 0xFFFFFFFF
 
@@ -26,10 +29,13 @@ class Chain:
     """One sequence's samplers from top_n_sigma to the seeded draw, as llama.cpp's own: the first of them,
     if a cut can do the same, and the others. One thread at a time."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._cut, links, n_cut = _parts(params)
+    def __init__(self, params: SamplingParams, n_vocab: int) -> None:
+        self._cut, links, n_cut = _parts(params, n_vocab)
+        self.whole = self._cut is cuts.none
+        """Whether nothing is cut: `pick_of_row` is the sooner one then."""
         self._first = _chain(links[:n_cut])
         self._others = _chain(links[n_cut:])
+        self._room = Room(_FEW)
 
     def pick(self, logits: Logits) -> int:
         """A token by these logits, which stay as they are. It takes one number of the seed's."""
@@ -38,13 +44,19 @@ class Chain:
             return self._pick_of_all(logits)
         n = cut.n_kept
         before = llama_cpp.llama_sampler_clone(self._others) if cut.has_ties else None
-        token = self._pick_of(Candidates(cut.tokens[:n], cut.logits[:n], ordered=cut.ordered))
+        few = Candidates(cut.tokens[:n], cut.logits[:n], ordered=cut.ordered, room=self._room)
+        token = self._pick_of(few)
         if before and cut.is_tied(token):
             self._others, before = before, self._others
             token = self._pick_of_all(logits)
         if before:
             llama_cpp.llama_sampler_free(before)
         return token
+
+    def pick_of_row(self, context: Context, row: int) -> int:
+        """The same by the logits that the context has for this row; only if `whole`. llama.cpp makes the
+        candidates itself."""
+        return context.pick(self._others, row)
 
     def _pick_of(self, candidates: Candidates) -> int:
         candidates.apply(self._others)
@@ -76,15 +88,16 @@ def _chain(links: Iterable[llama_cpp.llama_sampler_p]) -> Any:
 
 
 def _parts(
-    params: SamplingParams,
+    params: SamplingParams, n_vocab: int
 ) -> tuple[Callable[[Logits], Cut | None], list[llama_cpp.llama_sampler_p], int]:
     """The cut, all samplers, and how many of them it stands for. llama.cpp reads shares as floats: one that
     is nearly 1 is 1, and one that is nearly 0 is 0."""
     mass, share = float(np.float32(params.top_p)), float(np.float32(params.min_p))
+    is_small = n_vocab <= cuts.SMALL
     if params.temperature <= 0:
-        return cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
+        return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
     links = _links(params)
-    if params.top_n_sigma > 0:
+    if params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
         return cuts.none, links, 0
     if params.top_k > 0:
         return partial(cuts.top_k, k=params.top_k, whole=params.typical_p < 1), links, 1

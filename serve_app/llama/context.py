@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftError
-from serve_app.llama import library
-from serve_app.llama.formats import CacheType, ggml_type, n_bytes
+from serve_app.llama import cuts, library
+from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
 from serve_app.llama.threads import FEW_ROWS, Threads
 
@@ -40,6 +40,8 @@ _POOLINGS: dict[Pooling, int] = {
     "none": llama_cpp.LLAMA_POOLING_TYPE_NONE,
     "rank": llama_cpp.LLAMA_POOLING_TYPE_RANK,
 }
+_sample_of_few = library.brief(llama_cpp.llama_sampler_sample)
+_logits_of_row = library.brief(llama_cpp.llama_get_logits_ith)
 _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
@@ -58,6 +60,7 @@ class Context:
         n_seq_max: int,
         n_ctx_slot: int,
         n_batch: int,
+        n_ubatch: int | None = None,
         threads: int,
         threads_batch: int | None = None,
         flash_attn: bool,
@@ -71,26 +74,26 @@ class Context:
         """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each sequence. `n_outputs`
         is how many rows of a batch may want logits; default: one for each sequence. `threads_batch` is for
         batches of more than one row; default: `threads`. With `pooling`, the context makes embeddings, and
-        every row must want them."""
+        every row must want them. llama.cpp computes `n_ubatch` rows at once, default: all; layers with a
+        window have cells for the window and so many more."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
-        seq_cells = _padded(n_ctx_slot)
-        cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * seq_cells
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = cells
-        params.n_batch = params.n_ubatch = n_batch
+        params.n_ctx = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * _padded(n_ctx_slot)
+        params.n_batch, params.n_ubatch = n_batch, n_ubatch or n_batch
         params.n_seq_max = n_seq_max
         params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
         self._threads = Threads.alike(threads, threads_batch)
         params.n_threads = self._threads.one_row
         params.n_threads_batch = self._threads.many_rows
         params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
+        params.swa_full = False
         params.no_perf = True
         if pooling is not None:
             params.embeddings = True
             params.pooling_type = _POOLINGS[pooling]
-        self._params, self._cells = params, (seq_cells, cells)
+        self._params = params
         self._formats = cache_type_k, cache_type_v
         self._too_large = (
             f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
@@ -119,19 +122,18 @@ class Context:
             int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
-        keys, values = self.model.cache_elements
-        (cache_type_k, cache_type_v), (seq_cells, cells) = self._formats, self._cells
-        self.cache_bytes_per_token = n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
-        """Bytes of one token's keys and values."""
-        self.cache_bytes_per_seq = seq_cells * self.cache_bytes_per_token
-        """Bytes of one sequence's keys and values; of a unified cache, what one sequence more would add."""
-        self.cache_bytes = cells * self.cache_bytes_per_token
-        """Bytes of all keys and values."""
+        self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
         self.window = self.model.window
         """Tokens that sliding-window layers look back on; 0 if there are none."""
+        self.forgets = not self.model.can_rewind or 0 < self.window < self.n_ctx_slot
+        """Whether some layers keep less than all tokens of a sequence, so that `truncate` often cannot."""
+        all_windows = self.window * params.n_seq_max + params.n_ubatch
+        self._parts_windows = kv_unified and self.window > 0 and _padded(all_windows) < params.n_ctx
+        """Whether copies get window cells of their own. There are as many as windows, and those that two
+        sequences share are free for nobody, even behind both windows."""
         self.portable = self.model.can_rewind and not self.window
         """Whether states are good for other kinds of cache, too: all layers keep all tokens."""
         self._kv_unified = kv_unified
@@ -149,6 +151,20 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
         for i in range(self._n_batch):
             self._batch.n_seq_id[i] = 1
+
+    def _measure_cache(self, lines: Sequence[str]) -> None:
+        """By what llama.cpp logged."""
+        model, params = self.model, self._params
+        per_token = sum(map(n_bytes, self._formats, model.cache_elements))
+        per_layer = per_token / max(1, model.n_cache_layers)
+        layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
+        self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
+        """What its cache takes."""
+        one_more = _padded(self.n_ctx_slot) * self.layout.per_token + self.layout.per_sequence
+        one_more += min(model.window, self.n_ctx_slot) * self.layout.per_window_token
+        of_one = self.layout.cache_bytes // params.n_seq_max
+        self.cache_bytes_per_seq = one_more if params.kv_unified else of_one
+        """Bytes of one sequence's cache; of a unified one, what one sequence more would add."""
 
     def become(self, *, flash_attn: bool, kv_unified: bool) -> None:
         """Have another kind of attention and cache, with nothing in it. What was there is freed first, so
@@ -213,11 +229,18 @@ class Context:
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
         until the next `decode`."""
-        pointer = llama_cpp.llama_get_logits_ith(self.pointer, row)
+        pointer = _logits_of_row(self.pointer, row)
         address = ctypes.addressof(pointer.contents)
         if address not in self._views:
             self._views[address] = np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
         return self._views[address]
+
+    def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
+        """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded
+        batch, as they stand in what `logits` gives."""
+        is_small = self.model.n_vocab <= cuts.SMALL
+        sample = _sample_of_few if is_small else llama_cpp.llama_sampler_sample
+        return int(sample(sampler, self.pointer, row))
 
     def embeddings(self, n_rows: int) -> NDArray[np.float32]:
         """A vector for each of the `n_rows` rows that were last decoded; only without llama.cpp's own
@@ -231,15 +254,26 @@ class Context:
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a sequence's cached tokens from position `n_past` on; 0 empties the sequence. Raises
-        DecodeError if what would be left is not all that the next token attends to: recurrent layers
-        keep no past states, and a saved state of sliding-window layers holds their last window only."""
-        oldest = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
-        windowed = n_past > 0 and oldest > max(0, n_past - self.window)
-        if windowed or not llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_past, -1):
+        DecodeError, and changes nothing, where it cannot: see `can_cut`."""
+        cut = self.can_cut(seq_id, n_past)
+        if not cut or not llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_past, -1):
             raise DecodeError(
                 f"llama.cpp cannot keep the first {n_past} tokens of sequence {seq_id}."
             )
         self._changes(seq_id)
+
+    def can_cut(self, seq_id: int, n_past: int) -> bool:
+        """Whether the first `n_past` tokens, and no more, can be kept: all that the next token attends to
+        must be there. Recurrent layers keep no past states, and layers with a window little more than
+        their last window; a saved state just that."""
+        if n_past == 0:
+            return True
+        if self.window:
+            oldest = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
+            if self.model.can_rewind and oldest > self.model.window_start(n_past):
+                return False
+        newest = llama_cpp.llama_memory_seq_pos_max(self._memory, seq_id)
+        return self.model.can_rewind or n_past > newest
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens after the first `n_keep`, and move those behind up. llama.cpp turns
@@ -267,6 +301,14 @@ class Context:
         self._changes(target)
         if not self._kv_unified:
             self.unsettled |= {source, target}
+        self._copy_cells(source, target)
+        if self._parts_windows:
+            try:
+                self.rewind(target, self.checkpoint(source), n_past)
+            except DecodeError:
+                self._copy_cells(source, target)
+
+    def _copy_cells(self, source: int, target: int) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
@@ -283,18 +325,44 @@ class Context:
     def save(self, seq_id: int) -> memoryview:
         """A sequence's cached tokens as llama.cpp's sequence state, to be used with the same model and the
         same cache formats. Not as `bytes`: that copy would take ten times as long as llama.cpp does."""
-        size = llama_cpp.llama_state_seq_get_size(self.pointer, seq_id)
+        return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE)
+
+    def checkpoint(self, seq_id: int) -> memoryview:
+        """Of that, what `truncate` could not have back: the last window of layers that have one, and the
+        states of recurrent layers."""
+        return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+
+    def _save(self, seq_id: int, flags: int) -> memoryview:
+        size = llama_cpp.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
         buffer = np.empty(size, np.uint8)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        n_written = llama_cpp.llama_state_seq_get_data(self.pointer, pointer, size, seq_id)
+        n_written = llama_cpp.llama_state_seq_get_data_ext(
+            self.pointer, pointer, size, seq_id, flags
+        )
         return buffer[:n_written].data
 
     def restore(self, seq_id: int, state: State) -> None:
         """Fill a sequence with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
         the sequence is empty then."""
         self.truncate(seq_id, 0)
+        self._restore(seq_id, state, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE)
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        """Put a sequence back to a checkpoint that was made when it, or another one, had just its first
+        `n_past` tokens. Raises DecodeError if llama.cpp refuses it; the sequence is empty then."""
+        self._changes(seq_id)
+        self._restore(seq_id, checkpoint, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        try:
+            self.truncate(seq_id, n_past)
+        except DecodeError:
+            self.truncate(seq_id, 0)
+            raise
+
+    def _restore(self, seq_id: int, state: State, flags: int) -> None:
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if not llama_cpp.llama_state_seq_set_data(self.pointer, pointer, len(state), seq_id):
+        if not llama_cpp.llama_state_seq_set_data_ext(
+            self.pointer, pointer, len(state), seq_id, flags
+        ):
             self.truncate(seq_id, 0)
             raise DecodeError(f"llama.cpp does not take back the saved state of sequence {seq_id}.")
 

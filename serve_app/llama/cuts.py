@@ -9,6 +9,7 @@ the order in which they would. What cannot be told for certain is None, and the 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +25,8 @@ _FOLDS = ((32, 8), (8, 8), (8, 1))
 _SPARE = 4
 # Candidates behind which top_p is looked for in turn, as parts of the highest probability.
 _FLOORS = (0.02, 1e-3, 1e-5)
-# Of fewer tokens, llama.cpp finds the k highest sooner.
-_SMALL = 24_576
+SMALL = 24_576
+"""Of so many tokens or fewer, llama.cpp finds the k highest sooner."""
 # A cut that leaves more than this part of the vocabulary saves nothing.
 _WORTH = 1 / 4
 # Half a unit in the last place of a float32, as a part: the most that one operation on floats is off.
@@ -62,17 +63,18 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
 
     The n-th highest of the highest ones of n parts is at most the n-th highest of all.
     """
-    sizes = next((one for one in _FOLDS if _SPARE * n <= logits.size // (one[0] * one[1])), None)
+    sizes = _folds(logits.size, n)
     if sizes is None or n <= 0:
         return None
     folds, again = sizes
     width = logits.size // folds
     folded = logits[: folds * width].reshape(folds, width)
     tops = np.maximum.reduce(folded)
-    if not math.isfinite(tops.max()):
+    if not math.isfinite(np.maximum.reduce(tops)):
         return None
     few = np.maximum.reduce(tops[: width // again * again].reshape(again, -1))
-    bound = np.partition(few, -n)[-n]
+    few.partition(few.size - n)
+    bound = few[few.size - n]
     if bound == -np.inf:
         return _sorted(logits, np.flatnonzero(logits > bound), n)
     tokens = _at_least(folded, tops, bound)
@@ -80,6 +82,11 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
         rest = np.flatnonzero(logits[folds * width :] >= bound) + folds * width
         tokens = np.concatenate((tokens, rest))
     return _sorted(logits, tokens, n)
+
+
+@cache
+def _folds(n_vocab: int, n: int) -> tuple[int, int] | None:
+    return next((one for one in _FOLDS if _SPARE * n <= n_vocab // (one[0] * one[1])), None)
 
 
 def _at_least(folded: Logits, tops: Logits, bound: np.float32) -> Tokens:
@@ -109,9 +116,9 @@ def greedy(logits: Logits) -> Cut | None:
 
 
 def top_k(logits: Logits, k: int, *, whole: bool = False) -> Cut | None:
-    """What `top_k` leaves of all tokens, if they are many. If fewer than k are not -inf, that is these, or
+    """What `top_k` leaves of all tokens. If fewer than k are not -inf, that is these, or
     None with `whole`: those with -inf are never drawn, but `typical` does not look at them like that."""
-    found = highest(logits, k + 1) if logits.size > _SMALL else None
+    found = highest(logits, k + 1)
     if found is None or (whole and found[0].size < k):
         return None
     return Cut(*found, min(k, found[0].size), ordered=True)

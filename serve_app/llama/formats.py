@@ -1,7 +1,10 @@
-"""The values of llama.cpp's options, by llama-server's names. Does not load llama.cpp."""
+"""Values of llama.cpp's options, by llama-server's names, and what caches take. Does not load llama.cpp."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -18,6 +21,15 @@ EmbeddingPooling = Literal["mean", "cls", "last"]
 NumaStrategy = Literal["distribute", "isolate", "numactl"]
 """How threads are spread over NUMA nodes (`--numa`)."""
 
+# Two lines of these for a model with sliding windows: layers that see everything, then those with a window.
+_KEYS_VALUES = re.compile(
+    r"llama_kv_cache: size = +[\d.]+ MiB \( *(\d+) cells, +(\d+) layers, +\d+/(\d+) seqs\), "
+    r"K \([^)]*\): +([\d.]+) MiB, V \([^)]*\): +([\d.]+) MiB"
+)
+_RECURRENT = re.compile(r"llama_memory_recurrent: size = +([\d.]+) MiB \( *\d+ cells,.*?(\d+) seqs")
+# These lines round to hundredths.
+_ROUNDED_BYTES = 0.011 * 2**20
+
 
 def ggml_type(name: CacheType) -> int:
     """llama.cpp's number for it."""
@@ -33,3 +45,36 @@ def n_bytes(name: CacheType, n_elements: int) -> int:
     """Bytes of so many numbers, a multiple of the block size."""
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name.upper()]]
     return int(n_elements * block_bytes // block)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Bytes of a cache, by what they depend on."""
+
+    per_token: int
+    """Keys and values of one token, in layers that see everything."""
+    per_window_token: int = 0
+    """The same in layers that have a window."""
+    per_sequence: int = 0
+    """The states of one sequence's recurrent layers."""
+    cache_bytes: int = 0
+    """Of everything."""
+
+    @classmethod
+    def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:
+        """By llama.cpp's log lines; None if they do not say. `per_layer` are the bytes of one token in one
+        layer as the model's file has it: if they fit what llama.cpp says, they are not rounded."""
+        parts = [found for found in map(_KEYS_VALUES.search, lines) if found]
+        recurrent = [found for found in map(_RECURRENT.search, lines) if found]
+        if not (parts or recurrent) or len(parts) > 2:
+            return None
+        tokens, total = [0, 0], 0
+        for i, part in enumerate(parts):
+            n_cells, n_layers = int(part[1]) * int(part[3]), int(part[2])
+            said = (float(part[4]) + float(part[5])) * 2**20
+            exact = n_cells * n_layers * per_layer
+            n_bytes = exact if abs(exact - said) <= 2 * _ROUNDED_BYTES else said
+            tokens[i] = round(n_bytes / n_cells)
+            total += round(n_bytes)
+        states = round(sum(float(found[1]) * 2**20 for found in recurrent))
+        return cls(tokens[0], tokens[1], states // n_seq_max, total + states)

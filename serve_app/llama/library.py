@@ -6,9 +6,10 @@ import ctypes
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 
@@ -22,6 +23,8 @@ _LEVELS = {3: logging.INFO, 4: logging.ERROR}  # GGML_LOG_LEVEL_WARN and _ERROR
 _CONTINUATION = 5
 # What llama.cpp calls errors when a pass is left because somebody told it to.
 _LEFT = re.compile(r"failed with error 1$|compute status: 1$|failed to decode, ret = 2$")
+
+_PATH = Path(llama_cpp.__file__).with_name("lib") / "libllama.so"
 
 _NUMA_STRATEGIES: dict[NumaStrategy, int] = {
     "distribute": llama_cpp.GGML_NUMA_STRATEGY_DISTRIBUTE,
@@ -79,11 +82,19 @@ def init() -> None:
 def _load_kernels() -> None:
     """Of a llama.cpp that was built for many CPUs (`cluster/Dockerfile`), load the library that suits this
     one best; others have their only one linked in."""
-    folder = Path(llama_cpp.__file__).with_name("lib")
     # The one that is loaded already; its dependencies' symbols are found in it, too.
-    library = ctypes.CDLL(str(folder / "libllama.so"))
+    library = ctypes.CDLL(str(_PATH))
     if not library.ggml_backend_reg_count():
-        library.ggml_backend_load_all_from_path(str(folder).encode())
+        library.ggml_backend_load_all_from_path(str(_PATH.parent).encode())
+
+
+def brief(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `llama_cpp` that keeps the interpreter's lock while it runs. For calls of some
+    microseconds that the decoder's thread makes for each token: who lets the lock go may wait for it for
+    as long as the event loop's next callback takes."""
+    same = ctypes.PyDLL(str(_PATH))[function.__name__]
+    same.argtypes, same.restype = function.argtypes, function.restype  # type: ignore[attr-defined]
+    return same
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import llama_cpp
+from gguf import GGUFReader
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
@@ -35,6 +36,8 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_LAST: "last",
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
+
+_is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
@@ -130,6 +133,11 @@ class Model:
         return self.meta(f"{self.meta('general.architecture')}.attention.causal") != "false"
 
     @property
+    def n_layer(self) -> int:
+        """Its layers."""
+        return self.meta_int("block_count", 1)
+
+    @property
     def head_sizes(self) -> tuple[int, int]:
         """Elements of one head's key and value."""
         default = self.meta_int("embedding_length", 1) // max(1, self._n_head)
@@ -140,12 +148,29 @@ class Model:
 
     @property
     def cache_elements(self) -> tuple[int, int]:
-        """Elements of all keys and all values that one token has in the KV cache; an upper bound for
-        models that keep only a window of their context."""
+        """Elements of all keys and all values that one token has in the KV cache; in layers with a window,
+        it has them only while it is in there."""
+        heads, (key, value) = sum(self._kv_heads), self.head_sizes
+        return heads * key, heads * value
+
+    @functools.cached_property
+    def _kv_heads(self) -> list[int]:
+        """Of each layer; 0 of one that is recurrent only, as far as the file's metadata say it."""
+        n_layer, name = self.n_layer, f"{self.meta('general.architecture')}.attention.head_count_kv"
         heads = self.meta_int("attention.head_count_kv", self._n_head)
-        key, value = self.head_sizes
-        per_element = self.meta_int("block_count", 1) * heads
-        return per_element * key, per_element * value
+        if not llama_cpp.llama_model_is_hybrid(self.pointer):
+            return [heads] * n_layer
+        if self.meta(name) is None:  # each layer has its own
+            field = GGUFReader(self.path).get_field(name)
+            found = field.contents() if field is not None else heads
+            return list(found) if isinstance(found, list) else [heads] * n_layer
+        every = self.meta_int("full_attention_interval", 1)
+        return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
+
+    @property
+    def n_cache_layers(self) -> int:
+        """Those with keys and values."""
+        return sum(heads > 0 for heads in self._kv_heads)
 
     @property
     def _n_head(self) -> int:
@@ -174,12 +199,23 @@ class Model:
                 digest.update(file.read(n_bytes))
         return digest.digest()
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         return int(llama_cpp.llama_model_n_swa(self.pointer))
 
-    @property
+    def window_start(self, position: int) -> int:
+        """The first position that a token at that one sees in layers with a window. Llama 4's do not slide:
+        they see their part of the context only."""
+        if self._window_is_chunk:
+            return position // self.window * self.window
+        return max(0, position - self.window + 1)
+
+    @functools.cached_property
+    def _window_is_chunk(self) -> bool:
+        return self.meta("general.architecture") == "llama4"
+
+    @functools.cached_property
     def can_rewind(self) -> bool:
         """Whether the last tokens of a sequence can be dropped: recurrent layers keep no past states."""
         recurrent = llama_cpp.llama_model_is_recurrent(self.pointer)
@@ -317,7 +353,7 @@ class Model:
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation (end of text, end of turn)."""
-        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+        return bool(_is_eog(self._vocab, token))
 
     @functools.cached_property
     def eog_tokens(self) -> tuple[int, ...]:

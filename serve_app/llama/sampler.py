@@ -37,31 +37,40 @@ class Sampler:
         self._constraint = constraint
         self._n_top = params.logprobs
         self._adjustments = Adjustments(context, params, prompt)
-        self._chain = Chain(params)
+        self._chain = Chain(params, context.model.n_vocab)
 
     def sample(self, row: int) -> Sampled:
         """The next token from the logits of the given row of the last decoded batch; the row must
         have asked for logits. The token becomes part of what the penalties look at. Raises
         ConstraintError if the grammar allows none."""
-        constraint, logits = self._constraint, self._context.logits(row)
-        with self._adjustments.made(logits):
-            if constraint is None:
-                token = self._chain.pick(logits)
-            else:
-                token = self._pick_within(constraint, logits)
+        token = self._pick(row)
         self._adjustments.accept(token)
-        logprobs = None if self._n_top is None else _logprobs(logits, token, self._n_top)
+        n_top, constraint = self._n_top, self._constraint
+        logprobs = None if n_top is None else _logprobs(self._context.logits(row), token, n_top)
         return Sampled(token, logprobs, constraint is not None and constraint.complete)
 
     def score(self, row: int, token: int) -> TokenLogprobs:
         """How likely that token was by the logits of the given row, under the same conditions."""
         return _logprobs(self._context.logits(row), token, self._n_top or 0)
 
-    def _pick_within(self, constraint: Constraint, logits: NDArray[np.float32]) -> int:
+    def _pick(self, row: int) -> int:
+        if self._constraint is None and not self._adjustments:
+            return self._draw(row)
+        with self._adjustments.made(self._context.logits(row)):
+            return self._pick_within(self._constraint, row) if self._constraint else self._draw(row)
+
+    def _draw(self, row: int) -> int:
+        """A token by the row's logits as they stand."""
+        if self._chain.whole:
+            return self._chain.pick_of_row(self._context, row)
+        return self._chain.pick(self._context.logits(row))
+
+    def _pick_within(self, constraint: Constraint, row: int) -> int:
         """As llama-server does: mostly the token that would be sampled anyway is allowed, and the whole
         vocabulary is only looked at when it is not. The distribution is the same."""
-        token = self._chain.pick(logits)
+        token = self._draw(row)
         if not constraint.take(token):
+            logits = self._context.logits(row)
             token = self._chain.pick(np.where(constraint.allowed(), logits, np.float32(-np.inf)))
             if not constraint.take(token):
                 why = constraint.fault or "all that it allows is banned"

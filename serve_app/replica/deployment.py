@@ -24,7 +24,7 @@ from serve_app.channel.sender import Channel, Channels
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine, Texts
-from serve_app.engine.kv_cache.hot_prefixes import Prefix
+from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.errors import (
     ChannelBrokenError,
     CorralError,

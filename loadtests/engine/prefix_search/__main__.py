@@ -50,7 +50,8 @@ class Bench:
     def __init__(self, n_slots: int, n_tokens: int, n_stored: int) -> None:
         self._rng = random.Random(0)
         self._shared = self._tokens(n_tokens - _END_TOKENS)
-        backend = mock.Mock(unsettled=frozenset(), memory=MemoryUse(0, 0, 0, 4, 0))
+        memory = MemoryUse(0, 0, 0, 4, 0)
+        backend = mock.Mock(unsettled=frozenset(), memory=memory, forgets=False)
         half = self._tokens(_STORED_TOKENS // 2)
         stored = [
             StoredPrefix(token_array(half + self._tokens(_STORED_TOKENS // 2)), b"", "")

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from loadtests.hostile.attack import Attack, Bars
@@ -97,15 +98,15 @@ def _many_keys(scene: Scene) -> None:
             pool.submit(_keep, scene, Shot(COMPLETIONS, _long(), key), each)
 
 
-def _long_prompts(scene: Scene) -> None:
+def _long_prompts(scene: Scene, at_once: int = 2 * N_SLOTS) -> None:
     """Prompts that fill a slot, of which no two begin alike, and one token is wanted."""
-    _always_new(scene, 2 * N_SLOTS, lambda number: {"prompt": f"{number} " + "a b " * 950})
+    _always_new(scene, at_once, lambda number: {"prompt": f"{number} " + "a b " * 950})
 
 
-def _salts(scene: Scene) -> None:
+def _salts(scene: Scene, at_once: int = N_SLOTS) -> None:
     """Each request begins a cache group of its own."""
     text = "word " * 300
-    _always_new(scene, N_SLOTS, lambda number: {"prompt": text, "cache_salt": f"salt {number}"})
+    _always_new(scene, at_once, lambda number: {"prompt": text, "cache_salt": f"salt {number}"})
 
 
 def _always_new(scene: Scene, at_once: int, fields: Callable[[int], dict[str, Any]]) -> None:
@@ -239,7 +240,7 @@ ATTACKS = (
         expects=_FAIR,
         act=_long_prompts,
         bars=SHARE,
-        beside=ordinary,
+        beside=partial(_long_prompts, at_once=1),
     ),
     Attack(
         name="salts",
@@ -248,7 +249,7 @@ ATTACKS = (
         expects=_FAIR + " Memory stays within what tiers may have.",
         act=_salts,
         bars=Bars(itl_factor=None, pause_s=None),
-        beside=ordinary,
+        beside=partial(_salts, at_once=1),
     ),
     Attack(
         name="answers as one",

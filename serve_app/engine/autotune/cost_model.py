@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from serve_app.engine.autotune.curve import Curve, Speed
 
-# Between measured sizes, kernels like multiples of this many rows.
-_ROW_STEP = 4
+# Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
+_ROW_STEPS = ((64, 4), (128, 8), (256, 16))
+_LARGE_STEP = 32
 # A split that gains less than this part is noise.
 _LEAST_GAIN = 0.05
 # What was planned is planned anew after so many batches, as the curve may have moved.
@@ -117,7 +118,8 @@ class CostModel:
         that the step takes anyway: those that get the prompt on fastest; 0 if none fit.
 
         Kernels have steps, and 63 rows can cost twice what 64 do: what comes into question are the
-        measured numbers of rows, multiples of 4 between them, and all that is left.
+        measured numbers of rows, between them multiples of 4, and of more the larger they are, and all
+        that is left.
         """
         sizes = [size for size in self._sizes if size < n_pending] + [n_pending]
         times = {size: self.prefill_s(size, n_past) for size in sizes}
@@ -135,8 +137,11 @@ class CostModel:
         measured = self._prefill.measured
         if not measured:
             return []
-        dense = [n for n in measured if n <= 64]
-        return sorted({*measured, *range(measured[0], dense[-1] if dense else 0, _ROW_STEP)})
+        sizes, begin = set(measured), measured[0]
+        for end, step in (*_ROW_STEPS, (measured[-1], _LARGE_STEP)):
+            sizes.update(range(begin, min(end, measured[-1]), step))
+            begin = max(begin, end)
+        return sorted(sizes)
 
     def smallest_chunk(self, n_pending: int) -> int:
         """The fewest of a prompt's rows that are worth a batch."""
@@ -224,10 +229,12 @@ def _deep_verify_s(profile: Profile) -> dict[int, float]:
 
 
 def _fastest(times: Mapping[int, float], within_s: float, beside_s: float) -> int:
-    """The number of rows with the best rate among those whose time fits; 0 if none does."""
+    """The number of rows with the best rate among those whose time fits, of equal ones the largest; 0 if
+    none does."""
     fitting = [size for size, seconds in times.items() if seconds <= within_s]
     rates = {size: size / (beside_s + times[size] or 1e-9) for size in fitting}
-    return max(fitting, key=lambda size: (rates[size], size), default=0)
+    best = max(rates.values(), default=0.0)
+    return max((size for size in fitting if rates[size] >= best * (1 - 1e-9)), default=0)
 
 
 def _span(slots: Sequence[int]) -> int:

@@ -15,6 +15,8 @@ from serve_app.engine.autotune.trials import doubtful
 
 # Where no slope was measured, a depth of so many tokens may double what a batch takes.
 _DOUBLING_DEPTH = 4_000
+# Seconds of batches of one size, of which one is learnt from.
+_LEARN_S = 0.1
 # Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
 _TRUSTED, _TRUSTED_SLOPE, _DOUBTED = 0.02, 0.1, 1.0
 
@@ -63,6 +65,8 @@ class Curve:
             for n in self.measured
         ]
         self._all_deeper = add(0.0, 1.0, 1e-4)
+        self._unlearnt_s: dict[int, float] = {}
+        """By number of rows, what batches took since one was learnt from."""
 
     def at(self, n_rows: int, n_past: float) -> float:
         """Seconds of a batch; 0 if none was measured."""
@@ -72,7 +76,13 @@ class Curve:
         )
 
     def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """See how long a batch took."""
+        """See how long a batch took. Of short batches of one size, one in `_LEARN_S` counts: all tell the
+        same, and learning takes time, too."""
+        unlearnt_s = self._unlearnt_s.get(n_rows, _LEARN_S) + seconds
+        self._unlearnt_s[n_rows] = unlearnt_s
+        if unlearnt_s < _LEARN_S and n_rows not in self.doubted:
+            return
+        self._unlearnt_s[n_rows] = 0.0
         expected = self.at(n_rows, n_past)
         if not expected or seconds <= 0:
             return

@@ -53,9 +53,9 @@ class Estimates:
         """Move them by what was, less the forecast, by the forecast. A share says how much the forecast
         grows, relatively, with that number."""
         diagonal = np.einsum("ii->i", self._covariance)
-        diagonal += np.where(diagonal < self._most, self._drift, 0.0)
+        np.add(diagonal, self._drift, out=diagonal, where=diagonal < self._most)
         indices, parts = list(shares), np.array(list(shares.values()))
-        due = self._covariance[:, indices] @ parts
+        due = parts @ self._covariance[indices]  # it is symmetric
         variance = _NOISE + float(parts @ due[indices])
         most = _MOST_DEVIATIONS * math.sqrt(variance)
         moved = due * (max(-most, min(most, error)) / variance)

@@ -15,6 +15,7 @@ from serve_app.engine.backends.base import Row, State
 
 # Numbers of rows: the most telling ones first.
 _CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
+_MOST_CHUNKS = (80, 112, 192, 160, 384)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
 _VERIFIES = (2, 4, 8, 3, 6)
 # The part of a slot that is in use when it is copied: with less, only that would be copied.
@@ -105,6 +106,7 @@ class Profiler:
             (self._verify, self._fitting(_VERIFIES), self._verified),
             (self._decode, self._slot_counts(_MORE_DECODES), self._decoded),
             (self._prefill, self._fitting(_MORE_CHUNKS), self._prefilled),
+            (self._prefill, self._fitting(_MOST_CHUNKS), self._prefilled),
         )
         for found, sizes, trial in kinds:
             for _ in self._trials.measure(found, sizes, trial):

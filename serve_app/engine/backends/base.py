@@ -77,8 +77,24 @@ class MemoryUse:
     cache_bytes_per_slot: int
     """What one slot more would add."""
     cache_bytes_per_token: int
+    """In layers that see everything."""
     compute_bytes: int
     """Buffers that batches are computed in."""
+    window: int = 0
+    """Tokens that the other layers look back on, ..."""
+    window_bytes_per_token: int = 0
+    """... and what each takes there."""
+    recurrent_bytes: int = 0
+    """The states of one slot's recurrent layers."""
+
+    def state_bytes(self, n_tokens: int) -> int:
+        """Of a saved slot with so many tokens."""
+        return n_tokens * self.cache_bytes_per_token + self.checkpoint_bytes(n_tokens)
+
+    def checkpoint_bytes(self, n_tokens: int) -> int:
+        """Of a checkpoint of it."""
+        in_window = min(n_tokens, self.window)
+        return in_window * self.window_bytes_per_token + self.recurrent_bytes * bool(n_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +163,11 @@ class Backend(Protocol):
         dropped again without a trace."""
 
     @property
+    def forgets(self) -> bool:
+        """Whether slots keep less than all of their tokens, in layers with a window or recurrent ones: they
+        can be cut only where `can_cut` says so, or put back to a checkpoint."""
+
+    @property
     def state_key(self) -> bytes:
         """What saved states depend on: they can be restored where this is the same."""
 
@@ -168,6 +189,16 @@ class Backend(Protocol):
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop the slot's cached tokens from position n_past on. Raises DecodeError, and changes
         nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
+
+    def can_cut(self, seq_id: int, n_past: int) -> bool:
+        """Whether `truncate` can."""
+
+    def checkpoint(self, seq_id: int) -> State:
+        """What the slot could not have back of what it is now."""
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        """Put a slot back to a checkpoint, of itself or another one, that had just its first `n_past`
+        tokens then. Raises DecodeError if it cannot; the slot is then in no known state."""
 
     @property
     def unsettled(self) -> Set[int]:

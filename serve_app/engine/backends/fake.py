@@ -55,6 +55,7 @@ class FakeBackend:
     batches, the backend breaks for good. All slots together hold `n_cells` tokens. `hold()` stops
     decoding until `resume()`. Rows that llama.cpp could not take (a position that does not continue
     the slot) raise AssertionError, and so do saving and restoring a slot that llama.cpp has yet to write.
+    If it `forgets`, slots cannot be cut, as with recurrent layers, but put back to a checkpoint.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class FakeBackend:
         fail_on: Iterable[int] = (),
         break_after: int | None = None,
         n_cells: int | None = None,
+        forgets: bool = False,
     ) -> None:
+        self.forgets = forgets
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
         self.mode_reason = "scripted"
@@ -74,9 +77,9 @@ class FakeBackend:
         self.profile = Profile()
         self.other: tuple[Mode, Profile] | None = None
         self.change_s = 0.0
-        self.can_rewind = True
+        self.can_rewind = not forgets
         self.can_shift = True
-        self.fills_gaps = n_cells is None
+        self.fills_gaps = n_cells is None and not forgets
         self.state_key = b"fake"
         self.vocabulary = FakeVocabulary()
         self.slots: list[list[int]] = [[] for _ in range(n_slots)]
@@ -166,7 +169,25 @@ class FakeBackend:
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a slot's tail."""
+        if not self.can_cut(seq_id, n_past):
+            raise DecodeError("scripted slots that cannot be cut")
         del self.slots[seq_id][n_past:]
+
+    def can_cut(self, seq_id: int, n_past: int) -> bool:
+        """Whether it does not forget, or there is nothing to be cut, or nothing to be left."""
+        return not self.forgets or n_past == 0 or n_past >= len(self.slots[seq_id])
+
+    def checkpoint(self, seq_id: int) -> bytes:
+        """The slot's tokens, four bytes each."""
+        return self.save(seq_id)
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        """Drop a slot's tail; what is left has to be what the checkpoint has."""
+        self._expect_settled(seq_id)
+        kept = list(struct.unpack(f"{len(checkpoint) // 4}I", checkpoint))
+        if kept != self.slots[seq_id][:n_past]:
+            raise AssertionError(f"slot {seq_id} is put back to a checkpoint of other tokens")
+        self.slots[seq_id] = kept
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot; without a unified cache, the next decode does it, as in llama.cpp."""

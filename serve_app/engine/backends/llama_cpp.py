@@ -83,6 +83,7 @@ class LlamaBackend:
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
         self.can_rewind = self.vocabulary.can_rewind
+        self.forgets = self._context.forgets
         self.fills_gaps = self.can_rewind and not (self.mode.kv_unified or self._context.window)
         logger.info("%s.", self.mode_reason)
         if choice.threads is not None:
@@ -99,12 +100,15 @@ class LlamaBackend:
 
     def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
         options = self._options
+        n_decoding = options.n_slots + MAX_DRAFTED_ROWS
+        n_ubatch = max(options.n_batch, n_decoding) if self.vocabulary.window else None
         context = Context(
             self.vocabulary,
             n_seq_max=options.n_slots + len(options.pinned) + n_more,
             n_ctx_slot=n_ctx_slot,
-            n_batch=options.n_batch + options.n_slots + MAX_DRAFTED_ROWS,
-            n_outputs=options.n_slots + MAX_DRAFTED_ROWS + MAX_SCORED_ROWS,
+            n_batch=options.n_batch + n_decoding,
+            n_ubatch=n_ubatch,
+            n_outputs=n_decoding + MAX_SCORED_ROWS,
             threads=options.threads,
             threads_batch=options.threads_batch,
             flash_attn=mode.flash_attn,
@@ -300,6 +304,18 @@ class LlamaBackend:
         """See Backend.truncate."""
         self._context.truncate(seq_id, n_past)
 
+    def can_cut(self, seq_id: int, n_past: int) -> bool:
+        """See Backend.can_cut."""
+        return self._context.can_cut(seq_id, n_past)
+
+    def checkpoint(self, seq_id: int) -> State:
+        """See Backend.checkpoint."""
+        return self._context.checkpoint(seq_id)
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        """See Backend.rewind."""
+        self._context.rewind(seq_id, checkpoint, n_past)
+
     @property
     def unsettled(self) -> Set[int]:
         """See Backend.unsettled."""
@@ -386,10 +402,13 @@ class LlamaBackend:
         context = self._context
         return MemoryUse(
             weights_bytes=self.vocabulary.n_bytes,
-            cache_bytes=context.cache_bytes,
+            cache_bytes=context.layout.cache_bytes,
             cache_bytes_per_slot=context.cache_bytes_per_seq,
-            cache_bytes_per_token=context.cache_bytes_per_token,
+            cache_bytes_per_token=context.layout.per_token,
             compute_bytes=context.compute_bytes,
+            window=context.window,
+            window_bytes_per_token=context.layout.per_window_token,
+            recurrent_bytes=context.layout.per_sequence,
         )
 
     def close(self) -> None:

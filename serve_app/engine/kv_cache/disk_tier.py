@@ -72,7 +72,7 @@ class DiskTier:
             except (OSError, RefusedFileError) as error:
                 logger.warning("The stored prefix %s is not loaded: %s", path, error)
                 continue
-            budget_bytes -= len(prefix.state)
+            budget_bytes -= prefix.n_bytes
             self._intact.add(path.name)
             found.append(prefix)
         return found[::-1]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, deque
 from typing import NamedTuple
 
 from serve_app.engine.autotune.copy_budget import CopyBudget
-from serve_app.engine.backends.base import Backend, State
-from serve_app.engine.kv_cache.hot_prefixes import Prefix
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.checkpoints import Checkpoints
+from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
-from serve_app.engine.kv_cache.packing import TokenArray, Tokens, packed, token_array
+from serve_app.engine.kv_cache.packing import TokenArray, token_array
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
+from serve_app.engine.kv_cache.slots import SlotTable, Wait
+from serve_app.engine.kv_cache.transfers.exchange import PrefixExchange
+from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
-
-logger = logging.getLogger("corral.engine")
-
-# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
-_BEGUN_KEPT = 128
 
 
 class Place(NamedTuple):
@@ -42,15 +38,16 @@ class KVCacheManager:
         table: SlotTable,
         memory_tier: MemoryTier,
         max_stall_s: float | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.table = table
         self.memory_tier = memory_tier
+        self.checkpoints = Checkpoints(backend) if checkpoints is None else checkpoints
         self._backend = backend
         self.copies = CopyBudget(max_stall_s)
-        self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
-        """The last prompts that got a slot."""
-        self.transferred: Counter[str] = Counter()
-        """What went to other engines and came from them, by the names that `EngineStats` has for it."""
+        self._contents = SlotContents(backend, self.checkpoints, self.copies)
+        self.exchange = PrefixExchange(backend, table, memory_tier, self._contents, self.copies)
+        """For other engines."""
 
     def pin(self, n_batch: int, slot_id: int | None = None) -> None:
         """Compute what is pinned, everywhere or in one slot."""
@@ -90,19 +87,27 @@ class KVCacheManager:
         choice = self.table.choose(group, tokens, n_stored)
         sequence.waits = choice if isinstance(choice, Wait) else None
         if isinstance(choice, Wait):
+            if self.checkpoints.needed and choice.slot.sequence is not None:
+                choice.slot.sequence.stop_at(choice.n_tokens)
             return choice
         lost, restore_s = self.table.loses(choice), 0.0
         if choice.stored and stored is not None:
             restore_s = self.copies.restores.forecast_s(len(stored.state))
-        save_s = self.copies.saves.forecast_s(self._n_bytes(lost))
+        n_bytes = self._contents.n_bytes(choice.slot, len(lost)) if lost else 0
+        save_s = self.copies.saves.forecast_s(n_bytes)
         if self.table.streams and self.copies.can_wait(restore_s, save_s):
             return None
         if choice.stored and stored is not None:
             self.memory_tier.used(stored)
         self.store(choice.slot, lost, restore_s)
-        n_cached = self._fill(choice, stored)
+        if choice.in_place and choice.n_cached == len(choice.slot.idle_tokens):
+            self._mark_end(choice.slot)
+        n_cached = self._contents.fill(choice, stored)
+        if self.checkpoints.needed:
+            n_known = max(choice.n_known, self.memory_tier.n_known(group, tokens))
+            sequence.stops = self.checkpoints.stops(n_cached, n_known, len(sequence.tokens))
         if sequence.trace.admitted is None:  # one that was preempted was counted before
-            self.begun.append(Prefix(group, sequence.packed_prompt))
+            self.exchange.begun.append(Prefix(group, sequence.packed_prompt))
         return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
 
     def release(self, sequence: Sequence) -> None:
@@ -110,7 +115,8 @@ class KVCacheManager:
         slot = self.table.slots[sequence.slot_id]
         self.table.release(slot)
         if sequence.n_exact is not None:
-            self._hold(slot, slot.idle_tokens[: self._keep(slot, len(slot.idle_tokens))])
+            n_kept = self._contents.keep(slot, len(slot.idle_tokens))
+            self._hold(slot, slot.idle_tokens[:n_kept])
 
     def evict_idle(self) -> bool:
         """Empty the idle slot that nobody has used for longest; False if there is none with tokens."""
@@ -133,43 +139,39 @@ class KVCacheManager:
         slot = self.table.slots[sequence.slot_id]
         if stored:
             self.store(slot, slot.tokens[: slot.n_past])
-        self._backend.truncate(slot.id, 0)
+        self._contents.keep(slot, 0)
         sequence.preempt()
         self.table.release(slot)
 
     def store_now(self, slot: Slot) -> None:
         """Save what a slot has, whoever waits for that, unless the store does not want it."""
         tokens = slot.tokens[: slot.n_past]
-        if self._is_worth_saving(slot, tokens):
-            self.memory_tier.put(slot.group, tokens, self._save(slot, self._n_bytes(tokens)))
+        if self._is_worth_saving(slot, tokens, self._contents.n_bytes(slot, len(tokens))):
+            self._put(slot, tokens)
 
     def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
         there yet, or streams would wait too long for it, and for `beside_s` seconds of other copies."""
-        n_bytes = self._n_bytes(tokens)
-        if self._is_worth_saving(slot, tokens) and self._may_save(n_bytes, beside_s):
-            self.memory_tier.put(slot.group, tokens, self._save(slot, n_bytes))
+        if not tokens:
+            return
+        n_bytes = self._contents.n_bytes(slot, len(tokens))
+        if self._is_worth_saving(slot, tokens, n_bytes) and self._may_save(n_bytes, beside_s):
+            self._put(slot, tokens)
 
-    def _is_worth_saving(self, slot: Slot, tokens: TokenArray) -> bool:
+    def _put(self, slot: Slot, tokens: TokenArray) -> None:
+        prefix = self._contents.save(slot, tokens)
+        self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
+
+    def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
         settled = slot.id not in self._backend.unsettled
-        return bool(tokens and settled) and self.memory_tier.wants(
-            slot.group, slot.packed(len(tokens)), self._n_bytes(tokens)
-        )
+        return settled and self.memory_tier.wants(slot.group, slot.packed(len(tokens)), n_bytes)
 
-    def _may_save(self, n_bytes: int, beside_s: float) -> bool:
+    def _may_save(self, n_bytes: int, beside_s: float = 0.0) -> bool:
         saves = self.copies.saves
         return not self.table.streams or (
             self.copies.allows(saves, n_bytes)
             and self.copies.fits(saves.forecast_s(n_bytes) + beside_s)
         )
-
-    def _save(self, slot: Slot, n_bytes: int) -> State:
-        with self.copies.making(self.copies.saves, n_bytes):
-            return self._backend.save(slot.id)
-
-    def _n_bytes(self, tokens: TokenArray) -> int:
-        """Of the state that so many tokens have."""
-        return len(tokens) * self._backend.memory.cache_bytes_per_token
 
     def _restorable(self, group: str, prompt: bytes) -> tuple[int, StoredPrefix | None]:
         """See `MemoryTier.longest`; nothing if streams would wait too long for it."""
@@ -183,7 +185,7 @@ class KVCacheManager:
         """Of the tokens that a running sequence has in the cache, how many would be stored if it lost its
         slot now, and the seconds that this would take."""
         slot = self.table.slots[sequence.slot_id]
-        n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
+        n_bytes = self._contents.n_bytes(slot, slot.n_past)
         if slot.id in self._backend.unsettled or not self.memory_tier.fits(n_bytes):
             return 0, 0.0
         return slot.n_past, self.copies.saves.forecast_s(n_bytes)
@@ -191,9 +193,8 @@ class KVCacheManager:
     @property
     def behind(self) -> Slot | None:
         """The idle slot used last of those that could be stored without another prefix giving way."""
-        per_token = self._backend.memory.cache_bytes_per_token
         for slot in sorted(self.table.slots, key=lambda slot: -slot.last_used):
-            n_bytes = len(slot.idle_tokens) * per_token
+            n_bytes = self._contents.n_bytes(slot, len(slot.idle_tokens))
             free = slot.idle and slot.idle_tokens and slot.id not in self._backend.unsettled
             if (
                 free
@@ -220,7 +221,7 @@ class KVCacheManager:
     def save(self, slot_id: int) -> StoredPrefix:
         """What an idle slot has. Raises InvalidRequestError, EngineUnavailableError like all of these."""
         slot = self._at_rest(slot_id)
-        return StoredPrefix(slot.idle_tokens, self._backend.save(slot.id), slot.group)
+        return self._contents.save(slot, slot.idle_tokens)
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
         """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by that is
@@ -228,7 +229,7 @@ class KVCacheManager:
         slot = self._at_rest(slot_id)
         self.erase(slot_id)
         try:
-            self._backend.restore(slot.id, prefix.state)
+            self._contents.restore(slot, prefix)
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
         slot.group = prefix.group
@@ -240,75 +241,6 @@ class KVCacheManager:
         n_tokens = len(slot.idle_tokens)
         self._empty(slot)
         return n_tokens
-
-    # -- for other engines ------------------------------------------------------------------------
-
-    @property
-    def held(self) -> list[tuple[HeldPrompt, int]]:
-        """What prompts could start from now, and the bytes of its state, saved or not."""
-        per_token = self._backend.memory.cache_bytes_per_token
-        return [
-            *(
-                (HeldPrompt(one.group, one.tokens[: one.n_past]), one.n_past * per_token)
-                for one in self.table.slots
-            ),
-            *((HeldPrompt(one.group, one.tokens), len(one.state)) for one in self.memory_tier),
-        ]
-
-    def export_prefix(
-        self, group: str, tokens: Tokens, most_s: float | None
-    ) -> StoredPrefix | None:
-        """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
-        or if saving it would probably keep running sequences waiting for longer than that."""
-        slots = [
-            one
-            for one in self.table.having(group, packed(tokens))
-            if one.group == group and one.id not in self._backend.unsettled
-        ]
-        found = self.memory_tier.beginning(group, tokens)
-        slot = min(slots, key=lambda one: one.n_past, default=None)
-        if slot is not None and (found is None or slot.n_past < len(found.tokens)):
-            most_s = most_s if self.table.busy else None
-            found = self._saved(slot, most_s) or found
-        if found is not None:
-            self.transferred["sent_prefixes"] += 1
-            self.transferred["sent_bytes"] += len(found.state)
-        return found
-
-    def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
-        """What a slot has, unless that would take too long."""
-        n_bytes = slot.n_past * self._backend.memory.cache_bytes_per_token
-        if most_s is not None and self.copies.saves.forecast_s(n_bytes) > most_s:
-            return None
-        return StoredPrefix(slot.tokens[: slot.n_past], self._save(slot, n_bytes), slot.group)
-
-    def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
-        """Store another engine's prefix for its cache group; returns what is stored, None if the store does
-        not want it. If a slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut
-        off. Raises DecodeError if the backend refuses the state then; else that shows when it is needed."""
-        empty = [
-            slot
-            for slot in self.table.slots
-            if slot.idle and not slot.idle_tokens and slot.id not in self._backend.unsettled
-        ]
-        if n_wanted < len(prefix.tokens) and empty and not self.table.busy:
-            prefix = self._cut(empty[0], prefix, n_wanted)
-        if not self.memory_tier.wants(prefix.group, prefix.tokens, len(prefix.state)):
-            return None
-        self.memory_tier.put(prefix.group, prefix.tokens, prefix.state)
-        self.transferred["received_prefixes"] += 1
-        self.transferred["received_bytes"] += len(prefix.state)
-        return prefix
-
-    def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
-        """Its first tokens, by way of an empty slot; all if the model's memory cannot be cut there."""
-        self._backend.restore(slot.id, prefix.state)
-        n_kept = self._keep(slot, n_wanted)
-        if n_kept:
-            state = self._backend.save(slot.id)
-            prefix = StoredPrefix(prefix.tokens[:n_kept], state, prefix.group)
-            self._backend.truncate(slot.id, 0)
-        return prefix
 
     def _at_rest(self, slot_id: int) -> Slot:
         slots = self.table.slots
@@ -323,7 +255,7 @@ class KVCacheManager:
     def _empty(self, slot: Slot) -> None:
         """Store what an idle slot has, and drop it."""
         self.store(slot, slot.idle_tokens)
-        self._backend.truncate(slot.id, 0)
+        self._contents.keep(slot, 0)
         slot.n_shared = 0
         self._hold(slot, token_array())
 
@@ -341,38 +273,39 @@ class KVCacheManager:
                 raise DecodeError("The slot is still to be written.")
             self._backend.shift(slot.id, n_keep, n_discard)
         except DecodeError:
-            self._backend.truncate(slot.id, 0)
+            self._contents.keep(slot, 0)
             sequence.shift(n_keep, n_discard, cached=False)
             self.table.index.tell(slot)
             return
         slot.n_shared = 0
+        self.checkpoints.cut(slot.id, n_keep)
         sequence.shift(n_keep, n_discard, cached=True)
         self.table.index.tell(slot)
 
-    def _fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
-        """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
-        slot = choice.slot
-        slot.n_shared = min(slot.n_shared, choice.n_cached) if choice.in_place else 0
-        if choice.stored and stored is not None:
-            if slot.id in self._backend.unsettled:  # a copy would be of what is written now
-                return self._keep(slot, 0)
-            try:
-                with self.copies.making(self.copies.restores, len(stored.state)):
-                    self._backend.restore(slot.id, stored.state)
-            except DecodeError as error:
-                logger.warning("A stored prefix is computed again: %s", error)
-                return self._keep(slot, 0)
-        elif choice.copy_from is not None:
-            self._backend.copy(choice.copy_from.id, slot.id)
-            slot.n_shared = choice.n_cached
-        return self._keep(slot, choice.n_cached)
+    def computed(self, sequence: Sequence) -> None:
+        """Some more of a prompt is in its slot: make a checkpoint if there is to be one. It is left out if
+        streams would wait too long for it."""
+        slot = self.table.slots[sequence.slot_id]
+        due = self.checkpoints.is_due(slot, sequence.n_past, sequence.stops)
+        if due and sequence.n_exact is None:
+            self._mark(slot, sequence.n_past)
 
-    def _keep(self, slot: Slot, n_cached: int) -> int:
-        """Drop all but the slot's first `n_cached` tokens, or all of them if the model's memory
-        cannot be cut there; returns how many it kept."""
-        try:
-            self._backend.truncate(slot.id, n_cached)
-        except DecodeError:
-            self._backend.truncate(slot.id, 0)
-            return 0
-        return n_cached
+    def _mark_end(self, slot: Slot) -> None:
+        """An idle slot's tokens are to be continued: make a checkpoint of where they end."""
+        n_tokens = len(slot.idle_tokens)
+        if slot.id not in self._backend.unsettled and self.checkpoints.is_worth(slot, n_tokens):
+            self._mark(slot, n_tokens)
+
+    def _mark(self, slot: Slot, n_tokens: int) -> None:
+        n_bytes = self._backend.memory.checkpoint_bytes(n_tokens)
+        if self._may_save(n_bytes):
+            with self.copies.making(self.copies.saves, n_bytes):
+                self.checkpoints.make(slot.id, n_tokens)
+
+    def drop_rows(self, sequence: Sequence) -> bool:
+        """Drop what a failed batch, or a wrong draft, has left in a sequence's slot behind its tokens.
+        False if more is lost by that: it goes on from where it still can."""
+        slot = self.table.slots[sequence.slot_id]
+        n_kept = self._contents.keep(slot, sequence.n_past)
+        lost, sequence.n_past = n_kept < sequence.n_past, n_kept
+        return not lost

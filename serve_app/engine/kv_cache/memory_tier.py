@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import State
+from serve_app.engine.kv_cache.checkpoints import Checkpoint, deepest
 from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
-from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
+from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
 from serve_app.engine.metrics.stats import HeldPrompt
+
+# The part of a prefix with which its checkpoints make up for it.
+_ENOUGH = 0.75
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +25,13 @@ class StoredPrefix:
     state: State
     group: str
     """The cache group of the prompts that may start from it."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Of the slot that it was, the shortest first."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Of everything but the tokens."""
+        return len(self.state) + sum(len(one.state) for one in self.checkpoints)
 
 
 class _Kept(NamedTuple):
@@ -42,7 +53,8 @@ class Mirror(Protocol):
 
 
 class MemoryTier:
-    """The prefixes used last whose states fit into `budget_bytes`. Decoder thread only."""
+    """The prefixes used last whose states fit into `budget_bytes`. With `forgets`, a state is good for all
+    of its tokens, or for a checkpoint of it, but not for anything between. Decoder thread only."""
 
     def __init__(
         self,
@@ -50,9 +62,12 @@ class MemoryTier:
         prefixes: Iterable[StoredPrefix] = (),
         mirror: Mirror | None = None,
         index: PrefixIndex | None = None,
+        *,
+        forgets: bool = False,
     ) -> None:
         """Begins with `prefixes`, the least recently used first, which the mirror knows."""
         self._budget_bytes = budget_bytes
+        self._forgets = forgets
         self._mirror = mirror
         self._index = PrefixIndex() if index is None else index
         self._entries = OrderedDict[StoredPrefix, _Kept]()  # the least recently used first
@@ -81,9 +96,13 @@ class MemoryTier:
         return self._prompts
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
-        """Whether to keep a state of that size for these tokens: it fits, and no other of the group has
-        them."""
-        return self.fits(n_bytes) and not self._index.match(group, tokens).is_stored
+        """Whether to keep a state of that size for these tokens: it fits, and they cannot be had from
+        another one of the group."""
+        match = self._index.match(group, tokens)
+        stored = match.is_stored
+        if stored and self._forgets:
+            stored = self._best(match)[0] == n_tokens(packed(tokens))
+        return self.fits(n_bytes) and not stored
 
     def fits(self, n_bytes: int) -> bool:
         """Whether a state of that size could be stored, whatever has to go for it."""
@@ -93,14 +112,20 @@ class MemoryTier:
         """Whether a state of that size would fit without another one going."""
         return self.n_bytes + n_bytes <= self._budget_bytes
 
-    def put(self, group: str, tokens: Tokens, state: State) -> None:
-        """Keep a prefix; those of its group that it continues go, and then the least recently used of all,
-        for room."""
+    def put(
+        self,
+        group: str,
+        tokens: Tokens,
+        state: State,
+        checkpoints: tuple[Checkpoint, ...] = (),
+    ) -> None:
+        """Keep a prefix; those of its group that it continues go, but for those of which it could give
+        little; and then the least recently used of all, for room."""
         told = packed(tokens)
+        prefix = StoredPrefix(token_array(told), state, group, checkpoints)
         for entry in self._index.match(group, told).begun():
-            if isinstance(entry.owner, StoredPrefix):
+            if isinstance(entry.owner, StoredPrefix) and self._replaces(prefix, entry.n_tokens):
                 self._drop(entry.owner)
-        prefix = StoredPrefix(token_array(told), state, group)
         self._keep(prefix, told)
         if self._mirror:
             self._mirror.add(prefix)
@@ -112,21 +137,42 @@ class MemoryTier:
         self._entries[prefix] = _Kept(entry, HeldPrompt(prefix.group, prefix.tokens))
         self._index.use(entry)
         self._prompts = None
-        self.n_bytes += len(prefix.state)
+        self.n_bytes += prefix.n_bytes
 
     def _drop(self, prefix: StoredPrefix) -> None:
         self._index.remove(self._entries.pop(prefix).entry)
         self._prompts = None
-        self.n_bytes -= len(prefix.state)
+        self.n_bytes -= prefix.n_bytes
         if self._mirror:
             self._mirror.discard(prefix)
 
     def longest(self, group: str, prompt: Tokens) -> tuple[int, StoredPrefix | None]:
-        """How many of the prompt's first tokens the best prefix of its group has, and that prefix; of
-        several, the least recently used. At least the prompt's last token is left out."""
+        """How many of the prompt's first tokens can be had from the best prefix of its group, and that
+        prefix; of several, the least recently used. At least the prompt's last token is left out."""
         told = packed(prompt)
-        n_shared, entry = self._index.match(group, told, n_tokens(told) - 1).longest()
+        match = self._index.match(group, told, n_tokens(told) - 1)
+        n_shared, entry = match.longest()
+        if self._forgets and n_shared:
+            return self._best(match)
         return n_shared, None if entry is None else entry.owner
+
+    def _best(self, match: Match) -> tuple[int, StoredPrefix | None]:
+        """Of a prompt, what can be had from the prefix that gives most of it without those behind."""
+        usable = (
+            (_resumable(one, match.n_shared(kept.entry)), one)
+            for one, kept in self._entries.items()
+        )
+        n_best, best = max(usable, key=lambda found: found[0], default=(0, None))
+        return n_best, best if n_best else None
+
+    def _replaces(self, prefix: StoredPrefix, n_tokens: int) -> bool:
+        """Whether another one with its first tokens is needed no more."""
+        return not self._forgets or _resumable(prefix, n_tokens) >= _ENOUGH * n_tokens
+
+    def n_known(self, group: str, prompt: Tokens) -> int:
+        """How many of the prompt's first tokens prefixes of its group begin with."""
+        told = packed(prompt)
+        return self._index.match(group, told, n_tokens(told) - 1).longest()[0]
 
     def beginning(self, group: str, tokens: Tokens) -> StoredPrefix | None:
         """The shortest prefix of a group that begins with these tokens; of several, the least recently
@@ -143,3 +189,11 @@ class MemoryTier:
         self._prompts = None
         if self._mirror:
             self._mirror.add(prefix)
+
+
+def _resumable(prefix: StoredPrefix, n_shared: int) -> int:
+    """Of so many first tokens of a prefix, how many it can give without those behind."""
+    if n_shared == len(prefix.tokens):
+        return n_shared
+    found = deepest(prefix.checkpoints, n_shared)
+    return 0 if found is None else found.n_tokens

@@ -6,6 +6,7 @@ import math
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
@@ -29,16 +30,21 @@ def open_cache(
     """The manager, and the disk tier if there is a folder for one: it is to be closed. Decoder thread only;
     waits for the disk. Raises ConfigError if the folder cannot be used."""
     index = PrefixIndex()
+    checkpoints = Checkpoints(backend, options.n_checkpoints, options.checkpoint_ram_bytes)
     table = SlotTable(
         options.n_slots,
         min_copy(costs),
         options.pinned,
         consecutive=not backend.mode.kv_unified,
         index=index,
+        resumable=checkpoints.resumable,
     )
     disk_tier = None
     if options.prefix_folder is not None and options.cache_ram_bytes:
         disk_tier = DiskTier(options.prefix_folder, backend.state_key)
     kept = disk_tier.load(options.cache_ram_bytes) if disk_tier else ()
-    memory_tier = MemoryTier(options.cache_ram_bytes, kept, disk_tier, index)
-    return KVCacheManager(backend, table, memory_tier, options.max_stall_s), disk_tier
+    memory_tier = MemoryTier(
+        options.cache_ram_bytes, kept, disk_tier, index, forgets=backend.forgets
+    )
+    cache = KVCacheManager(backend, table, memory_tier, options.max_stall_s, checkpoints)
+    return cache, disk_tier

@@ -1,6 +1,9 @@
-"""Tokens as bytes, four each: what indexes, files and other engines have of them; and as arrays, which
-slots, sequences and stores have. The garbage collector looks at every item of a list, at none of these: a
-few million tokens in lists cost it milliseconds, again and again."""
+"""Tokens as bytes, four each, and as arrays.
+
+Indexes, files and other engines have bytes; slots, sequences and stores have arrays. The garbage collector
+looks at every item of a list, at none of these: a few million tokens in lists cost it milliseconds, again
+and again.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
@@ -22,6 +23,8 @@ class Choice:
     """The slot to copy them from; None if they are in `slot` already, or stored."""
     stored: bool = False
     """Whether they come from outside the slots."""
+    n_known: int = field(default=0, compare=False)
+    """Its first tokens that slots have, or will have, whether it can start from there or not."""
 
     @property
     def in_place(self) -> bool:
@@ -44,9 +47,21 @@ class Wait:
     """... or the index has another version."""
 
 
+class Resumable(Protocol):
+    """See `serve_app.engine.kv_cache.checkpoints.Checkpoints.resumable`."""
+
+    def __call__(self, slot: Slot, n_shared: int, *, in_place: bool) -> int:
+        """Of first tokens that a slot has in the cache, how many a prompt could start from."""
+
+
+def _all_resumable(slot: Slot, n_shared: int, *, in_place: bool) -> int:
+    return n_shared
+
+
 class SlotTable:
     """All slots of one context, the pinned ones last. From `min_copy` tokens on, copying a slot is cheaper
-    than computing them. With `consecutive`, busy slots should be next to each other."""
+    than computing them. With `consecutive`, busy slots should be next to each other. `resumable` says where
+    prompts can start: by default wherever they leave what a slot has."""
 
     def __init__(
         self,
@@ -56,6 +71,7 @@ class SlotTable:
         *,
         consecutive: bool = False,
         index: PrefixIndex | None = None,
+        resumable: Resumable = _all_resumable,
     ) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
         self.slots += [
@@ -64,6 +80,7 @@ class SlotTable:
         ]
         self.index = SlotIndex(self.slots, PrefixIndex() if index is None else index)
         self._min_copy = min_copy
+        self._resumable = resumable
         self._consecutive = consecutive
         self._clock = 0
 
@@ -125,29 +142,40 @@ class SlotTable:
         prompt = packed(prompt)
         n_most = n_tokens(prompt) - 1
         shared = self.index.shared(group, prompt, n_most)
-        ready = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
+        cached = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
+        here, ready = self._ready(cached, in_place=True), self._ready(cached, in_place=False)
+        coming = [n if n > slot.n_past else 0 for n, slot in zip(shared, self.slots, strict=True)]
         idle = [slot for slot in self.slots if slot.idle]
-        in_place = max(idle, key=lambda slot: (_worth(slot, ready[slot.id]), *self._fits(slot)))
+        in_place = max(idle, key=lambda slot: (_worth(slot, here[slot.id]), *self._fits(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])
-        best = max(ready[in_place.id], ready[source.id])
-        coming = max(self.slots, key=lambda slot: shared[slot.id])
-        if shared[coming.id] - max(best, n_stored) >= self._min_copy:
-            return self._wait(coming, shared, n_most)
+        best = max(here[in_place.id], ready[source.id])
+        comer = max(self.slots, key=lambda slot: coming[slot.id])
+        if coming[comer.id] - max(best, n_stored) >= self._min_copy:
+            return self._wait(comer, shared, coming, n_most)
+        n_known = max(shared)
         if n_stored - best >= self._min_copy:
-            return Choice(max(idle, key=self._fits), n_stored, stored=True)
+            return Choice(max(idle, key=self._fits), n_stored, stored=True, n_known=n_known)
         others = [slot for slot in idle if slot is not source]
-        if ready[source.id] - ready[in_place.id] >= self._min_copy and others:
-            return Choice(max(others, key=self._fits), ready[source.id], copy_from=source)
-        return Choice(in_place, ready[in_place.id])
+        if ready[source.id] - here[in_place.id] >= self._min_copy and others:
+            slot = max(others, key=self._fits)
+            return Choice(slot, ready[source.id], copy_from=source, n_known=n_known)
+        return Choice(in_place, here[in_place.id], n_known=n_known)
 
-    def _wait(self, coming: Slot, shared: list[int], n_most: int) -> Wait:
-        until = shared[coming.id] - self._min_copy
-        comers = tuple(slot for slot in self.slots if shared[slot.id] > until)
+    def _ready(self, cached: list[int], *, in_place: bool) -> list[int]:
+        """Of what each slot shares with a prompt, how much that can start from."""
+        return [
+            self._resumable(slot, n, in_place=in_place)
+            for n, slot in zip(cached, self.slots, strict=True)
+        ]
+
+    def _wait(self, comer: Slot, shared: list[int], coming: list[int], n_most: int) -> Wait:
+        until = coming[comer.id] - self._min_copy
+        comers = tuple(slot for slot in self.slots if coming[slot.id] > until)
         grows = any(
             shared[slot.id] == slot.n_tokens < n_most for slot in self.slots if slot.sequence
         )
         version = -1 if grows else self.index.version
-        return Wait(coming, shared[coming.id], until, comers, version)
+        return Wait(comer, coming[comer.id], until, comers, version)
 
     def lasts(self, wait: Wait) -> bool:
         """Whether `choose` would say the same again."""
@@ -166,9 +194,10 @@ class SlotTable:
         n_kept = choice.n_cached if choice.in_place else 0
         if len(slot.idle_tokens) - n_kept < self._min_copy:
             return token_array()
-        others = self.having(slot.group, slot.packed(len(slot.idle_tokens)))
-        spare = any(one is not slot for one in others)
-        return token_array() if spare else slot.idle_tokens
+        n = len(slot.idle_tokens)
+        others = (one for one in self.having(slot.group, slot.packed(n)) if one is not slot)
+        kept = any(self._resumable(one, n, in_place=False) == n for one in others)
+        return token_array() if kept else slot.idle_tokens
 
     def having(self, group: str, tokens: bytes) -> list[Slot]:
         """The slots that serve a group and have all these tokens in the cache."""

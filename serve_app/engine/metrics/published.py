@@ -9,7 +9,7 @@ from typing import NamedTuple
 from serve_app.engine.metrics.stats import EngineStats, Holdings
 from serve_app.engine.scheduler.backlog import Forecast
 
-_EVERY_S = 0.1
+_EVERY_S = 0.5
 """The oldest that anything is while the engine works."""
 
 

@@ -30,7 +30,7 @@ def engine_stats(
     """A snapshot: it does not change with its parts. `ended` are requests by the reason of their end,
     `embedded` the counts of `EmbeddingQueue`."""
     mode, memory, threads = backend.mode, backend.memory, backend.threads
-    transferred = cache.transferred
+    transferred = cache.exchange.transferred
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
@@ -53,6 +53,8 @@ def engine_stats(
         stored_prefixes=len(cache.memory_tier),
         stored_bytes=cache.memory_tier.n_bytes,
         stored_bytes_limit=options.cache_ram_bytes,
+        checkpoints=len(cache.checkpoints),
+        checkpoint_bytes=cache.checkpoints.n_bytes,
         received_prefixes=transferred["received_prefixes"],
         received_bytes=transferred["received_bytes"],
         sent_prefixes=transferred["sent_prefixes"],

@@ -104,6 +104,9 @@ class EngineStats:
     stored_bytes: int = 0
     stored_bytes_limit: int = 0
     """What they may take at most; it is not reserved."""
+    checkpoints: int = 0
+    """Of slots, and their bytes: see `serve_app.engine.kv_cache.checkpoints`."""
+    checkpoint_bytes: int = 0
     received_prefixes: int = 0
     """Prefixes that other engines computed, and the bytes of their states."""
     received_bytes: int = 0

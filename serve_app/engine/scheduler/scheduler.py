@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
@@ -15,6 +16,7 @@ _FIRST_MARGIN = 0.92
 _TOO_LONG, _IN_TIME = 0.97, 1.0003  # balanced when one step in a hundred takes too long
 # How much longer than its fair share a prompt may be held back: shares are forecasts.
 _PATIENCE = 1.5
+SlotEnds = Callable[[], Mapping[int, int]]
 # Drafts that are tried, and how many drafted rows one step may have in all.
 _DRAFTS = (1, 2, 3, 5, 7)
 MAX_DRAFTED_ROWS = 16
@@ -40,7 +42,8 @@ class Scheduler:
     large as pays, which is faster for all. One that is done but for its last token holds that back while
     others catch up, for as long as it would have taken had all shared the machine alike. As long as every
     step finds somebody new, steps are short, so that whoever belongs to a burst is seen before its first
-    stream begins; and a chunk ends where a prefix ends that others wait for.
+    stream begins; and a chunk ends where a prefix ends that others wait for, or where
+    a checkpoint is to be made.
 
     The prompt goes first that has waited longest for what it needs (highest response ratio next): short
     ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
@@ -66,7 +69,7 @@ class Scheduler:
         self._n_ctx_slot = n_ctx_slot
         self._mixed = mixed
         self._n_cells = 0
-        self._slot_ends: Mapping[int, int] | None = None
+        self._slot_ends: SlotEnds | None = None
         self._beside_s = 0.0
         self._margin = _FIRST_MARGIN
         self._running: list[Sequence] = []
@@ -93,13 +96,13 @@ class Scheduler:
         self,
         now: float,
         n_cells: int = 0,
-        slot_ends: Mapping[int, int] | None = None,
+        slot_ends: SlotEnds | None = None,
         beside_s: float = 0.0,
     ) -> list[Batch]:
         """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
-        `n_cells` are in use, if the cache is unified. `slot_ends` are the tokens in the cache of each slot
-        that has room for one more and could drop it again; None if that does not matter. `beside_s` were
-        spent on embeddings: prompts get less of the step."""
+        `n_cells` are in use, if the cache is unified. `slot_ends` tells, where it is wanted, the tokens in
+        the cache of each slot that has room for one more and could drop it again; None if that does not
+        matter. `beside_s` were spent on embeddings: prompts get less of the step."""
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends, self._beside_s = slot_ends, beside_s
         decoding = [sequence for sequence in self._running if sequence.n_pending == 1]
@@ -184,7 +187,8 @@ class Scheduler:
     def _plan(self, turns: list[Turn]) -> Batch:
         """A batch over decoding sequences."""
         fills = bool(self._costs) and not turns[0].draft
-        return plan_batch(turns, self._n_cells, self._slot_ends if fills else None)
+        ends = self._slot_ends() if fills and self._slot_ends and _has_gaps(turns) else None
+        return plan_batch(turns, self._n_cells, ends)
 
     def _split(self, decoding: list[Sequence], n_past: float) -> tuple[int, ...]:
         """How many of these, ordered by slot, each batch computes."""
@@ -194,14 +198,16 @@ class Scheduler:
         if self._mixed:  # all slots are computed together
             slots = tuple(range(len(slots)))
         between = set(range(slots[0], slots[-1])).difference(slots)
-        return self._costs.split(
-            slots, n_past, frozenset(between.difference(self._slot_ends or ()))
-        )
+        if between and self._slot_ends:
+            between.difference_update(self._slot_ends())
+        return self._costs.split(slots, n_past, frozenset(between))
 
     def _drafting(self, decoding: list[Sequence], n_past: float) -> dict[str, tuple[int, ...]]:
         """Whose drafts are worth a batch of their own, and the drafts: all of one length."""
         share = MAX_INDEXED // len(decoding) + 1
         drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot, share) for one in decoding}
+        if not any(drafts.values()):
+            return {}
         best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
         best: dict[str, tuple[int, ...]] = {}
         for n_drafted in _DRAFTS:
@@ -224,6 +230,9 @@ class Scheduler:
 
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""
+        prompts = [sequence for sequence in self._running if sequence.n_pending > 1]
+        if not prompts:
+            return []
         sample_s = sum(map(_sample_s, chain(*decoding)))
         decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
@@ -232,11 +241,13 @@ class Scheduler:
         within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []
-        prompts = [sequence for sequence in self._running if sequence.n_pending > 1]
-        for sequence in sorted(prompts, key=lambda one: self._urgency(one, now), reverse=True):
-            depth, n_rows = self._depth([sequence]), min(left, sequence.n_pending)
-            if sequence.n_past < sequence.n_awaited:
-                n_rows = min(n_rows, sequence.n_awaited - sequence.n_past)
+        n_slots = Counter(one.request.client for one in self._running)
+        n_most = len(self._running)
+        for sequence in self._most_urgent_first(prompts, n_slots, now):
+            if n_slots[sequence.request.client] > n_most:
+                continue
+            to_stop = min(sequence.n_pending, sequence.n_to_stop)
+            depth, n_rows = self._depth([sequence]), min(left, to_stop)
             if sequence.unscored:
                 if not left_scored:
                     continue
@@ -253,8 +264,12 @@ class Scheduler:
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
                 break
-            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, sequence.n_pending))
+            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
             turns.append(Turn(sequence, n_rows))
+            if (
+                n_rows == sequence.n_pending
+            ):  # a first token, which waits for no client with more slots
+                n_most = min(n_most, n_slots[sequence.request.client])
             left -= n_rows
             if left <= 0:
                 break
@@ -270,10 +285,23 @@ class Scheduler:
             turns[-1].sequence.slot_id - turns[0].sequence.slot_id + 1, n_past
         )
 
-    def _urgency(self, sequence: Sequence, now: float) -> float:
-        """How long it has waited, by how long it needs."""
-        needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
-        return (now - sequence.trace.submitted) / (needs_s or sequence.n_pending)
+    def _most_urgent_first(
+        self, prompts: list[Sequence], n_slots: Mapping[str, int], now: float
+    ) -> list[Sequence]:
+        """By how long they have waited for how long they need. Clients' slots share what a client may
+        hurry."""
+
+        def urgency(sequence: Sequence) -> float:
+            needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
+            waited_s = now - sequence.trace.submitted
+            return waited_s / (needs_s or sequence.n_pending) / n_slots[sequence.request.client]
+
+        return sorted(prompts, key=urgency, reverse=True)
+
+
+def _has_gaps(turns: list[Turn]) -> bool:
+    """Whether slots lie between those of the sequences, which are ordered by them."""
+    return turns[-1].sequence.slot_id - turns[0].sequence.slot_id >= len(turns)
 
 
 def _sample_s(turn: Turn) -> float:

@@ -23,6 +23,7 @@ from serve_app.ingress.http.bodies import BodyLimits, BodyReader, replay
 from serve_app.ingress.http.network import NetworkPolicy
 from serve_app.ingress.http.open_requests import OpenRequests
 from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.http.turnstile import Turnstile
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
@@ -72,8 +73,8 @@ class Access:
 class AccessMiddleware:
     """ASGI middleware. Lets those in who may, with their bodies read; all others get an error.
 
-    What costs least is checked first: the network, the key, what the key has running. Only then is a body
-    read, if there is a route for it."""
+    What costs least is checked first: the network, the key, what the key has running. Only then, when it is
+    the sender's turn, is a body read, if there is a route for it."""
 
     def __init__(self, app: ASGIApp, access: Access, open_requests: OpenRequests) -> None:
         """Raises ConfigError for a key file that cannot be used."""
@@ -83,6 +84,7 @@ class AccessMiddleware:
         self._network = access.network
         self._operators_are_all = access.operators_are_all
         self._bodies = BodyReader(access.bodies)
+        self._turnstile = Turnstile()
         self._n_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,6 +99,8 @@ class AccessMiddleware:
                 if scope["method"] == "POST":  # all others ask no engine for work
                     held.enter_context(self._open.entered(caller.holder))
                     held.enter_context(caller.running())
+                if scope["path"] not in _OPEN_PATHS:
+                    await self._turnstile.turn(caller.holder)
                 body = await self._body(caller, scope, headers, receive)
             except CorralError as error:
                 if isinstance(error, NoRoomError):

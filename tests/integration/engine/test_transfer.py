@@ -14,7 +14,7 @@ import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
+from serve_app.engine.kv_cache.transfers.transfer import Payload, RefusedPrefixError
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(

@@ -78,6 +78,34 @@ def test_quantised_values_need_flash_attention() -> None:
         resolve(config, SMALL, cores=2, memory_bytes=GIB)
 
 
+# Gemma 3 1B's cache: 26 layers, of which 22 see 512 tokens, one head of 256.
+WINDOWED = ModelNeeds(32768, (6656, 6656), (256, 256), GIB, window=512, window_share=22 / 26)
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "expected"),
+    [
+        ({}, 2 * GIB, (8, 4096)),
+        ({"n_slots": 4, "n_batch": 256}, GIB + 2**27, (4, 1024)),
+        ({"n_ctx_slot": 32768}, 2 * GIB, (3, 32768)),
+        ({"n_slots": 8}, GIB + 2**29, (8, 2560)),
+        ({"n_ctx": 8192}, GIB, (8, 4096)),
+    ],
+)
+def test_layers_with_a_window_take_no_more_than_that_and_a_batch(
+    config: dict[str, Any], memory: int, expected: tuple[int, int]
+) -> None:
+    options = resolve(EngineConfig.model_validate(config), WINDOWED, cores=2, memory_bytes=memory)
+    assert (options.n_slots, options.n_ctx_slot) == expected
+
+
+@pytest.mark.parametrize(("mib", "expected"), [(None, GIB // 4), (0, 0), (100, 100 * 2**20)])
+def test_memory_for_checkpoints(mib: int | None, expected: int) -> None:
+    needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=4 * GIB)
+    config = EngineConfig(checkpoint_ram_mib=mib)
+    assert resolve(config, needs, cores=2, memory_bytes=8 * GIB).checkpoint_ram_bytes == expected
+
+
 @pytest.mark.parametrize(("mib", "expected"), [(None, GIB // 2), (0, 0), (100, 100 * 2**20)])
 def test_memory_for_prefixes_without_a_slot(mib: int | None, expected: int) -> None:
     needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=4 * GIB)

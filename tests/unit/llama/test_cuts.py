@@ -121,7 +121,15 @@ class Row:
     @property
     def context(self) -> Any:
         model = SimpleNamespace(n_vocab=self.n, eog_tokens=self.eog_tokens)
-        return SimpleNamespace(n_ctx_slot=N_CTX_SLOT, model=model, logits=lambda _row: self.values)
+        return SimpleNamespace(
+            n_ctx_slot=N_CTX_SLOT, model=model, logits=lambda _row: self.values, pick=self.pick
+        )
+
+    def pick(self, sampler: Any, _row: int) -> int:
+        """As llama.cpp does it with the logits of its context."""
+        candidates = Candidates(np.arange(self.n), self.values)
+        candidates.apply(sampler)
+        return candidates.picked
 
 
 def prompt(random: np.random.Generator, n: int) -> list[int]:
@@ -179,9 +187,9 @@ def test_llama_cpp_sees_only_what_it_may_pick(name: str, monkeypatch: pytest.Mon
     seen: list[int] = []
 
     class Seen(Candidates):
-        def __init__(self, tokens: Any, logits: Any, *, ordered: bool = False) -> None:
+        def __init__(self, tokens: Any, logits: Any, **more: Any) -> None:
             seen.append(tokens.size)
-            super().__init__(tokens, logits, ordered=ordered)
+            super().__init__(tokens, logits, **more)
 
     monkeypatch.setattr(chain, "Candidates", Seen)
     list(picked(PARAMS[name], N_LARGE, 3, (CUT[name],)))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serve_app.llama.candidates import Candidates
 from serve_app.llama.sampler import Sampler
 from serve_app.sampling import CHAIN, PARAMETERS, SamplingParams
 
@@ -34,10 +35,16 @@ class Everything:
 
 
 def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Sampler:
+    def pick(chain: Any, _row: int) -> int:
+        candidates = Candidates(np.arange(len(logits)), logits)
+        candidates.apply(chain)
+        return candidates.picked
+
     context: Any = SimpleNamespace(
         n_ctx_slot=16,
         model=SimpleNamespace(n_vocab=len(logits), eog_tokens=()),
         logits=lambda _row: logits,
+        pick=pick,
     )
     allowed: Any = Everything()
     return Sampler(context, params, (), allowed)

@@ -77,7 +77,7 @@ def test_a_chunk_beside_other_rows() -> None:
 @pytest.mark.parametrize(
     ("n_pending", "beside_s", "within_s", "expected"),
     [
-        (1000, 0.02, 0.23, 64),
+        (1000, 0.02, 0.23, 72),
         (1000, 0.02, 0.12, 32),
         (1000, 0.02, 0.08, 0),
         (1000, 0.0, 0.16, 48),
@@ -91,6 +91,16 @@ def test_chunk_is_the_one_that_gets_on_fastest(
 ) -> None:
     model = CostModel(MEASURED)
     assert model.chunk(n_pending, 0, beside_s=beside_s, within_s=within_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("within_s", "expected"),
+    [(0.051, 48), (0.063, 60), (0.071, 64), (0.081, 80), (0.15, 144), (0.3, 288)],
+)
+def test_between_measured_sizes_the_steps_grow(within_s: float, expected: int) -> None:
+    straight = CostModel(Profile({1: 0.01}, {n: 0.001 * n for n in (16, 64, 256, 512)}))
+    assert straight.chunk(1000, 0, within_s=within_s, beside_s=0.02) == expected
+    assert straight.chunk(50, 0, within_s=9.9, beside_s=0.02) == 50
 
 
 @given(st.integers(1, 3000), st.integers(0, 4000), st.floats(0.01, 2), st.floats(0.0, 0.5))

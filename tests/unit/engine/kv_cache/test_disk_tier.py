@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.engine.kv_cache import packing, state_format
+from serve_app.engine.kv_cache.checkpoints import Checkpoint
 from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.errors import ConfigError
@@ -155,6 +156,41 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_configuration(tmp_path: Path) -
         DiskTier(tmp_path / "file", b"model")
 
 
+def with_checkpoints(*marks: tuple[int, bytes]) -> StoredPrefix:
+    made = prefix("a chat")
+    checkpoints = tuple(Checkpoint(*mark) for mark in marks)
+    return StoredPrefix(made.tokens, made.state, made.group, checkpoints)
+
+
+def test_checkpoints_are_kept_and_count(tmp_path: Path) -> None:
+    made = with_checkpoints((2, b"two"), (5, b"fives"))
+    with opened(tmp_path) as files:
+        files.add(made)
+    (path,) = on_disk(tmp_path)
+    assert path.stat().st_size == state_format.size_of(made)
+    for budget, n_found in ((108, 1), (107, 0)):
+        with opened(tmp_path) as files:
+            found = files.load(budget)
+        assert len(found) == n_found
+        for one in found:
+            assert [(mark.n_tokens, mark.state) for mark in one.checkpoints] == [
+                (2, b"two"),
+                (5, b"fives"),
+            ]
+
+
+@pytest.mark.parametrize(
+    "marks", [((0, b"x"),), ((3, b"x"), (3, b"y")), ((4, b"x"), (2, b"y")), ((7, b"x"),)]
+)
+def test_checkpoints_of_other_lengths_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, marks: tuple[tuple[int, bytes], ...]
+) -> None:
+    with opened(tmp_path) as files:
+        files.add(with_checkpoints(*marks))
+    assert loaded(tmp_path) == []
+    assert "checkpoints are not of its tokens" in caplog.text
+
+
 # -- damaged and foreign files --------------------------------------------------------------------
 
 
@@ -178,7 +214,9 @@ def flip(at: int) -> Callable[[bytes], bytes]:
         (flip(47), "bytes, its header says"),  # four billion tokens
         (flip(55), "bytes, its header says"),  # exabytes of state
         (flip(59), "bytes, its header says"),  # gigabytes of cache group
-        (flip(60), "checksum"),
+        (flip(63), "bytes, its header says"),  # millions of checkpoints
+        (flip(71), "bytes, its header says"),  # exabytes of their states
+        (flip(state_format._FIELDS.size), "checksum"),
         (flip(HEADER), "checksum"),
         (flip(-2), "checksum"),
         # A token less and four bytes of state more: the size fits.

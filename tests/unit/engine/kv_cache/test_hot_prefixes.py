@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.kv_cache.hot_prefixes import (
+from serve_app.engine.kv_cache.packing import packed, token_array
+from serve_app.engine.kv_cache.transfers.hot_prefixes import (
     MAX_PREFIXES,
     HotPrefix,
     Prefix,
     begun_with,
     hottest,
 )
-from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.types import SHARED_GROUP
 
 SYSTEM = [1] * 40

@@ -16,9 +16,9 @@ from serve_app.engine import DecodeError, Engine
 from serve_app.engine.autotune.copy_budget import Speed
 from serve_app.engine.backends.base import State
 from serve_app.engine.backends.fake import FakeBackend
-from serve_app.engine.kv_cache.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.packing import packed
-from serve_app.engine.kv_cache.transfer import Payload, RefusedPrefixError
+from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
+from serve_app.engine.kv_cache.transfers.transfer import Payload, RefusedPrefixError
 from serve_app.errors import EngineClosedError
 from tests.unit.engine.harness import (
     PATIENCE_S,
@@ -181,6 +181,15 @@ def test_a_prefix_of_the_wrong_length_is_refused(n_tokens: int, n_wanted: int) -
         )
         with pytest.raises(RefusedPrefixError, match="tokens"):
             engine.prefixes.import_prefix(odd, n_wanted)
+
+
+@pytest.mark.parametrize("lengths", [(0,), (5, 5), (6, 4), (11,)])
+def test_checkpoints_of_other_lengths_are_refused(lengths: tuple[int, ...]) -> None:
+    with running(fake(), OPTIONS) as engine:
+        state, prefix = np.zeros(4, np.uint8), Prefix("", packed([7] * 10))
+        odd = Payload(engine.prefixes.key, prefix, state, tuple((n, state) for n in lengths))
+        with pytest.raises(RefusedPrefixError, match="checkpoints"):
+            engine.prefixes.import_prefix(odd, 10)
 
 
 def test_a_state_that_the_backend_refuses_is_not_kept() -> None:

@@ -37,13 +37,18 @@ class NoSampler:
 
 
 def running(
-    slot_id: int, n_prompt: int, *, n_cached: int = 0, waited_s: float | None = None
+    slot_id: int,
+    n_prompt: int,
+    *,
+    n_cached: int = 0,
+    waited_s: float | None = None,
+    client: str = "",
 ) -> Sequence:
     """A sequence in a slot; its tokens are 1000 times the slot's number, and their position. Unless said,
     it has waited the longer the lower its slot."""
     prompt = tuple(1000 * slot_id + i for i in range(n_prompt))
     sequence = Sequence(
-        GenerationRequest(str(slot_id), prompt, SamplingParams()), lambda delta: None
+        GenerationRequest(str(slot_id), prompt, SamplingParams(), client=client), lambda delta: None
     )
     sequence.admit(slot_id, n_cached, NoSampler())
     sequence.trace.submitted = NOW - (10.0 - slot_id / 100 if waited_s is None else waited_s)
@@ -115,6 +120,30 @@ def test_steps(
         plan = made.schedule(NOW)
         assert served(plan) == expected
         carry_out(plan)
+
+
+def test_a_first_token_does_not_wait_for_prompts_of_a_client_with_more_slots() -> None:
+    greedy = [running(slot_id, 40, waited_s=5.0, client="greedy") for slot_id in range(3)]
+    other = running(3, 4, waited_s=1.0, client="modest")
+    made = scheduler(16, *greedy, other)
+    steps = []
+    for _ in range(3):
+        plan = made.schedule(NOW)
+        steps.append(served(plan))
+        carry_out(plan)
+    assert steps == [[(3, 4)], [(3, 1), (0, 16)], [(3, 1), (0, 16)]]
+
+
+def test_clients_with_as_many_slots_share_a_step() -> None:
+    made = scheduler(16, running(0, 40, client="a"), running(1, 4, client="b"))
+    assert served(made.schedule(NOW)) == [(0, 12), (1, 4)]
+
+
+def test_slots_of_one_client_share_what_it_may_hurry() -> None:
+    """Each has waited for half as long again by what it needs, but there are two of them."""
+    two = [running(slot_id, 20, waited_s=6.0, client="two") for slot_id in range(2)]
+    made = scheduler(10, *two, running(2, 20, waited_s=4.0, client="one"))
+    assert served(made.schedule(NOW)) == [(2, 10)]
 
 
 def test_only_the_last_row_of_a_complete_prompt_wants_logits() -> None:
@@ -330,7 +359,7 @@ def test_nobody_is_held_back_without_a_bound_or_beside_a_stream() -> None:
     ("max_stall_s", "alone", "both"),
     [
         pytest.param(None, 256, 256, id="no bound"),
-        pytest.param(0.1, 64, 64 + 28, id="as much as fits"),
+        pytest.param(0.1, 88, 88, id="as much as fits"),
         pytest.param(0.001, 16, 16, id="nothing fits"),
     ],
 )
@@ -421,6 +450,6 @@ def test_drafts_of_many_are_of_one_length_and_bounded() -> None:
 def test_with_a_unified_cache_all_share_a_batch() -> None:
     made = stalling(0.1, streaming(0), streaming(2), running(1, 500), mixed=True)
     (plan,) = made.schedule(NOW, n_cells=40)
-    assert served([plan]) == [(0, 1), (1, 62), (2, 1)]
-    assert (plan.depth, plan.n_cells) == (2 / 64, 40)
+    assert served([plan]) == [(0, 1), (1, 86), (2, 1)]
+    assert (plan.depth, plan.n_cells) == (2 / 88, 40)
     assert (plan.decodes, plan.prefills) == (True, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 
 from serve_app.engine.commands import Command
 from serve_app.engine.kv_cache import state_format
-from serve_app.engine.kv_cache.hot_prefixes import HotPrefix, Prefix, begun_with
+from serve_app.engine.kv_cache.checkpoints import Checkpoint
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.engine.kv_cache.packing import packed, token_array
+from serve_app.engine.kv_cache.transfers.hot_prefixes import HotPrefix, Prefix, begun_with
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
@@ -32,6 +34,8 @@ class Payload:
     """What its state depends on: see `state_format.key_of`."""
     prefix: Prefix
     state: NDArray[np.uint8]
+    checkpoints: tuple[tuple[int, NDArray[np.uint8]], ...] = ()
+    """Their tokens and states."""
 
 
 class PrefixTransfer:
@@ -53,12 +57,12 @@ class PrefixTransfer:
 
     def offers(self, least: int) -> list[HotPrefix]:
         """What it holds of that which at least so many of the last prompts began with."""
-        begun, held = self._run(lambda cache: (list(cache.begun), cache.held))
+        begun, held = self._run(lambda cache: (list(cache.exchange.begun), cache.exchange.held))
         return begun_with(begun, [(_packed(one), n_bytes) for one, n_bytes in held], least)
 
     def held(self) -> list[Prefix]:
         """All that it holds."""
-        return [_packed(one) for one, _ in self._run(lambda cache: cache.held)]
+        return [_packed(one) for one, _ in self._run(lambda cache: cache.exchange.held)]
 
     def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:
         """For each of these beginnings of prompts, whether it would have to compute some of it."""
@@ -70,28 +74,33 @@ class PrefixTransfer:
         it would keep running sequences waiting for longer than `max_stall_s`."""
         most_s = self._options.max_stall_s
         found: StoredPrefix | None = self._run(
-            lambda cache: cache.export_prefix(wanted.group, wanted.tokens, most_s)
+            lambda cache: cache.exchange.export_prefix(wanted.group, wanted.tokens, most_s)
         )
         if found is None:
             return None
         prefix = Prefix(found.group, packed(found.tokens))
-        return Payload(self.key, prefix, np.frombuffer(found.state, np.uint8))
+        marks = ((one.n_tokens, np.frombuffer(one.state, np.uint8)) for one in found.checkpoints)
+        return Payload(self.key, prefix, np.frombuffer(found.state, np.uint8), tuple(marks))
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
         """Store another engine's prefix, of which the first `n_wanted` tokens are wanted: see
-        `KVCacheManager.import_prefix`. Returns the bytes of what is stored now, 0 if it is nothing. The
+        `PrefixExchange.import_prefix`. Returns the bytes of what is stored now, 0 if it is nothing. The
         payload's memory may be freed then. Raises RefusedPrefixError if the payload cannot be used."""
         if payload.key != self.key:
             raise RefusedPrefixError("it is of another model, context or version of llama.cpp")
         tokens = token_array(payload.prefix.tokens)
         if not 0 < n_wanted <= len(tokens) < self._options.n_ctx_slot:
             raise RefusedPrefixError(f"it has {len(tokens)} tokens")
-        prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group)
+        lengths = [0, *(n for n, _ in payload.checkpoints), len(tokens) + 1]
+        if any(n >= longer for n, longer in pairwise(lengths)):
+            raise RefusedPrefixError(f"it has checkpoints of {lengths[1:-1]} tokens")
+        marks = tuple(Checkpoint(n, state.copy().data) for n, state in payload.checkpoints)
+        prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group, marks)
         try:
-            stored = self._run(lambda cache: cache.import_prefix(prefix, n_wanted))
+            stored = self._run(lambda cache: cache.exchange.import_prefix(prefix, n_wanted))
         except DecodeError as error:
             raise RefusedPrefixError(str(error)) from error
-        return 0 if stored is None else len(stored.state)
+        return 0 if stored is None else stored.n_bytes
 
     def _run(self, run: Callable[[KVCacheManager], Any]) -> Any:
         command = Command(run)

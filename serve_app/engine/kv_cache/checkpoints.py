@@ -1,0 +1,160 @@
+"""Checkpoints: what layers with a window, or recurrent ones, had of a slot at some of its lengths.
+
+A slot of such a model cannot be cut where a prompt leaves what it holds. It goes back to its deepest
+checkpoint before that, and computes the rest. They are made at the end of a prompt, where the next turn
+begins; where a prompt leaves what others began with, as more will (Pan et al., "Marconi: Prefix Caching for
+the Era of Hybrid LLMs", 2024); where a slot's tokens are continued; and every few thousand tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from serve_app.engine.backends.base import Backend, State
+from serve_app.engine.kv_cache.slot import Slot
+
+# A template may end a prompt in another way once its answer is there: so many tokens before, it will not.
+_BEFORE_END = 8
+# Fewer tokens than this are computed again rather than kept.
+_LEAST = 32
+# The longest way without one.
+_BLOCK = 2048
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """Good for a slot that has the tokens that it was made of."""
+
+    n_tokens: int
+    """First ones that the slot had then, and no others."""
+    state: State
+
+
+def deepest(checkpoints: Iterable[Checkpoint], n_most: int) -> Checkpoint | None:
+    """The one with most tokens, but no more than that."""
+    fitting = (one for one in checkpoints if one.n_tokens <= n_most)
+    return max(fitting, key=lambda one: one.n_tokens, default=None)
+
+
+class Checkpoints:
+    """Those of all slots: `n_per_slot` at most, and no more than `budget_bytes` in all, where those used
+    last stay. There are none, and none are needed, if the backend does not forget. Decoder thread only."""
+
+    def __init__(self, backend: Backend, n_per_slot: int = 0, budget_bytes: int = 0) -> None:
+        self._backend = backend
+        self._n_per_slot = n_per_slot
+        self._budget_bytes = budget_bytes
+        self._kept = OrderedDict[tuple[int, int], Checkpoint]()
+        """By slot and length, the least recently used first."""
+        self.n_bytes = 0
+        """Of all, as if none were shared."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def needed(self) -> bool:
+        """Whether slots cannot be cut anywhere."""
+        return self._backend.forgets
+
+    def of(self, slot_id: int) -> tuple[Checkpoint, ...]:
+        """A slot's, the shortest first."""
+        found = (one for (owner, _), one in self._kept.items() if owner == slot_id)
+        return tuple(sorted(found, key=lambda one: one.n_tokens))
+
+    def deepest(self, slot_id: int, n_most: int) -> Checkpoint | None:
+        """The slot's longest with no more than that many tokens."""
+        return deepest(self.of(slot_id), n_most)
+
+    def resumable(self, slot: Slot, n_shared: int, *, in_place: bool) -> int:
+        """Of the first tokens that a prompt shares with what a slot has in the cache, how many it could
+        start from, in that slot or in a copy."""
+        if not (self.needed and n_shared):
+            return n_shared
+        sequence = slot.sequence
+        n_held = len(slot.idle_tokens) if sequence is None else sequence.n_past
+        if n_shared == n_held or (in_place and self._backend.can_cut(slot.id, n_shared)):
+            return n_shared
+        if slot.id in self._backend.unsettled:
+            return 0
+        found = self.deepest(slot.id, n_shared)
+        return 0 if found is None else found.n_tokens
+
+    def stops(self, n_cached: int, n_known: int, n_tokens: int) -> tuple[int, ...]:
+        """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of which
+        others have had `n_known`."""
+        stops, last = [], n_cached
+        for stop in (n_known, n_tokens - _BEFORE_END) if self.needed else ():
+            if last + _LEAST <= stop <= n_tokens - _BEFORE_END:
+                stops.append(stop)
+                last = stop
+        return tuple(stops)
+
+    def is_due(self, slot: Slot, n_past: int, stops: Iterable[int]) -> bool:
+        """Whether to make one of a slot that has so many tokens now."""
+        if not self.needed or not self._n_per_slot:
+            return False
+        found = self.deepest(slot.id, n_past)
+        n_since = n_past - (found.n_tokens if found else 0)
+        return n_since > 0 and (n_past in stops or n_since >= _BLOCK)
+
+    def is_worth(self, slot: Slot, n_past: int) -> bool:
+        """Whether one would save something where a slot is left that has so many tokens."""
+        if not (self.needed and self._n_per_slot):
+            return False
+        found = self.deepest(slot.id, n_past)
+        return n_past - (found.n_tokens if found else 0) >= _LEAST
+
+    def make(self, slot_id: int, n_tokens: int) -> None:
+        """Keep what a slot is now, with so many tokens. It must be settled."""
+        self._add(slot_id, Checkpoint(n_tokens, self._backend.checkpoint(slot_id)))
+        self._trim()
+
+    def give(self, slot_id: int, checkpoints: Iterable[Checkpoint]) -> None:
+        """A slot has what they were made of now, and no others."""
+        self.cut(slot_id, 0)
+        if self.needed:
+            for one in checkpoints:
+                self._add(slot_id, one)
+            self._trim()
+
+    def cut(self, slot_id: int, n_tokens: int) -> None:
+        """A slot has but its first tokens now."""
+        for one in self.of(slot_id):
+            if one.n_tokens > n_tokens:
+                self._drop(slot_id, one)
+
+    def used(self, slot_id: int, checkpoint: Checkpoint) -> None:
+        """The slot went back to it."""
+        self._kept.move_to_end((slot_id, checkpoint.n_tokens))
+
+    def _add(self, slot_id: int, new: Checkpoint) -> None:
+        old = self._kept.get((slot_id, new.n_tokens))
+        if old is not None:
+            self._drop(slot_id, old)
+        self._kept[slot_id, new.n_tokens] = new
+        self.n_bytes += len(new.state)
+        of_slot = self.of(slot_id)
+        if len(of_slot) > self._n_per_slot:
+            self._drop(slot_id, _least_missed(of_slot))
+
+    def _trim(self) -> None:
+        while self.n_bytes > self._budget_bytes:
+            (slot_id, _), oldest = next(iter(self._kept.items()))
+            self._drop(slot_id, oldest)
+
+    def _drop(self, slot_id: int, one: Checkpoint) -> None:
+        del self._kept[slot_id, one.n_tokens]
+        self.n_bytes -= len(one.state)
+
+
+def _least_missed(checkpoints: tuple[Checkpoint, ...]) -> Checkpoint:
+    """Of several, the one without which the way to the next is shortest; not the deepest."""
+    if len(checkpoints) == 1:
+        return checkpoints[0]
+    ends = (0, *(one.n_tokens for one in checkpoints))
+    gaps = [end - begin for begin, end in pairwise(ends)]
+    return min(zip(gaps[:-1], checkpoints, strict=False), key=lambda one: one[0])[1]

@@ -1,0 +1,1 @@
+"""KV transfers: what engines know and have of each other's prefixes."""

@@ -1,0 +1,110 @@
+"""What one engine's cache gives to others, and takes from them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from serve_app.engine.autotune.copy_budget import CopyBudget
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.kv_cache.contents import SlotContents
+from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
+from serve_app.engine.kv_cache.packing import Tokens, packed
+from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.kv_cache.slots import SlotTable
+from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
+from serve_app.engine.metrics.stats import HeldPrompt
+
+# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
+_BEGUN_KEPT = 128
+
+
+class PrefixExchange:
+    """Exports what slots and the memory tier have, and imports into that tier. Decoder thread only."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        table: SlotTable,
+        memory_tier: MemoryTier,
+        contents: SlotContents,
+        copies: CopyBudget,
+    ) -> None:
+        self._backend = backend
+        self._table = table
+        self._memory_tier = memory_tier
+        self._contents = contents
+        self._copies = copies
+        self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
+        """The last prompts that got a slot."""
+        self.transferred: Counter[str] = Counter()
+        """What went to other engines and came from them, by the names that `EngineStats` has for it."""
+
+    @property
+    def held(self) -> list[tuple[HeldPrompt, int]]:
+        """What prompts could start from now, and the bytes of its state, saved or not."""
+        return [
+            *(
+                (
+                    HeldPrompt(one.group, one.tokens[: one.n_past]),
+                    self._contents.n_bytes(one, one.n_past),
+                )
+                for one in self._table.slots
+            ),
+            *((HeldPrompt(one.group, one.tokens), one.n_bytes) for one in self._memory_tier),
+        ]
+
+    def export_prefix(
+        self, group: str, tokens: Tokens, most_s: float | None
+    ) -> StoredPrefix | None:
+        """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
+        or if saving it would probably keep running sequences waiting for longer than that."""
+        slots = [
+            one
+            for one in self._table.having(group, packed(tokens))
+            if one.group == group and one.id not in self._backend.unsettled
+        ]
+        found = self._memory_tier.beginning(group, tokens)
+        slot = min(slots, key=lambda one: one.n_past, default=None)
+        if slot is not None and (found is None or slot.n_past < len(found.tokens)):
+            most_s = most_s if self._table.busy else None
+            found = self._saved(slot, most_s) or found
+        if found is not None:
+            self.transferred["sent_prefixes"] += 1
+            self.transferred["sent_bytes"] += found.n_bytes
+        return found
+
+    def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
+        """What a slot has, unless that would take too long."""
+        n_bytes = self._backend.memory.state_bytes(slot.n_past)
+        if most_s is not None and self._copies.saves.forecast_s(n_bytes) > most_s:
+            return None
+        return self._contents.save(slot, slot.tokens[: slot.n_past])
+
+    def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
+        """Store another engine's prefix for its cache group; returns what is stored, None if the store does
+        not want it. If a slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut
+        off. Raises DecodeError if the backend refuses the state then; else that shows when it is needed."""
+        empty = [
+            slot
+            for slot in self._table.slots
+            if slot.idle and not slot.idle_tokens and slot.id not in self._backend.unsettled
+        ]
+        if n_wanted < len(prefix.tokens) and empty and not self._table.busy:
+            prefix = self._cut(empty[0], prefix, n_wanted)
+        if not self._memory_tier.wants(prefix.group, prefix.tokens, prefix.n_bytes):
+            return None
+        self._memory_tier.put(prefix.group, prefix.tokens, prefix.state, prefix.checkpoints)
+        self.transferred["received_prefixes"] += 1
+        self.transferred["received_bytes"] += prefix.n_bytes
+        return prefix
+
+    def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
+        """Its first tokens, by way of an empty slot: up to its last checkpoint if the model's memory cannot
+        be cut there, or all if it has none."""
+        self._contents.restore(slot, prefix)
+        n_kept = self._contents.keep(slot, n_wanted)
+        if n_kept:
+            state, marks = self._backend.save(slot.id), self._contents.checkpoints.of(slot.id)
+            prefix = StoredPrefix(prefix.tokens[:n_kept], state, prefix.group, marks)
+            self._contents.keep(slot, 0)
+        return prefix

@@ -1,0 +1,141 @@
+"""Requests begin one after the other, in turns among their senders."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from serve_app.ingress.http.turnstile import FEW, MOST_PAUSE_S, WINDOW_S, Turnstile
+
+
+@dataclass
+class Time:
+    """Of a loop that is busy for this part of it."""
+
+    now: float = 100.0
+    cpu_s: float = 0.0
+    busy: float = 0.0
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+        self.cpu_s += self.busy * seconds
+
+    def turnstile(self) -> Turnstile:
+        return Turnstile(lambda: self.now, lambda: self.cpu_s)
+
+
+async def turns(n: int) -> None:
+    """So many turns of the loop."""
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def test_one_request_begins_in_each_turn_of_the_loop() -> None:
+    turnstile, begun = Time().turnstile(), list[int]()
+
+    async def ask(number: int) -> None:
+        await turnstile.turn("a")
+        begun.append(number)
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(5)]
+    seen = []
+    for _ in range(14):
+        await turns(1)
+        seen.append(len(begun))
+    await asyncio.gather(*tasks)
+    assert begun == [0, 1, 2, 3, 4]
+    assert max(after - before for before, after in itertools.pairwise(seen)) == 1
+
+
+async def test_senders_take_turns() -> None:
+    turnstile, begun = Time().turnstile(), list[str]()
+
+    async def ask(sender: str) -> None:
+        await turnstile.turn(sender)
+        begun.append(sender)
+
+    tasks = [asyncio.create_task(ask("many")) for _ in range(6)]
+    tasks += [asyncio.create_task(ask("few")) for _ in range(2)]
+    await asyncio.gather(*tasks)
+    assert begun[:4] == ["many", "many", "few", "many"] or begun[:4] == [
+        "many",
+        "few",
+        "many",
+        "few",
+    ]
+    assert Counter(begun) == {"many": 6, "few": 2}
+
+
+async def test_whoever_leaves_while_waiting_holds_up_nobody() -> None:
+    turnstile, begun = Time().turnstile(), list[str]()
+
+    async def ask(sender: str) -> None:
+        await turnstile.turn(sender)
+        begun.append(sender)
+
+    first, gone, last = (asyncio.create_task(ask(sender)) for sender in ("a", "b", "c"))
+    await turns(1)
+    gone.cancel()
+    await asyncio.gather(first, last)
+    assert begun == ["a", "c"]
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+
+
+async def begins(
+    turnstile: Turnstile, time: Time, senders: dict[str, float], seconds: float
+) -> Counter[str]:
+    """How many requests of each begin, who asks so often a second and waits for none."""
+    begun, tasks = Counter[str](), set[asyncio.Task[None]]()
+
+    async def ask(sender: str) -> None:
+        await turnstile.turn(sender)
+        begun[sender] += 1
+
+    due = dict.fromkeys(senders, time.now)
+    end = time.now + seconds
+    while time.now < end:
+        for sender, rate in senders.items():
+            while due[sender] <= time.now:
+                due[sender] += 1 / rate
+                tasks.add(asyncio.create_task(ask(sender)))
+        await turns(3)
+        turnstile._let_one_begin()  # its timer is on the loop's clock, which does not pass
+        time.pass_(0.004)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return begun
+
+
+async def test_who_begins_most_is_slowed_down_while_the_loop_is_busy() -> None:
+    time = Time(busy=1.0)
+    begun = await begins(time.turnstile(), time, {"many": 100, "few": 5}, 4.0)
+    assert begun["few"] == pytest.approx(20, abs=1)
+    assert begun["many"] <= 4 / MOST_PAUSE_S + 3 * FEW
+
+
+async def test_nobody_is_slowed_down_while_the_loop_has_time() -> None:
+    time = Time(busy=0.4)
+    begun = await begins(time.turnstile(), time, {"many": 100, "few": 5}, 4.0)
+    assert begun["many"] == pytest.approx(400, rel=0.02)
+
+
+async def test_nobody_is_slowed_down_who_is_alone() -> None:
+    time = Time(busy=1.0)
+    begun = await begins(time.turnstile(), time, {"many": 100}, 4.0)
+    assert begun["many"] == pytest.approx(400, rel=0.02)
+
+
+async def test_what_is_long_ago_is_forgotten() -> None:
+    time = Time(busy=1.0)
+    turnstile = time.turnstile()
+    await begins(turnstile, time, {"many": 100, "few": 5}, 2.0)
+    time.pass_(2 * WINDOW_S)
+    await turnstile.turn("few")
+    assert not turnstile._has_more_than_its_share("many")
+    assert set(turnstile._senders) == {"few"}
