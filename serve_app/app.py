@@ -21,7 +21,7 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.ingress.http.auth import Access
-from serve_app.ingress.http.bodies import BodyLimits
+from serve_app.ingress.http.limits.bodies import BodyLimits
 from serve_app.llama.model import Model
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription

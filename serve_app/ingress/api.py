@@ -18,7 +18,7 @@ from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.auth import Access, AccessMiddleware
-from serve_app.ingress.http.open_requests import OpenRequests
+from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.model_registry import ServedModel

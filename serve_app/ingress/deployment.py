@@ -33,7 +33,7 @@ from serve_app.errors import (
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
-from serve_app.ingress.http.open_requests import OpenRequests
+from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.workers.places import Places

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
@@ -11,6 +13,9 @@ from serve_app.errors import InvalidRequestError
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
 """A quarter of llguidance's own: one token of an expression that blows up takes 0.15 s with these, and
 streams wait for it."""
+KEPT_BYTES = 2**17
+"""Texts of the compiled grammars that are kept may have so many bytes together, and a compiled one takes four
+hundred times its text."""
 
 
 class Constraint:
@@ -48,3 +53,29 @@ class Constraint:
     def fault(self) -> str | None:
         """Why the grammar gave up, if it did."""
         return self._matcher.get_error() or None
+
+
+class CompiledGrammars:
+    """The last ones, as the next request may have the same: at least the very last, and as many more as
+    their texts' bytes allow. One thread at a time."""
+
+    def __init__(
+        self, compile_one: Callable[[str], Constraint], kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        self._compile = compile_one
+        self._most_bytes = kept_bytes
+        self._kept: dict[str, Constraint] = {}
+        """The one that was wanted last is last."""
+        self._n_bytes = 0
+
+    def __getitem__(self, grammar: str) -> Constraint:
+        found = self._kept.pop(grammar, None)
+        if found is None:
+            found = self._compile(grammar)
+            self._n_bytes += len(grammar)
+        self._kept[grammar] = found
+        while self._n_bytes > self._most_bytes and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._n_bytes -= len(oldest)
+        return found

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama import library
-from serve_app.llama.constraint import LIMITS, Constraint
+from serve_app.llama.constraint import LIMITS, CompiledGrammars, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammar_tokenizer import grammar_tokenizer, is_delimiter
 
@@ -41,8 +41,6 @@ _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
-# Compiled grammars that are kept, as the next request may have the same one.
-_GRAMMARS_KEPT = 64
 _N_BLOCKS = 64
 _BLOCK_BYTES = 4096
 
@@ -93,7 +91,7 @@ class Model:
         self._delimiters = tuple(delimiters)
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._constraints = threading.Lock()
-        self._compiled = functools.lru_cache(_GRAMMARS_KEPT)(self._compile)
+        self._compiled = CompiledGrammars(self._compile)
 
     # -- metadata ---------------------------------------------------------------------------------
 
@@ -318,7 +316,7 @@ class Model:
         a large vocabulary, a new grammar milliseconds, without the GIL. Raises InvalidRequestError if the
         grammar is none, or takes too much."""
         with self._constraints:
-            return self._compiled(grammar).fresh()
+            return self._compiled[grammar].fresh()
 
     def _compile(self, grammar: str) -> Constraint:
         made = Constraint(LLMatcher(self._trie, grammar, log_level=0, limits=LIMITS), self.n_vocab)

@@ -19,11 +19,11 @@ from serve_app.errors import BodyEndedError, CorralError, NoRoomError, SlowReque
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.addresses import network_of
 from serve_app.ingress.http.api_keys import RETRY_S, Accounts
-from serve_app.ingress.http.bodies import BodyLimits, BodyReader, replay
+from serve_app.ingress.http.limits.bodies import BodyLimits, BodyReader, replay
+from serve_app.ingress.http.limits.open_requests import OpenRequests
+from serve_app.ingress.http.limits.turnstile import Turnstile
 from serve_app.ingress.http.network import NetworkPolicy
-from serve_app.ingress.http.open_requests import OpenRequests
 from serve_app.ingress.http.request_context import Caller
-from serve_app.ingress.http.turnstile import Turnstile
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})

@@ -14,7 +14,7 @@ from serve_app.app import access, engine_options, ingress_options, resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError
-from serve_app.ingress.http.bodies import BodyLimits
+from serve_app.ingress.http.limits.bodies import BodyLimits
 from serve_app.placement.machine import Machine
 from tests.unit.placement.machines import EPYC, SMALL, topology
 

@@ -17,7 +17,7 @@ from serve_app.ingress.dashboard.snapshot import difference, without_requests
 from serve_app.ingress.embeddings import serving
 from serve_app.ingress.http import auth
 from serve_app.ingress.http.auth import Access
-from serve_app.ingress.http.bodies import BodyLimits
+from serve_app.ingress.http.limits.bodies import BodyLimits
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import RequestRecord
 from tests.unit.ingress.dashboard.test_snapshot import merged

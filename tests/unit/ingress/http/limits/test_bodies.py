@@ -9,7 +9,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from serve_app.errors import BodyEndedError, RequestTooLargeError, SlowRequestError
-from serve_app.ingress.http.bodies import (
+from serve_app.ingress.http.limits.bodies import (
     BODY_TIMEOUT_S,
     MAX_BODY_BYTES,
     BodyLimits,

@@ -1,0 +1,1 @@
+"""What one ingress replica takes in at once, and from whom."""
