@@ -23,15 +23,17 @@ from serve_app.errors import DecodeError
 logger = logging.getLogger("corral.engine")
 
 # What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
-# somebody does. And the longest that streams may wait for it, in seconds.
+# somebody does. And the longest that streams wait for it, in seconds, if the options set no bound.
 _AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 1, 4
 _LONGEST_PAUSE_S = 2.0
-# A change counts as no shorter: forecasts of less are noise.
+# What it saves is compared with no less: forecasts of less are noise.
 _LEAST_S = 0.5
 # After a change, the next one may so many times later as that took.
 _PAUSE = 10
 # The live requests are looked at again after so many steps, if none came or went.
-_EVERY = 16
+_EVERY = 64
+# Steps are alike if no sequence has so many tokens more.
+_ALIKE = 64
 
 
 class CacheChange:
@@ -40,7 +42,8 @@ class CacheChange:
 
     Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
     of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
-    them several times as much. Never, if the options say what kind of cache it is to be.
+    them several times as much, and if by the forecast they wait no longer than `max_stall_s`. Never, if
+    the options say what kind of cache it is to be, or the model forgets.
     """
 
     def __init__(
@@ -60,38 +63,25 @@ class CacheChange:
         self._costs = costs
         self._waiting = waiting
         self._admission = admission
-        other = backend.other
-        self._traffic = (
-            Traffic((backend.mode, backend.profile), other)
-            if other and backend.profile.decode_s
-            else None
-        )
+        self._longest_pause_s = options.max_stall_s or _LONGEST_PAUSE_S
+        own, other = (backend.mode, backend.profile), backend.other
+        can_change = backend.profile.decode_s and not backend.forgets
+        self._traffic = Traffic(own, other) if other and can_change else None
         self._not_before = 0.0
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
-    def saw(self, batches: SequenceOf[Batch]) -> None:
-        """A step is going to compute these."""
-        if self._traffic is None or not batches:
-            return
-        self._n_steps += 1
-        chunks = [chunk for batch in batches for chunk in batch.chunks]
-        decoding = [one.sequence.n_past for one in chunks if one.sequence.n_pending == 1]
-        prompts = [
-            (one.n_rows, one.sequence.n_past) for one in chunks if one.sequence.n_pending > 1
-        ]
-        self._traffic.saw(
-            Load(
-                len(decoding),
-                sum(decoding) / max(1, len(decoding)),
-                tuple(prompts),
-                self._cache.table.n_cells,
-            )
-        )
+    def saw(self, batches: SequenceOf[Batch], n_cells: int) -> None:
+        """A step is going to compute these; `n_cells` are in use, or would be in a unified cache."""
+        if self._traffic is not None and batches:
+            self._n_steps += 1
+            self._traffic.saw(_load(batches, n_cells))
 
     def pays_at_rest(self) -> bool:
         """Whether to change now that nobody is there."""
-        return self._traffic is not None and self._traffic.regret_s > _AT_REST * self._cost_s()
+        if self._traffic is None:
+            return False
+        return self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
 
     def pays(self, n_answer: float) -> bool:
         """Whether to change now, for those that are there and for what was there lately. An answer probably
@@ -101,17 +91,19 @@ class CacheChange:
         running = self._scheduler.running
         if any(one.finished for one in running):
             return False
-        streams = any(one.state is SequenceState.DECODE for one in running)
+        live = [*running, *self._waiting.unordered]
+        streams = any(one.n_generated for one in live)
         cost_s = self._cost_s()
-        if streams and cost_s > _LONGEST_PAUSE_S:
+        if streams and cost_s > self._longest_pause_s:
             return False
-        alive = [self._alive(one, n_answer) for one in (*running, *self._waiting.unordered)]
+        alive = [self._alive(one, n_answer) for one in live]
         coming = [one for one in alive if one is not None]
         saves_s = self._traffic.saves_s(
             coming, self._idle_cells(len(coming)), self._options.n_slots
         )
         wanted = _BESIDE_STREAMS if streams else _BEFORE_STREAMS
-        return bool(coming) and self._traffic.regret_s + saves_s > wanted * cost_s
+        wanted_s = wanted * max(_LEAST_S, cost_s)
+        return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
 
     def _is_news(self) -> bool:
         waits = sum(one.waits is not None for one in self._waiting.unordered)
@@ -148,14 +140,14 @@ class CacheChange:
         for slot in self._cache.table.slots:
             n_tokens = slot.n_past
             kept = n_tokens if self._is_worth_storing(slot) else 0
-            n_bytes = kept * self._backend.memory.cache_bytes_per_token
+            n_bytes = self._backend.memory.state_bytes(kept)
             if kept and not self._cache.memory_tier.fits(n_bytes):
                 n_bytes, kept = 0, 0
             seconds += saves.forecast_s(n_bytes)
             if slot.sequence is not None:
                 n_computed = n_tokens - (kept or min(slot.n_shared, n_tokens))
                 seconds += restores.forecast_s(n_bytes) + n_computed * self._costs.prompt_token_s
-        return max(_LEAST_S, seconds)
+        return seconds
 
     def _is_worth_storing(self, slot: Slot) -> bool:
         """In a unified cache, what comes back from a store shares no cells: what is mostly another slot's
@@ -202,3 +194,24 @@ class CacheChange:
         except DecodeError as error:
             logger.warning("A system prompt is computed again: %s", error)
         self._cache.pin(self._options.n_batch, slot_id)
+
+
+def _load(batches: SequenceOf[Batch], n_cells: int) -> Load:
+    """What a step computes. It is rounded where it grows with every step: most are like the one before."""
+    n_decoding, n_past = 0, 0.0
+    prompts: list[tuple[int, float]] = []
+    for batch in batches:
+        n_own = len(batch.chunks)
+        if batch.prefills:
+            pending = [one for one in batch.chunks if one.sequence.n_pending > 1]
+            prompts += [(one.n_rows, one.sequence.n_past) for one in pending]
+            n_own -= len(pending)
+            decoding = (one for one in batch.chunks if one.sequence.n_pending == 1)
+            n_past += sum(one.sequence.n_past for one in decoding)
+        else:
+            n_past += n_own * batch.depth
+        n_decoding += n_own
+    n_alike = _ALIKE * max(1, n_decoding)
+    cells = n_alike * round(n_cells / n_alike)
+    depth = _ALIKE * round(n_past / n_alike)
+    return Load(n_decoding, depth, tuple(prompts), cells)

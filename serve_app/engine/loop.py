@@ -254,9 +254,10 @@ class DecoderLoop:
             self._admit()
         embed_s = time.monotonic() - began
         table = self._cache.table
+        n_cells = table.n_cells
         ends = self._find_slot_ends if self._backend.fills_gaps else None
-        batches = self._scheduler.schedule(began, table.n_cells, ends, embed_s)
-        self._cache_change.saw(batches)
+        batches = self._scheduler.schedule(began, n_cells, ends, embed_s)
+        self._cache_change.saw(batches, n_cells)
         counts = self._counts
         n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
         sample_s = counts.sample_s

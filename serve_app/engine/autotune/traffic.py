@@ -84,20 +84,37 @@ class Traffic:
 
     def __init__(self, own: tuple[Mode, Profile], other: tuple[Mode, Profile]) -> None:
         self._own, self._other = (_Kind(mode, CostModel(found)) for mode, found in (own, other))
+        self._load = Load()
+        """What the last steps computed, ..."""
+        self._n_alike = 0
+        """... how many of them are not added up yet, ..."""
+        self._step_s = 0.0, 0.0
+        """... and what each takes, with one kind and the other."""
 
-    @property
     def regret_s(self) -> float:
         """Seconds that the other kind would have saved lately, less what may be noise; 0 or more."""
+        self._add_up()
         return self._own.seconds - (1 + _LEAST_GAIN) * self._other.seconds
 
     def saw(self, load: Load) -> None:
-        """A step computed that."""
-        own_s, other_s = (kind.forecast_s(load) for kind in (self._own, self._other))
+        """A step computed that. Takes hardly any time if the step before did, too."""
+        if load != self._load:
+            self._add_up()
+            self._load = load
+            self._step_s = self._own.forecast_s(load), self._other.forecast_s(load)
+        self._n_alike += 1
+
+    def _add_up(self) -> None:
+        """The last steps, as if one after the other: each makes those before it count a bit less."""
+        own, other, n = self._own, self._other, self._n_alike
+        own_s, other_s = self._step_s
         kept = max(0.0, 1 - own_s / _REMEMBERED_S)
-        self._own.seconds = kept * self._own.seconds + own_s
-        self._other.seconds = kept * self._other.seconds + other_s
-        if self.regret_s < 0:
-            self._own.seconds = self._other.seconds = 0.0
+        weight = (1 - kept**n) / (1 - kept) if kept < 1 else n
+        own.seconds = kept**n * own.seconds + weight * own_s
+        other.seconds = kept**n * other.seconds + weight * other_s
+        if own.seconds < (1 + _LEAST_GAIN) * other.seconds:
+            own.seconds = other.seconds = 0.0
+        self._n_alike = 0
 
     def saves_s(self, alive: Sequence[Alive], n_idle_cells: float, n_slots: int) -> float:
         """Seconds that the other kind would save until these requests are done, less what may be noise;
@@ -110,8 +127,10 @@ class Traffic:
     def turn(self, *, at_rest: bool) -> str:
         """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for those
         that `saves_s` looked at, too."""
+        self._add_up()
         own, other = self._own, self._other
         self._own, self._other = other, own
+        self._load, self._step_s = Load(), (0.0, 0.0)
         own_s, other_s = (kind.seconds + kind.coming_s * (not at_rest) for kind in (own, other))
         own.seconds = other.seconds = 0.0
         work = f"{own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s so"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
 from serve_app.engine import loop
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.autotune.traffic import Traffic
+from serve_app.engine.autotune.traffic import Load, Traffic
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.types import FinishReason
 from tests.unit.engine.harness import (
@@ -61,27 +62,69 @@ def test_without_another_kind_that_is_better_nothing_changes(other: Profile | No
     assert backend.mode == SPLIT
 
 
-@pytest.mark.parametrize(("change_s", "expected"), [(0.1, UNIFIED), (2.5, SPLIT)])
-def test_streams_are_interrupted_for_what_saves_much_and_takes_little(
-    change_s: float, expected: Mode
+def test_a_model_that_forgets_never_changes() -> None:
+    backend = changing(FakeBackend(endless, n_slots=4, forgets=True))
+    prompts = [SYSTEM + letter for letter in "abcd"]
+    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert backend.mode == SPLIT
+
+
+def part_of(profile: Profile, part: float) -> Profile:
+    decode_s = {n: part * seconds for n, seconds in profile.decode_s.items()}
+    return replace(profile, decode_s=decode_s)
+
+
+@pytest.mark.parametrize(
+    ("max_stall_s", "change_s", "part", "expected"),
+    [
+        (None, 0.1, 1.0, UNIFIED),
+        (None, 1.9, 1.0, UNIFIED),
+        (None, 2.5, 1.0, SPLIT),
+        (0.25, 0.2, 1.0, UNIFIED),
+        (0.25, 0.3, 1.0, SPLIT),
+        (None, 0.1, 0.04, UNIFIED),  # 100 steps save 5 s, which is more than 4 times 0.5
+        (None, 1.5, 0.04, SPLIT),  # and less than 4 times 1.5
+    ],
+)
+def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_may_wait(
+    max_stall_s: float | None, change_s: float, part: float, expected: Mode
 ) -> None:
     """Two with prompts of their own stream when the other kind is found to be better. They go on where they
     were."""
     backend = changing(FakeBackend(endless, n_slots=4), FAST, FAST)
     backend.change_s = change_s
-    with running(backend, LARGE) as engine:
-        inboxes = start(engine, *(request(text, text, max_tokens=60) for text in ("a", "other")))
+    with running(backend, replace(LARGE, max_stall_s=max_stall_s)) as engine:
+        inboxes = start(engine, *(request(text, text, max_tokens=100) for text in ("a", "other")))
         until(lambda: all(inbox.deltas for inbox in inboxes))
         backend.hold()
         until(lambda: backend.n_waiting == 1)
         change = engine._loop._cache_change
-        change._traffic = Traffic((SPLIT, SLOW), (UNIFIED, FAST))
+        slow, fast = part_of(SLOW, part), part_of(FAST, part)
+        change._traffic = Traffic((SPLIT, slow), (UNIFIED, fast))
         backend.resume()
         for inbox, text in zip(inboxes, ("a", "other"), strict=True):
             assert inbox.wait().reason == FinishReason.LENGTH
-            assert inbox.token_ids == continuation(text.encode(), 60)
+            assert inbox.token_ids == continuation(text.encode(), 100)
         assert backend.mode == expected
         assert engine.stats().preemptions == (2 if expected == UNIFIED else 0)
+
+
+def test_steps_of_the_same_streams_are_alike() -> None:
+    class Watched(Traffic):
+        loads: ClassVar[list[Load]] = []
+
+        def saw(self, load: Load) -> None:
+            self.loads.append(load)
+            super().saw(load)
+
+    backend = changing(FakeBackend(endless, n_slots=4), FAST, SLOW)
+    with running(backend, LARGE) as engine:
+        engine._loop._cache_change._traffic = Watched((SPLIT, FAST), (UNIFIED, SLOW))
+        inboxes = start(engine, *(request(text, text, max_tokens=100) for text in ("a", "b", "c")))
+        for inbox in inboxes:
+            inbox.wait()
+    streaming = [load for load in Watched.loads if load.n_decoding == 3]
+    assert set(streaming) == {Load(3, depth, (), 3 * depth) for depth in (0, 64, 128)}
 
 
 def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
