@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
@@ -13,9 +14,9 @@ from serve_app.errors import InvalidRequestError
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
 """A quarter of llguidance's own: one token of an expression that blows up takes 0.15 s with these, and
 streams wait for it."""
-KEPT_BYTES = 2**17
-"""Texts of the compiled grammars that are kept may have so many bytes together, and a compiled one takes four
-hundred times its text."""
+KEPT_BYTES = 2**15
+"""Texts of the grammars that are kept compiled may have so many bytes together. Compiled, they take four
+hundred times as much."""
 
 
 class Constraint:
@@ -30,10 +31,14 @@ class Constraint:
             raise InvalidRequestError(f"The grammar cannot be used: {matcher.get_error()}")
         self._matcher = matcher
         self._n_vocab = n_vocab
+        self._origin: Constraint | None = None
 
     def fresh(self) -> Constraint:
-        """The same grammar from its beginning, for another sequence; of one that took nothing yet."""
-        return Constraint(self._matcher.deep_copy(), self._n_vocab)
+        """The same grammar from its beginning, for another sequence; of one that took nothing yet. That
+        one lives as long."""
+        made = Constraint(self._matcher.deep_copy(), self._n_vocab)
+        made._origin = self
+        return made
 
     def take(self, token: int) -> bool:
         """Go on by this token; False, and nothing happens, if the grammar does not allow it here."""
@@ -56,26 +61,31 @@ class Constraint:
 
 
 class CompiledGrammars:
-    """The last ones, as the next request may have the same: at least the very last, and as many more as
-    their texts' bytes allow. One thread at a time."""
+    """Those in use, for requests with many answers; and the last ones, up to so many bytes of their texts,
+    as the next request may have the same. One thread at a time."""
 
     def __init__(
         self, compile_one: Callable[[str], Constraint], kept_bytes: int = KEPT_BYTES
     ) -> None:
         self._compile = compile_one
         self._most_bytes = kept_bytes
+        self._used = WeakValueDictionary[str, Constraint]()
         self._kept: dict[str, Constraint] = {}
         """The one that was wanted last is last."""
         self._n_bytes = 0
 
     def __getitem__(self, grammar: str) -> Constraint:
-        found = self._kept.pop(grammar, None)
+        found = self._used.get(grammar)
         if found is None:
-            found = self._compile(grammar)
+            found = self._used[grammar] = self._compile(grammar)
+        self._keep(grammar, found)
+        return found
+
+    def _keep(self, grammar: str, compiled: Constraint) -> None:
+        if self._kept.pop(grammar, None) is None:
             self._n_bytes += len(grammar)
-        self._kept[grammar] = found
-        while self._n_bytes > self._most_bytes and len(self._kept) > 1:
+        self._kept[grammar] = compiled
+        while self._n_bytes > self._most_bytes:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._n_bytes -= len(oldest)
-        return found
