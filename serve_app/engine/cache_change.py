@@ -86,7 +86,9 @@ class CacheChange:
     def pays(self, n_answer: float) -> bool:
         """Whether to change now, for those that are there and for what was there lately. An answer probably
         has `n_answer` tokens."""
-        if self._traffic is None or not self._is_news() or time.monotonic() < self._not_before:
+        if self._traffic is None or not self._cache.settled or not self._is_news():
+            return False
+        if time.monotonic() < self._not_before:
             return False
         running = self._scheduler.running
         if any(one.finished for one in running):
@@ -134,20 +136,29 @@ class CacheChange:
 
     def _cost_s(self) -> float:
         """Seconds until all is as it was: the cache is made, what is worth it is stored, and what running
-        sequences had is there again."""
-        saves, restores = self._cache.copies.saves, self._cache.copies.restores
-        seconds = self._backend.change_s
-        for slot in self._cache.table.slots:
-            n_tokens = slot.n_past
-            kept = n_tokens if self._is_worth_storing(slot) else 0
-            n_bytes = self._backend.memory.state_bytes(kept)
-            if kept and not self._cache.memory_tier.fits(n_bytes):
-                n_bytes, kept = 0, 0
-            seconds += saves.forecast_s(n_bytes)
-            if slot.sequence is not None:
-                n_computed = n_tokens - (kept or min(slot.n_shared, n_tokens))
-                seconds += restores.forecast_s(n_bytes) + n_computed * self._costs.prompt_token_s
+        sequences had, and what is pinned, is there again."""
+        copies, tier = self._cache.copies, self._cache.memory_tier
+        seconds, n_kept = self._backend.change_s, 0
+        for slot in reversed(self._in_turn):  # what is stored last does not give way to others
+            n_bytes = self._backend.memory.state_bytes(slot.n_past)
+            is_saved = slot.pinned or (self._is_worth_storing(slot) and tier.fits(n_bytes))
+            if is_saved:
+                seconds += copies.saves.forecast_s(n_bytes)
+                n_kept += 0 if slot.pinned else n_bytes
+            if slot.idle:
+                continue
+            if is_saved and (slot.pinned or tier.fits(n_kept)):
+                seconds += copies.restores.forecast_s(n_bytes)
+            else:
+                n_computed = slot.n_past - min(slot.n_shared, slot.n_past)
+                seconds += n_computed * self._costs.prompt_token_s
         return seconds
+
+    @property
+    def _in_turn(self) -> list[Slot]:
+        """All slots, in the order in which they are stored."""
+        slots = self._cache.table.slots
+        return sorted(slots, key=lambda one: (one.sequence is not None, one.last_used))
 
     def _is_worth_storing(self, slot: Slot) -> bool:
         """In a unified cache, what comes back from a store shares no cells: what is mostly another slot's
@@ -163,7 +174,7 @@ class CacheChange:
             return
         began = time.monotonic()
         cache, table = self._cache, self._cache.table
-        for slot in sorted(table.slots, key=lambda one: (one.sequence is not None, one.last_used)):
+        for slot in self._in_turn:
             if self._is_worth_storing(slot):
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}

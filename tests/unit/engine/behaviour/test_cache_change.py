@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
 from serve_app.engine import loop
+from serve_app.engine.autotune.copy_budget import Speed
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Load, Traffic
@@ -75,28 +77,34 @@ def part_of(profile: Profile, part: float) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("max_stall_s", "change_s", "part", "expected"),
+    ("max_stall_s", "change_s", "part", "n_bytes", "expected"),
     [
-        (None, 0.1, 1.0, UNIFIED),
-        (None, 1.9, 1.0, UNIFIED),
-        (None, 2.5, 1.0, SPLIT),
-        (0.25, 0.2, 1.0, UNIFIED),
-        (0.25, 0.3, 1.0, SPLIT),
-        (None, 0.1, 0.04, UNIFIED),  # 100 steps save 5 s, which is more than 4 times 0.5
-        (None, 1.5, 0.04, SPLIT),  # and less than 4 times 1.5
+        (None, 0.1, 1.0, 10_000, UNIFIED),
+        (None, 1.9, 1.0, 10_000, UNIFIED),
+        (None, 2.5, 1.0, 10_000, SPLIT),
+        (0.25, 0.2, 1.0, 10_000, UNIFIED),
+        (0.25, 0.3, 1.0, 10_000, SPLIT),
+        (0.25, 0.2, 1.0, 300, SPLIT),  # there is room for one: the other is to be computed again
+        (None, 0.1, 0.04, 10_000, UNIFIED),  # 100 steps save 5 s, which is more than 4 times 0.5
+        (None, 1.5, 0.04, 10_000, SPLIT),  # and less than 4 times 1.5
     ],
 )
 def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_may_wait(
-    max_stall_s: float | None, change_s: float, part: float, expected: Mode
+    max_stall_s: float | None, change_s: float, part: float, n_bytes: int, expected: Mode
 ) -> None:
     """Two with prompts of their own stream when the other kind is found to be better. They go on where they
     were."""
-    backend = changing(FakeBackend(endless, n_slots=4), FAST, FAST)
+
+    def script(tokens: Sequence[int]) -> int:
+        if bytes(tokens[:5]) == b"other" and len(tokens) == 12:
+            backend.hold()
+        return endless(tokens)
+
+    backend = changing(FakeBackend(script, n_slots=4), FAST, FAST)
     backend.change_s = change_s
-    with running(backend, replace(LARGE, max_stall_s=max_stall_s)) as engine:
+    own = replace(LARGE, max_stall_s=max_stall_s, cache_ram_bytes=n_bytes)
+    with running(backend, own) as engine:
         inboxes = start(engine, *(request(text, text, max_tokens=100) for text in ("a", "other")))
-        until(lambda: all(inbox.deltas for inbox in inboxes))
-        backend.hold()
         until(lambda: backend.n_waiting == 1)
         change = engine._loop._cache_change
         slow, fast = part_of(SLOW, part), part_of(FAST, part)
@@ -107,6 +115,17 @@ def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_
             assert inbox.token_ids == continuation(text.encode(), 100)
         assert backend.mode == expected
         assert engine.stats().preemptions == (2 if expected == UNIFIED else 0)
+
+
+def test_what_is_pinned_is_saved_and_restored() -> None:
+    """29 tokens of 4 bytes."""
+    backend = changing(FakeBackend(endless, n_slots=5))
+    backend.change_s = 0.5
+    with running(backend, replace(LARGE, pinned=(tuple(SYSTEM.encode()),))) as engine:
+        change = engine._loop._cache_change
+        change._cache.copies.saves = Speed(1.0, 100)
+        change._cache.copies.restores = Speed(2.0, 100)
+        assert change._cost_s() == pytest.approx(0.5 + 1.16 + 2.32)
 
 
 def test_steps_of_the_same_streams_are_alike() -> None:
