@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -36,6 +37,8 @@ _FILES = {
 }
 _OTHER_FILES = 64
 """That HAProxy has open besides two for each connection, and half of one: more than it has."""
+KEY_RATE = 200
+"""Requests a second of one API key: the ingress of a small machine takes some 1,500 that leave at once."""
 
 
 def environment_of(name: str) -> dict[str, str]:
@@ -46,21 +49,36 @@ def environment_of(name: str) -> dict[str, str]:
 
 def haproxy_suits(config: Path) -> bool:
     """Whether only this machine can ask what this configuration of Serve serves, and HAProxy is here."""
-    document = yaml.safe_load(config.read_text())
-    http = document.get("http_options") if isinstance(document, Mapping) else None
-    host = http.get("host") if isinstance(http, Mapping) else None
+    host = _at(yaml.safe_load(config.read_text()), "http_options", "host")
     return _haproxy() is not None and isinstance(host, str) and is_loopback(host)
 
 
-def haproxy_settings(folder: Path) -> dict[str, str]:
+def has_keys(config: Path) -> bool:
+    """Whether what this configuration of Serve serves wants API keys. Without, all clients may well send
+    the same that is none."""
+    applications = _at(yaml.safe_load(config.read_text()), "applications")
+    found = applications if isinstance(applications, list) else []
+    return any(_at(one, "args", "ingress", "api_key_file") for one in found)
+
+
+def _at(document: Any, *names: str) -> Any:
+    """What stands there; None if nothing does."""
+    for name in names:
+        document = document.get(name) if isinstance(document, Mapping) else None
+    return document
+
+
+def haproxy_settings(folder: Path, *, keys: bool = False) -> dict[str, str]:
     """`haproxy.env` for one of several servers of a machine: its files in this folder, ports that nobody
-    uses, and no more connections than this process may have files."""
+    uses, and no more connections than this process may have files. With `keys`, each may send so many
+    requests a second."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = environment_of("haproxy.env") | {
         f"{_HAPROXY}NBTHREAD": "1",
         f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
         "CORRAL_HAPROXY": _haproxy() or "haproxy",
         "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
+        "CORRAL_HAPROXY_RATE": str(KEY_RATE) if keys else "",
     }
     if most_files != resource.RLIM_INFINITY:
         most = int(settings[f"{_HAPROXY}MAXCONN"])
@@ -99,7 +117,7 @@ def main() -> None:
     try:
         os.environ |= environment_of("one-machine.env")
         if haproxy_suits(config):
-            os.environ |= haproxy_settings(folder)
+            os.environ |= haproxy_settings(folder, keys=has_keys(config))
         _serve(config)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -30,7 +30,7 @@ from ray.util.metrics import Counter, Histogram, Metric
 from cluster import one_machine
 from cluster.one_machine import environment_of
 from serve_app.config import schema
-from serve_app.errors import SlowRequestError
+from serve_app.errors import RateLimitError, SlowRequestError
 from serve_app.replica.metrics import ReplicaMetrics
 from tests.unit import kuberay
 
@@ -309,6 +309,34 @@ def test_haproxy_waits_for_slow_requests_and_tells_its_figures_here_only(tmp_pat
         "bind 127.0.0.1:4000",
         "bind 127.0.0.1:4001",
     ]
+
+
+def test_haproxy_counts_the_requests_of_each_key_where_there_are_keys(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    rules = {}
+    for rate in ("", "200"):
+        config.write_text(SERVES)
+        environment = os.environ | {"CORRAL_HAPROXY": "echo", "CORRAL_HAPROXY_RATE": rate}
+        subprocess.run([CLUSTER / "haproxy", "-f", config], env=environment, check=True)
+        rules[rate] = [line for line in config.read_text().splitlines() if "sc0" in line]
+    assert not rules[""]
+    _track, refusal = rules["200"]
+    assert refusal.endswith("if { sc0_http_req_rate gt 400 }")
+    (told,) = [word for word in shlex.split(refusal) if word.startswith("{" + '"error"')]
+    assert json.loads(told)["error"]["code"] == RateLimitError.code
+
+
+@pytest.mark.parametrize(
+    ("ingress", "has_keys"), [("{api_key_file: keys.yaml}", True), ("{}", False), ("null", False)]
+)
+def test_one_machine_knows_whether_there_are_keys(
+    ingress: str, has_keys: bool, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"applications: [{{args: {{ingress: {ingress}}}}}]")
+    assert one_machine.has_keys(config) is has_keys
+    config.write_text("applications: []")
+    assert not one_machine.has_keys(config)
 
 
 def test_serve_still_writes_what_our_haproxy_looks_for() -> None:

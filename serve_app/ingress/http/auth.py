@@ -170,7 +170,7 @@ def _noting_status(caller: Caller, send: Send) -> Send:
 def _secret(headers: Headers) -> str | None:
     """OpenAI's way to send a key, or Anthropic's."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
-    return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+    return secret.strip(" ") if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 def _request_id(headers: Headers) -> str:
