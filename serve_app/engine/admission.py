@@ -127,10 +127,17 @@ class Admission:
         self._paused = True
         return True
 
-    def _preempt(self, sequence: Sequence, *, gave_way: bool = False) -> None:
+    def interrupt(self) -> None:
+        """Take all slots away, and what is in them: the sequences wait for others, before all new ones."""
+        for sequence in self._scheduler.running:
+            if not sequence.finished:
+                self._preempt(sequence, stored=False)
+        self._paused = False
+
+    def _preempt(self, sequence: Sequence, *, gave_way: bool = False, stored: bool = True) -> None:
         """Take its slot away; it waits for another one."""
         self._scheduler.remove(sequence)
-        self._cache.preempt(sequence)
+        self._cache.preempt(sequence, stored=stored)
         self._waiting.put_back(sequence, gave_way=gave_way)
         self.changed = True
         self._counts.preemptions += 1

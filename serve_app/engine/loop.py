@@ -15,6 +15,7 @@ from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.autotune.sampling_costs import SamplingCosts
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.cache_change import CacheChange
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
 from serve_app.engine.computing import Computing
@@ -156,9 +157,7 @@ class DecoderLoop:
                 if self._has_work:
                     self.step()
                 elif self._rested:
-                    self._cache.store_ahead()
-                    self._quiet_trials.step()
-                    self._published.refresh()
+                    self._rest()
             if self._disk_tier:
                 self._cache.store_all()
         except Exception as error:
@@ -169,6 +168,14 @@ class DecoderLoop:
             if self._disk_tier:
                 self._disk_tier.close()
 
+    def _rest(self) -> None:
+        """What is put off until nobody is there: one piece of it."""
+        if self._cache_change.pays_at_rest() and not self._draining:
+            self._change_cache()
+        self._cache.store_ahead()
+        self._quiet_trials.step()
+        self._published.refresh()
+
     @property
     def _rested(self) -> bool:
         return time.monotonic() >= self._worked + _REST_S
@@ -177,7 +184,7 @@ class DecoderLoop:
         """How long to sleep if nothing arrives; None for ever."""
         if self._has_work:
             return 0.0
-        resting = self._cache.behind or self._quiet_trials
+        resting = self._cache.behind or self._quiet_trials or self._cache_change.pays_at_rest()
         return max(0.0, self._worked + _REST_S - time.monotonic()) if resting else None
 
     def _set_up(self, backend: Backend) -> None:
@@ -192,7 +199,6 @@ class DecoderLoop:
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.kv_unified,
         )
-        self._slot_ends = self._find_slot_ends if backend.fills_gaps else None
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
         self._admission = Admission(
@@ -218,6 +224,15 @@ class DecoderLoop:
             self.latencies,
             self.progress,
         )
+        self._cache_change = CacheChange(
+            options,
+            backend,
+            self._cache,
+            self._scheduler,
+            costs,
+            self._waiting,
+            self._admission,
+        )
         self._quiet_trials = QuietTrials(backend, costs, self._cache.table, options.n_ctx_slot)
         self._embeddings = EmbeddingQueue(
             backend, costs, options.max_stall_s, self.progress, self._accounts
@@ -229,13 +244,20 @@ class DecoderLoop:
         """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
         began = time.monotonic()
         self._admit()
+        if not self._draining and self._cache_change.pays(self._backlog.n_generated):
+            self._change_cache()
+            began = time.monotonic()
+            self._admit()
         if self._embeddings:
             self._embeddings.step(self._scheduler.running)
             self._carry_out(self._command_queue.take(0))  # who came meanwhile waits no longer
             self._admit()
         embed_s = time.monotonic() - began
         table = self._cache.table
-        batches = self._scheduler.schedule(began, table.n_cells, self._slot_ends, embed_s)
+        n_cells = table.n_cells
+        ends = self._find_slot_ends if self._backend.fills_gaps else None
+        batches = self._scheduler.schedule(began, n_cells, ends, embed_s)
+        self._cache_change.saw(batches, n_cells)
         counts = self._counts
         n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
         sample_s = counts.sample_s
@@ -254,6 +276,14 @@ class DecoderLoop:
             n_generated = counts.generated_tokens - n_generated
             seconds = self._worked - began - (counts.sample_s - sample_s)
             self._backlog.progressed(n_prompt, n_generated, seconds)
+
+    def _change_cache(self) -> None:
+        self._cache_change.carry_out()
+        options = self._options
+        self._quiet_trials = QuietTrials(
+            self._backend, self._costs, self._cache.table, options.n_ctx_slot
+        )
+        self._changed = True
 
     # -- commands and ends ------------------------------------------------------------------------
 

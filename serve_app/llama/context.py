@@ -78,79 +78,100 @@ class Context:
         window have cells for the window and so many more."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
-        self._kv_unified = kv_unified
         self._n_batch = n_batch
-        seq_cells = _padded(n_ctx_slot)
-        cells = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * seq_cells
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = cells
+        params.n_ctx = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * _padded(n_ctx_slot)
         params.n_batch, params.n_ubatch = n_batch, n_ubatch or n_batch
         params.n_seq_max = n_seq_max
         params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
         self._threads = Threads.alike(threads, threads_batch)
-        self._batch_threads = self._threads.many_rows
-        params.n_threads, params.n_threads_batch = self._threads.one_row, self._batch_threads
-        params.flash_attn_type = (
-            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            if flash_attn
-            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
+        params.n_threads = self._threads.one_row
+        params.n_threads_batch = self._threads.many_rows
         params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
-        params.kv_unified = kv_unified
         params.swa_full = False
         params.no_perf = True
         if pooling is not None:
             params.embeddings = True
             params.pooling_type = _POOLINGS[pooling]
+        self._params = params
+        self._formats = cache_type_k, cache_type_v
+        self._too_large = (
+            f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
+            f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
+            "engine.n_slots or engine.n_ctx_slot."
+        )
+        self.unsettled: set[int] = set()
+        """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
+        restore them."""
+        self._leaving = ctypes.create_string_buffer(2)
+        self._make(flash_attn=flash_attn, kv_unified=kv_unified)
+
+    def _make(self, *, flash_attn: bool, kv_unified: bool) -> None:
+        params = self._params
+        params.kv_unified = kv_unified
+        params.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            if flash_attn
+            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
         with library.captured() as lines:
-            self.pointer = llama_cpp.llama_init_from_model(model.pointer, params)
+            self.pointer = llama_cpp.llama_init_from_model(self.model.pointer, params)
         if not self.pointer:
-            raise ConfigError(
-                f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
-                f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
-                "engine.n_slots or engine.n_ctx_slot."
-            )
+            raise ConfigError(self._too_large)
         self.compute_bytes = sum(
             int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
-        keys, values = model.cache_elements
-        per_token = n_bytes(cache_type_k, keys) + n_bytes(cache_type_v, values)
-        per_layer = per_token / max(1, model.n_cache_layers)
-        layout = CacheLayout.read(lines, per_layer, n_seq_max)
-        self.layout = layout or CacheLayout(per_token, cache_bytes=cells * per_token)
-        """What its cache takes."""
-        one_more = seq_cells * self.layout.per_token + self.layout.per_sequence
-        one_more += min(model.window, n_ctx_slot) * self.layout.per_window_token
-        self.cache_bytes_per_seq = one_more if kv_unified else self.layout.cache_bytes // n_seq_max
-        """Bytes of one sequence's cache; of a unified one, what one sequence more would add."""
+        self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
-        self.window = model.window
+        self.window = self.model.window
         """Tokens that sliding-window layers look back on; 0 if there are none."""
-        self.forgets = not model.can_rewind or 0 < self.window < n_ctx_slot
+        self.forgets = not self.model.can_rewind or 0 < self.window < self.n_ctx_slot
         """Whether some layers keep less than all tokens of a sequence, so that `truncate` often cannot."""
-        all_windows = self.window * n_seq_max + params.n_ubatch
-        self._parts_windows = kv_unified and self.window > 0 and _padded(all_windows) < cells
+        all_windows = self.window * params.n_seq_max + params.n_ubatch
+        self._parts_windows = kv_unified and self.window > 0 and _padded(all_windows) < params.n_ctx
         """Whether copies get window cells of their own. There are as many as windows, and those that two
         sequences share are free for nobody, even behind both windows."""
-        self._states = not (kv_unified or self.window) and model.can_rewind
+        self.portable = self.model.can_rewind and not self.window
+        """Whether states are good for other kinds of cache, too: all layers keep all tokens."""
+        self._kv_unified = kv_unified
+        self._states = self.portable and not kv_unified
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
         self._copied: tuple[int, State] | None = None
         """The sequence whose state was copied last, if it has not changed since then."""
-        self.unsettled: set[int] = set()
-        """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
-        restore them."""
+        self.unsettled.clear()
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
-        self._leaving = ctypes.create_string_buffer(2)
+        self._batch_threads = 0  # none that are known
         llama_cpp.llama_set_abort_callback(
             self.pointer, _LEAVES, ctypes.c_void_p(ctypes.addressof(self._leaving))
         )
-        self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
-        for i in range(n_batch):
+        self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
+        for i in range(self._n_batch):
             self._batch.n_seq_id[i] = 1
+
+    def _measure_cache(self, lines: Sequence[str]) -> None:
+        """By what llama.cpp logged."""
+        model, params = self.model, self._params
+        per_token = sum(map(n_bytes, self._formats, model.cache_elements))
+        per_layer = per_token / max(1, model.n_cache_layers)
+        layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
+        self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
+        """What its cache takes."""
+        one_more = _padded(self.n_ctx_slot) * self.layout.per_token + self.layout.per_sequence
+        one_more += min(model.window, self.n_ctx_slot) * self.layout.per_window_token
+        of_one = self.layout.cache_bytes // params.n_seq_max
+        self.cache_bytes_per_seq = one_more if params.kv_unified else of_one
+        """Bytes of one sequence's cache; of a unified one, what one sequence more would add."""
+
+    def become(self, *, flash_attn: bool, kv_unified: bool) -> None:
+        """Have another kind of attention and cache, with nothing in it. What was there is freed first, so
+        there are never two caches. Raises ConfigError if llama.cpp cannot allocate the new one: the context
+        is closed then, and may become another one. Not with `n_ctx`."""
+        self.close()
+        self._make(flash_attn=flash_attn, kv_unified=kv_unified)
 
     def close(self) -> None:
         """Free context and batch; the model stays. Idempotent."""

@@ -20,6 +20,7 @@ PURE = (
     "autotune.curve",
     "autotune.kalman",
     "autotune.modes",
+    "autotune.traffic",
     "autotune.trials",
 )
 

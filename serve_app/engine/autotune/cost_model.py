@@ -46,6 +46,10 @@ class CostModel:
     """Predicts what batches take by a profile, and learns from every batch. Decoder thread only."""
 
     def __init__(self, profile: Profile) -> None:
+        self.begin(profile)
+
+    def begin(self, profile: Profile) -> None:
+        """Predict by that profile from now on, and learn anew, of another kind of cache."""
         speed, depth = Speed(), profile.depth
         self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, speed)
         self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, speed)

@@ -54,6 +54,17 @@ class Choice:
     profile: Profile
     threads: Threads | None = None
     """With which the profile was measured; None: as the options say."""
+    other: tuple[Mode, Profile] | None = None
+    """The best mode with the other kind of cache, if both kinds are open."""
+
+    def turned(self, reason: str) -> Choice:
+        """The other mode instead, for that reason."""
+        if self.other is None:
+            raise ValueError("There is no other mode.")
+        mode, profile = self.other
+        return replace(
+            self, mode=mode, profile=profile, reason=reason, other=(self.mode, self.profile)
+        )
 
 
 def request_s(profile: Profile, options: EngineOptions, *, kv_unified: bool) -> float:
@@ -100,6 +111,19 @@ def _seconds(
     return (bounded_s + free_s) / 2 + answer_s
 
 
+def filled(profile: Profile, like: Profile) -> Profile:
+    """A profile of few batches, with the others of one that has more: as much longer or shorter as those
+    that both have."""
+    curves: dict[str, Any] = {}
+    for name in ("decode_s", "prefill_s", "verify_s"):
+        found, more = getattr(profile, name), getattr(like, name)
+        both = sorted(set(found) & set(more))
+        ratios = [found[n] / more[n] for n in both if more[n]]
+        ratio = sum(ratios) / len(ratios) if ratios else 1.0
+        curves[name] = {n: ratio * seconds for n, seconds in more.items()} | dict(found)
+    return replace(profile, **curves)
+
+
 def choose(profiles: Mapping[Mode, Profile], options: EngineOptions, noise: float = 0.0) -> Choice:
     """The mode in which a request takes least, and why in one line: of those that are about as fast, the
     first. `noise` is by what part the same batches differed when they were measured."""
@@ -115,7 +139,11 @@ def choose(profiles: Mapping[Mode, Profile], options: EngineOptions, noise: floa
     others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
     workload = "a common system prompt" if options.pinned else "prompts of their own"
     reason = f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"
-    return Choice(best, reason, profiles[best])
+    turned = [mode for mode in seconds if mode.kv_unified != best.kv_unified]
+    other = min(turned, key=lambda mode: seconds[mode], default=None)
+    return Choice(
+        best, reason, profiles[best], other=None if other is None else (other, profiles[other])
+    )
 
 
 def _alike(profiles: Mapping[Mode, Profile]) -> dict[Mode, Profile]:

@@ -18,7 +18,7 @@ from serve_app.llama.threads import Threads
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 def key(**measured_with: object) -> str:
@@ -60,9 +60,21 @@ def _parse(document: object) -> Choice:
             "profile": dict(profile),
             **others,
         }:
-            threads = _threads(others.get("threads"))
-            return Choice(Mode(flash_attn, kv_unified), reason, _profile(profile), threads)
+            threads, other = _threads(others.get("threads")), _other(others.get("other"))
+            return Choice(Mode(flash_attn, kv_unified), reason, _profile(profile), threads, other)
     raise TypeError("it holds no profile")
+
+
+def _other(document: object) -> tuple[Mode, Profile] | None:
+    match document:
+        case [
+            {"flash_attn": bool(flash_attn), "kv_unified": bool(kv_unified)},
+            dict(profile),
+        ]:
+            return Mode(flash_attn, kv_unified), _profile(profile)
+        case None:
+            return None
+    raise TypeError(f"the other mode is {document!r}")
 
 
 def _threads(document: object) -> Threads | None:

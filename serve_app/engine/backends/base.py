@@ -141,6 +141,19 @@ class Backend(Protocol):
         """What batches cost; empty if that was not measured."""
 
     @property
+    def other(self) -> tuple[Mode, Profile] | None:
+        """The best mode with the other kind of cache, and what batches cost there; None if the kind is not
+        to be changed, or nothing was measured."""
+
+    @property
+    def change_s(self) -> float:
+        """Seconds that `change` takes."""
+
+    def change(self, reason: str) -> None:
+        """Have the other mode, for that reason: all slots are empty then. What was saved can still be
+        restored. Raises ConfigError if there is no memory for any cache; nothing may be decoded then."""
+
+    @property
     def can_rewind(self) -> bool:
         """Whether the last few tokens of a slot can always be dropped."""
 

@@ -75,6 +75,8 @@ class FakeBackend:
         self.mode_reason = "scripted"
         self.threads = Threads.alike(1, None)
         self.profile = Profile()
+        self.other: tuple[Mode, Profile] | None = None
+        self.change_s = 0.0
         self.can_rewind = not forgets
         self.can_shift = True
         self.fills_gaps = n_cells is None and not forgets
@@ -210,6 +212,16 @@ class FakeBackend:
         """Make the slot those tokens."""
         self._expect_settled(seq_id)
         self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
+
+    def change(self, reason: str) -> None:
+        """Empty all slots, and have the other mode."""
+        if self.other is None:
+            raise AssertionError("there is no other mode")
+        own = self.mode, self.profile
+        (self.mode, self.profile), self.other = self.other, own
+        self.mode_reason, self.fills_gaps = reason, not self.mode.kv_unified
+        self.unsettled.clear()
+        self.slots = [[] for _ in self.slots]
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """For each row: its token, its position, and the sum of its text's tokens up to it."""

@@ -20,6 +20,7 @@ from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import Measures, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
+from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
 from serve_app.errors import ConfigError, DecodeError
@@ -67,12 +68,17 @@ class LlamaBackend:
         self.vocabulary = Model(path, load_mode=options.load_mode, delimiters=DELIMITERS)
         self._options = options
         self._embedder: Embedder | None = None
+        self._kept_as: str | None = None
+        """The name of the profile, if it is kept on disk."""
         try:
             choice = self._choose()
             self.mode, self.mode_reason = choice.mode, choice.reason
-            self.profile = choice.profile
+            self.profile, self.other = choice.profile, choice.other
+            self._choice = choice
             self.threads = choice.threads or Threads.alike(options.threads, options.threads_batch)
+            began = time.perf_counter()
             self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
+            self.change_s = time.perf_counter() - began
             self._context.use_threads(self.threads)
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
@@ -133,6 +139,7 @@ class LlamaBackend:
         )
         known = profile_cache.load(folder, name) if folder else None
         if known is not None:
+            self._kept_as = name
             return known
         choice, used = self._run_profilers(open_modes)
         if used < _ALONE:
@@ -142,6 +149,7 @@ class LlamaBackend:
                 100 * used,
             )
         elif folder:
+            self._kept_as = name
             profile_cache.save(folder, name, choice)
         return choice
 
@@ -164,7 +172,7 @@ class LlamaBackend:
             compared: list[Measures] = [*profilers.values(), *deep.values()]
             in_turns(compared, _COMPARING * options.profile_limit_s - tried_s)
             choice = modes.choose(
-                {mode: self._whole(mode, profilers[mode], deep) for mode in candidates},
+                {mode: self._whole(mode, profilers[mode].profile, deep) for mode in candidates},
                 options,
                 max(one.noise for one in compared),
             )
@@ -175,8 +183,14 @@ class LlamaBackend:
             profiler.rest(options.profile_limit_s - (time.perf_counter() - opened))
             took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
-        profile = self._whole(choice.mode, profiler, deep)
+        profile = self._whole(choice.mode, profiler.profile, deep)
         choice = replace(choice, profile=profile, threads=threads)
+        if choice.other is not None:
+            mode = choice.other[0]
+            found = modes.filled(profilers[mode].profile, profiler.profile)
+            can_change = self.vocabulary.can_rewind and not self.vocabulary.window
+            other = mode, self._whole(mode, found, deep)
+            choice = replace(choice, other=other if can_change else None)
         used = threads or Threads.alike(options.threads, options.threads_batch)
         n_threads = min(used.one_row, used.few_rows, used.many_rows)
         return choice, computed_s / (took_s * n_threads)
@@ -238,14 +252,37 @@ class LlamaBackend:
         window = self.vocabulary.window or DEPTH
         return min(window, DEPTH, self._options.n_ctx_slot - ROOM) // ROOM * ROOM
 
-    def _whole(self, mode: Mode, profiler: Profiler, deep: Mapping[bool, DeepProfiler]) -> Profile:
-        """What was measured in that mode. llama.cpp copies all of a slot's cells."""
-        found = profiler.profile
+    def _whole(self, mode: Mode, found: Profile, deep: Mapping[bool, DeepProfiler]) -> Profile:
+        """What was measured in that mode, besides. llama.cpp copies all of a slot's cells."""
         copy_s = found.copy_s * self._options.n_ctx_slot / self._n_profiled
         found = replace(found, copy_s=copy_s)
         if mode.flash_attn not in deep:
             return found
         return deep[mode.flash_attn].depth.added_to(found, unified=mode.kv_unified)
+
+    # -- changing ---------------------------------------------------------------------------------
+
+    def change(self, reason: str) -> None:
+        """See Backend.change. What was learned is where the next start looks."""
+        began = time.perf_counter()
+        choice = self._choice.turned(reason)
+        try:
+            self._become(choice.mode)
+        except ConfigError:
+            self._become(self.mode)
+            logger.exception("The cache stays as it is.")
+            choice = replace(self._choice, other=None)
+        self._choice, self.mode, self.mode_reason = choice, choice.mode, choice.reason
+        self.profile, self.other = choice.profile, choice.other
+        self.fills_gaps = not self.mode.kv_unified
+        self.change_s = time.perf_counter() - began
+        if self._options.profile_folder and self._kept_as:
+            profile_cache.save(self._options.profile_folder, self._kept_as, choice)
+
+    def _become(self, mode: Mode) -> None:
+        self._context.become(flash_attn=mode.flash_attn, kv_unified=mode.kv_unified)
+        self._context.use_threads(self.threads)
+        self._context.warm_up()
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -302,6 +339,15 @@ class LlamaBackend:
 
     def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""
+        if self._context.portable:
+            n_streams = (
+                1 if self.mode.kv_unified else self._options.n_slots + len(self._options.pinned)
+            )
+            layout = Layout(n_streams, transposed=not self.mode.flash_attn)
+            try:
+                state = converted(state, layout)
+            except ValueError as error:
+                raise DecodeError(f"The saved state cannot be used: {error}") from error
         self._context.restore(seq_id, state)
 
     @property
@@ -343,9 +389,11 @@ class LlamaBackend:
     def state_key(self) -> bytes:
         """See Backend.state_key."""
         options = self._options
-        n_streams = 1 if self.mode.kv_unified else options.n_slots + len(options.pinned)
         types = (options.cache_type_k, options.cache_type_v)
-        parts = (library.version(), n_streams, self.mode.flash_attn, types)
+        parts: tuple[object, ...] = (library.version(), types)
+        if not self._context.portable:
+            n_streams = 1 if self.mode.kv_unified else options.n_slots + len(options.pinned)
+            parts += (n_streams, self.mode.flash_attn)
         return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
 
     @property

@@ -69,8 +69,7 @@ class SlotContents:
             self._backend.restore(slot.id, self._backend.save(source.id))
         else:
             self._backend.copy(source.id, slot.id)
-            if unified:
-                slot.n_shared = n_cached
+        slot.n_shared = n_cached
         self.checkpoints.give(slot.id, self.checkpoints.of(source.id))
 
     def keep(self, slot: Slot, n_most: int) -> int:

@@ -49,10 +49,10 @@ class KVCacheManager:
         self.exchange = PrefixExchange(backend, table, memory_tier, self._contents, self.copies)
         """For other engines."""
 
-    def pin(self, n_batch: int) -> None:
-        """Compute what is pinned."""
+    def pin(self, n_batch: int, slot_id: int | None = None) -> None:
+        """Compute what is pinned, everywhere or in one slot."""
         for slot in self.table.slots:
-            if slot.pinned:
+            if slot.pinned and slot_id in (None, slot.id):
                 rows = [(token, i, slot.id, False) for i, token in enumerate(slot.idle_tokens)]
                 for start in range(0, len(rows), n_batch):
                     self._backend.decode(rows[start : start + n_batch])
@@ -134,13 +134,20 @@ class KVCacheManager:
             while n_empty < n_sequences and self.evict_idle():
                 n_empty += 1
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's slot away; what it has in the cache is stored."""
+    def preempt(self, sequence: Sequence, *, stored: bool = True) -> None:
+        """Take a sequence's slot away; what it has in the cache is `stored`."""
         slot = self.table.slots[sequence.slot_id]
-        self.store(slot, slot.tokens[: slot.n_past])
+        if stored:
+            self.store(slot, slot.tokens[: slot.n_past])
         self._contents.keep(slot, 0)
         sequence.preempt()
         self.table.release(slot)
+
+    def store_now(self, slot: Slot) -> None:
+        """Save what a slot has, whoever waits for that, unless the store does not want it."""
+        tokens = slot.tokens[: slot.n_past]
+        if self._is_worth_saving(slot, tokens, self._contents.n_bytes(slot, len(tokens))):
+            self._put(slot, tokens)
 
     def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
         """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
@@ -149,8 +156,11 @@ class KVCacheManager:
             return
         n_bytes = self._contents.n_bytes(slot, len(tokens))
         if self._is_worth_saving(slot, tokens, n_bytes) and self._may_save(n_bytes, beside_s):
-            prefix = self._contents.save(slot, tokens)
-            self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
+            self._put(slot, tokens)
+
+    def _put(self, slot: Slot, tokens: TokenArray) -> None:
+        prefix = self._contents.save(slot, tokens)
+        self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
 
     def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
         settled = slot.id not in self._backend.unsettled

@@ -18,18 +18,22 @@ from serve_app.engine.options import EngineOptions
 _LEAST_COPY = 16
 
 
+def min_copy(costs: CostModel) -> int:
+    """Tokens from which on copying a slot takes less than computing them."""
+    token_s = costs.prompt_token_s
+    return max(_LEAST_COPY, math.ceil(costs.copy_s / token_s) if token_s else 0)
+
+
 def open_cache(
     backend: Backend, costs: CostModel, options: EngineOptions
 ) -> tuple[KVCacheManager, DiskTier | None]:
     """The manager, and the disk tier if there is a folder for one: it is to be closed. Decoder thread only;
     waits for the disk. Raises ConfigError if the folder cannot be used."""
     index = PrefixIndex()
-    token_s = costs.prompt_token_s
-    copy_tokens = math.ceil(costs.copy_s / token_s) if token_s else 0
     checkpoints = Checkpoints(backend, options.n_checkpoints, options.checkpoint_ram_bytes)
     table = SlotTable(
         options.n_slots,
-        max(_LEAST_COPY, copy_tokens),
+        min_copy(costs),
         options.pinned,
         consecutive=not backend.mode.kv_unified,
         index=index,

@@ -31,7 +31,7 @@ class Slot:
     pinned: bool = False
     """Whether it only keeps `idle_tokens`, for others to copy."""
     n_shared: int = 0
-    """First tokens whose cells are another slot's too, in a unified cache."""
+    """First tokens whose cells are another slot's too, in a unified cache, or would be in one."""
     last_used: int = 0
     """Counts releases: the smallest is the least recently used; 0 was never used."""
     group: str = ""

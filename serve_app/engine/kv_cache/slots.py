@@ -84,6 +84,15 @@ class SlotTable:
         self._consecutive = consecutive
         self._clock = 0
 
+    def begin(self, min_copy: int, *, consecutive: bool) -> None:
+        """Another kind of cache is there, with nothing but what is pinned. No slot has a sequence."""
+        self._min_copy, self._consecutive = min_copy, consecutive
+        for slot in self.slots:
+            slot.n_shared = 0
+            if not slot.pinned:
+                slot.idle_tokens = token_array()
+                self.index.tell(slot)
+
     @property
     def has_idle(self) -> bool:
         """Whether some slot could take a sequence."""
@@ -107,7 +116,7 @@ class SlotTable:
 
     @property
     def n_cells(self) -> int:
-        """Cells in use, if the cache is unified: what slots share counts once."""
+        """Cells that are in use if the cache is unified, or would be: what slots share counts once."""
         return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
 
     def slot_ends(self, n_ctx_slot: int) -> dict[int, int]:

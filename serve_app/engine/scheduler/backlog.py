@@ -98,6 +98,11 @@ class Backlog:
             self._pace += weight * (done_s / seconds - self._pace)
 
     @property
+    def n_generated(self) -> float:
+        """Tokens that an answer has had of late."""
+        return self._n_generated
+
+    @property
     def _token_s(self) -> float:
         return self._costs.steps_s(self._n_slots, 0) / self._n_slots
 

@@ -119,6 +119,10 @@ class Scheduler:
         batches = [self._plan(turns) for turns in groups]
         return [*batches, plan_batch(prompts)] if prompts else batches
 
+    def mix(self, mixed: bool) -> None:
+        """Another kind of cache is there: see `mixed` above."""
+        self._mixed = mixed
+
     def took(self, batches: list[Batch], seconds: float) -> None:
         """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
         both = any(one.decodes for one in batches) and any(one.prefills for one in batches)

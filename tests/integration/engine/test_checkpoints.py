@@ -7,7 +7,7 @@ import contextlib
 import pickle
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from serve_app.config.schema import EngineConfig
 from serve_app.config.sizing import CacheNeeds, ModelNeeds
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.kv_cache.packing import packed
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.llama import library
@@ -259,6 +260,14 @@ async def test_after_profiling_and_with_drafts(
         assert engine.stats().step_time["decode_ms"]
         said = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
     assert [tokens for tokens, _ in said] == [await anew(models[kind], one) for one in prompts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_cache_never_changes(models: dict[str, Path], kind: str) -> None:
+    options = replace(OPTIONS, kv_unified=None, profile_limit_s=1.0)
+    with closing(LlamaBackend(models[kind], options)) as backend:
+        assert backend.profile.decode_s
+        assert backend.other is None
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from serve_app.types import TokenDelta
 PROMPT = tuple(range(300, 364))
 
 
-def load(model: Path, folder: Path, *, kv_unified: bool, slots: int = 2) -> Engine:
+def load(model: Path, folder: Path, *, kv_unified: bool, slots: int = 2, **more: Any) -> Engine:
     options = EngineOptions(
         n_slots=slots,
         n_ctx_slot=256,
@@ -23,6 +24,7 @@ def load(model: Path, folder: Path, *, kv_unified: bool, slots: int = 2) -> Engi
         kv_unified=kv_unified,
         profile_limit_s=0,
         slot_folder=folder,
+        **more,
     )
     return Engine.load(model, options)
 
@@ -62,7 +64,9 @@ async def test_a_slot_survives_its_engine(model: Path, tmp_path: Path, kv_unifie
         engine.close()
 
 
-async def test_another_contexts_file_is_refused(model: Path, tmp_path: Path) -> None:
+async def test_another_kind_of_cache_takes_a_file_and_another_format_does_not(
+    model: Path, tmp_path: Path
+) -> None:
     engine = load(model, tmp_path, kv_unified=False)
     try:
         await greedy(engine, "a")
@@ -70,6 +74,11 @@ async def test_another_contexts_file_is_refused(model: Path, tmp_path: Path) -> 
     finally:
         engine.close()
     other = load(model, tmp_path, kv_unified=True)
+    try:
+        assert other.slot_files.restore(0, "a.bin").n_tokens > 0
+    finally:
+        other.close()
+    other = load(model, tmp_path, kv_unified=True, cache_type_k="q8_0")
     try:
         with pytest.raises(InvalidRequestError, match="of another model, context or version"):
             other.slot_files.restore(0, "a.bin")

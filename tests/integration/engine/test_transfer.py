@@ -96,15 +96,23 @@ async def test_a_damaged_state_is_refused(
 ) -> None:
     payload, n_shared = await sent(path)
     async with opened(path) as fresh:
-        with pytest.raises(RefusedPrefixError, match="does not take back"):
+        with pytest.raises(RefusedPrefixError, match=r"does not take back|cannot be used"):
             fresh.prefixes.import_prefix(replace(payload, state=damage(payload.state)), n_shared)
         _, cached = await tell(fresh, SYSTEM + "Six")
     assert cached == 0
 
 
-@pytest.mark.parametrize("changed", [{"cache_type_k": "q8_0"}, {"kv_unified": True}])
-async def test_another_kind_of_cache_is_refused(path: Path, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [{"kv_unified": True}, {"flash_attn": True}])
+async def test_another_kind_of_cache_takes_it(path: Path, kind: dict[str, Any]) -> None:
     payload, n_shared = await sent(path, kv_unified=False)
-    async with opened(path, **{"kv_unified": False, **changed}) as fresh:
+    async with opened(path, **{"kv_unified": False, **kind}) as fresh:
+        assert fresh.prefixes.import_prefix(payload, n_shared) > 0
+        _, cached = await tell(fresh, SYSTEM + "Six")
+    assert cached == n_shared
+
+
+async def test_another_format_is_refused(path: Path) -> None:
+    payload, n_shared = await sent(path)
+    async with opened(path, cache_type_k="q8_0") as fresh:
         with pytest.raises(RefusedPrefixError, match="another model"):
             fresh.prefixes.import_prefix(payload, n_shared)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Choice, Mode, candidates, choose, request_s
+from serve_app.engine.autotune.modes import Choice, Mode, candidates, choose, filled, request_s
 from serve_app.engine.options import EngineOptions
 
 OPEN = EngineOptions(n_slots=4, n_ctx_slot=1024, threads=1)
@@ -96,3 +96,26 @@ def test_only_what_was_measured_in_all_modes_is_compared() -> None:
     choice = choose({SPLIT_ON: shallow, SPLIT_OFF: whole}, OPEN)
     assert choice.mode == SPLIT_OFF
     assert choice.profile == whole
+
+
+def test_the_other_kind_of_cache_is_remembered_if_both_are_open() -> None:
+    found = {
+        SPLIT_ON: measured(0.001, 0),
+        SPLIT_OFF: measured(0.001, 0),
+        UNIFIED_ON: measured(0.002, 0),
+    }
+    choice = choose(found, OPEN)
+    assert choice.other == (UNIFIED_ON, found[UNIFIED_ON])
+    turned = choice.turned("learned")
+    assert turned == Choice(
+        UNIFIED_ON, "learned", found[UNIFIED_ON], None, (SPLIT_ON, found[SPLIT_ON])
+    )
+    assert choose({SPLIT_ON: found[SPLIT_ON], SPLIT_OFF: found[SPLIT_OFF]}, OPEN).other is None
+
+
+def test_what_was_not_measured_is_as_in_the_other_mode() -> None:
+    few = Profile({1: 0.02, 4: 0.04}, {16: 0.3}, {}, 0)
+    more = Profile({1: 0.01, 2: 0.015, 4: 0.02}, {16: 0.3, 64: 1.0}, {2: 0.05}, 0)
+    assert filled(few, more) == Profile(
+        {1: 0.02, 2: 0.03, 4: 0.04}, {16: 0.3, 64: 1.0}, {2: 0.05}, 0
+    )

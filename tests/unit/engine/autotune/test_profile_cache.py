@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,16 @@ CHOICE = Choice(
 )
 
 
-@pytest.mark.parametrize("threads", [None, Threads(2, 3, 4, "measured")])
-def test_what_was_kept_is_found_again(tmp_path: Path, threads: Threads | None) -> None:
-    folder, choice = tmp_path / "profiles", replace(CHOICE, threads=threads)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"threads": Threads(2, 3, 4, "measured")},
+        {"other": (Mode(flash_attn=True, kv_unified=True), Profile({1: 0.25}, masked=0.5))},
+    ],
+)
+def test_what_was_kept_is_found_again(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder, choice = tmp_path / "profiles", replace(CHOICE, **changed)
     assert profile_cache.load(folder, "a") is None
     profile_cache.save(folder, "a", choice)
     assert profile_cache.load(folder, "a") == choice
@@ -52,6 +60,7 @@ def test_other_conditions_have_another_name() -> None:
         '{"mode": {"flash_attn": true, "kv_unified": false}, "reason": "", "profile": {"decode_s": 3}}',
         '{"mode": {"flash_attn": true, "kv_unified": "no"}, "reason": "", "profile": {}}',
         '{"mode": {"flash_attn": true}, "reason": "", "profile": {}}',
+        '{"mode": {"flash_attn": true, "kv_unified": true}, "reason": "", "profile": {}, "other": [1]}',
         '{"mode": {"flash_attn": true, "kv_unified": true}, "reason": "", "profile": {}, "threads": 2}',
     ],
 )

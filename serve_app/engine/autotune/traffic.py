@@ -1,0 +1,160 @@
+"""Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
+
+What every step computes is forecast for both kinds, by profiles that were measured in turns, before
+anything was learnt: so neither is favoured by what the engine has seen of the one that it has. What the
+other kind would have saved is the regret. The cache is to change when that, and what the other kind would
+save for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
+makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal on-line
+algorithm for metrical task system", 1992.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.engine.autotune.modes import Mode
+
+# The other kind must be so much faster, or it is noise.
+_LEAST_GAIN = 0.1
+# Seconds of work after which what was seen hardly counts any more.
+_REMEMBERED_S = 60.0
+
+
+class Load(NamedTuple):
+    """What a step computes."""
+
+    n_decoding: float = 0.0
+    """Sequences that get their next token."""
+    decode_depth: float = 0.0
+    """The tokens that each has in the cache, on average."""
+    prompts: tuple[tuple[int, float], ...] = ()
+    """Of each prompt, the rows, and the tokens that it has in the cache."""
+    n_cells: float = 0.0
+    """Tokens in all slots, if what they have in common counts once."""
+
+
+class Alive(NamedTuple):
+    """A request that has a slot, or waits for another one's prefix."""
+
+    n_pending: int
+    """Tokens of the prompt that are to be computed."""
+    n_tokens: int
+    """Of prompt and answer up to now."""
+    n_shared: int
+    """First tokens that another slot has, too."""
+    n_left: float
+    """Tokens that it will probably generate."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One kind of cache."""
+
+    mode: Mode
+    costs: CostModel
+    seconds: float = 0.0
+    """What the traffic of late takes with it."""
+    coming_s: float = 0.0
+    """What the requests take that were looked at last."""
+
+    def forecast_s(self, load: Load) -> float:
+        """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch."""
+        n_decoding, n_prompt = round(load.n_decoding), sum(n for n, _ in load.prompts)
+        if not self.mode.kv_unified:
+            decode_s = self.costs.steps_s(n_decoding, load.decode_depth) if n_decoding else 0.0
+            return decode_s + self._prompts_s(load.prompts, n_prompt)
+        n_rows = n_decoding + n_prompt
+        tokens = n_decoding * load.decode_depth + sum(n * depth for n, depth in load.prompts)
+        depth = self.costs.attended(tokens / max(1, n_rows), load.n_cells)
+        one = self.costs.prefill_s if n_prompt else self.costs.decode_s
+        return one(n_rows, depth) if n_rows else 0.0
+
+    def _prompts_s(self, prompts: Iterable[tuple[int, float]], n_prompt: int) -> float:
+        """In a split cache: all rows are computed together, but each prompt's attention for itself."""
+        at = self.costs.prefill_s
+        attention_s = sum(at(n, depth) - at(n, 0) for n, depth in prompts)
+        return at(n_prompt, 0) + attention_s if n_prompt else 0.0
+
+
+class Traffic:
+    """Compares the kind of cache that the engine has with the other one. Decoder thread only."""
+
+    def __init__(self, own: tuple[Mode, Profile], other: tuple[Mode, Profile]) -> None:
+        self._own, self._other = (_Kind(mode, CostModel(found)) for mode, found in (own, other))
+        self._load = Load()
+        """What the last steps computed, ..."""
+        self._n_alike = 0
+        """... how many of them are not added up yet, ..."""
+        self._step_s = 0.0, 0.0
+        """... and what each takes, with one kind and the other."""
+
+    def regret_s(self) -> float:
+        """Seconds that the other kind would have saved lately, less what may be noise; 0 or more."""
+        self._add_up()
+        return self._own.seconds - (1 + _LEAST_GAIN) * self._other.seconds
+
+    def saw(self, load: Load) -> None:
+        """A step computed that. Takes hardly any time if the step before did, too."""
+        if load != self._load:
+            self._add_up()
+            self._load = load
+            self._step_s = self._own.forecast_s(load), self._other.forecast_s(load)
+        self._n_alike += 1
+
+    def _add_up(self) -> None:
+        """The last steps, as if one after the other: each makes those before it count a bit less."""
+        own, other, n = self._own, self._other, self._n_alike
+        own_s, other_s = self._step_s
+        kept = max(0.0, 1 - own_s / _REMEMBERED_S)
+        weight = (1 - kept**n) / (1 - kept) if kept < 1 else n
+        own.seconds = kept**n * own.seconds + weight * own_s
+        other.seconds = kept**n * other.seconds + weight * other_s
+        if own.seconds < (1 + _LEAST_GAIN) * other.seconds:
+            own.seconds = other.seconds = 0.0
+        self._n_alike = 0
+
+    def saves_s(self, alive: Sequence[Alive], n_idle_cells: float, n_slots: int) -> float:
+        """Seconds that the other kind would save until these requests are done, less what may be noise;
+        below 0 if it would take longer. Idle slots have `n_idle_cells`."""
+        loads = list(_coming(alive, n_idle_cells, n_slots))
+        for kind in (self._own, self._other):
+            kind.coming_s = sum(times * kind.forecast_s(load) for times, load in loads)
+        return self._own.coming_s - (1 + _LEAST_GAIN) * self._other.coming_s
+
+    def turn(self, *, at_rest: bool) -> str:
+        """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for those
+        that `saves_s` looked at, too."""
+        self._add_up()
+        own, other = self._own, self._other
+        self._own, self._other = other, own
+        self._load, self._step_s = Load(), (0.0, 0.0)
+        own_s, other_s = (kind.seconds + kind.coming_s * (not at_rest) for kind in (own, other))
+        own.seconds = other.seconds = 0.0
+        work = f"{own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s so"
+        return f"{other.mode}: by the traffic of late, {work}"
+
+
+def _coming(
+    alive: Sequence[Alive], n_idle_cells: float, n_slots: int
+) -> Iterable[tuple[float, Load]]:
+    """The steps until these are done, and how often each: prompts first, then answers."""
+    if not alive:
+        return
+    n_at_once = min(len(alive), n_slots)
+    part = n_at_once / len(alive)
+    n_pending = sum(one.n_pending for one in alive)
+    n_answers = sum(one.n_left for one in alive)
+    n_tokens = sum(one.n_tokens for one in alive)
+    n_own = n_tokens - sum(min(one.n_shared, one.n_tokens) for one in alive)
+    n_cells = n_idle_cells + part * n_own
+    if n_pending:
+        rows = [(one.n_pending, one.n_tokens - one.n_pending / 2) for one in alive if one.n_pending]
+        yield 1, Load(prompts=tuple(rows), n_cells=n_cells)
+    if n_answers:
+        n_each = n_answers / len(alive)
+        depth = n_tokens / len(alive) + n_each / 2
+        cells = n_cells + n_at_once * n_each / 2
+        yield n_answers / n_at_once, Load(n_at_once, depth, n_cells=cells)

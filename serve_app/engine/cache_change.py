@@ -1,0 +1,228 @@
+"""Changes the kind of cache when the traffic says that the other one pays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as SequenceOf
+
+from serve_app.engine.admission import Admission
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.traffic import Alive, Load, Traffic
+from serve_app.engine.backends.base import Backend, State
+from serve_app.engine.kv_cache.manager import KVCacheManager
+from serve_app.engine.kv_cache.opening import min_copy
+from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.batch import Batch
+from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.scheduler import Scheduler
+from serve_app.engine.sequence import Sequence, SequenceState
+from serve_app.errors import DecodeError
+
+logger = logging.getLogger("corral.engine")
+
+# What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
+# somebody does. And the longest that streams wait for it, in seconds, if the options set no bound.
+_AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 1, 4
+_LONGEST_PAUSE_S = 2.0
+# What it saves is compared with no less: forecasts of less are noise.
+_LEAST_S = 0.5
+# After a change, the next one may so many times later as that took.
+_PAUSE = 10
+# The live requests are looked at again after so many steps, if none came or went.
+_EVERY = 64
+# Steps are alike if no sequence has so many tokens more.
+_ALIKE = 64
+
+
+class CacheChange:
+    """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread
+    only.
+
+    Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
+    of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
+    them several times as much, and if by the forecast they wait no longer than `max_stall_s`. Never, if
+    the options say what kind of cache it is to be, or the model forgets.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        backend: Backend,
+        cache: KVCacheManager,
+        scheduler: Scheduler,
+        costs: CostModel,
+        waiting: FairQueue,
+        admission: Admission,
+    ) -> None:
+        self._options = options
+        self._backend = backend
+        self._cache = cache
+        self._scheduler = scheduler
+        self._costs = costs
+        self._waiting = waiting
+        self._admission = admission
+        self._longest_pause_s = options.max_stall_s or _LONGEST_PAUSE_S
+        own, other = (backend.mode, backend.profile), backend.other
+        can_change = backend.profile.decode_s and not backend.forgets
+        self._traffic = Traffic(own, other) if other and can_change else None
+        self._not_before = 0.0
+        self._looked_at: tuple[int, ...] = ()
+        self._n_steps = 0
+
+    def saw(self, batches: SequenceOf[Batch], n_cells: int) -> None:
+        """A step is going to compute these; `n_cells` are in use, or would be in a unified cache."""
+        if self._traffic is not None and batches:
+            self._n_steps += 1
+            self._traffic.saw(_load(batches, n_cells))
+
+    def pays_at_rest(self) -> bool:
+        """Whether to change now that nobody is there."""
+        if self._traffic is None:
+            return False
+        return self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
+
+    def pays(self, n_answer: float) -> bool:
+        """Whether to change now, for those that are there and for what was there lately. An answer probably
+        has `n_answer` tokens."""
+        if self._traffic is None or not self._cache.settled or not self._is_news():
+            return False
+        if time.monotonic() < self._not_before:
+            return False
+        running = self._scheduler.running
+        if any(one.finished for one in running):
+            return False
+        live = [*running, *self._waiting.unordered]
+        streams = any(one.n_generated for one in live)
+        cost_s = self._cost_s()
+        if streams and cost_s > self._longest_pause_s:
+            return False
+        alive = [self._alive(one, n_answer) for one in live]
+        coming = [one for one in alive if one is not None]
+        saves_s = self._traffic.saves_s(
+            coming, self._idle_cells(len(coming)), self._options.n_slots
+        )
+        wanted = _BESIDE_STREAMS if streams else _BEFORE_STREAMS
+        wanted_s = wanted * max(_LEAST_S, cost_s)
+        return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
+
+    def _is_news(self) -> bool:
+        waits = sum(one.waits is not None for one in self._waiting.unordered)
+        seen = (len(self._scheduler.running), len(self._waiting), waits, self._n_steps // _EVERY)
+        before, self._looked_at = self._looked_at, seen
+        return seen != before
+
+    def _alive(self, sequence: Sequence, n_answer: float) -> Alive | None:
+        """None for one of which nothing is known: there was no slot for it yet."""
+        n_tokens = len(sequence.tokens)
+        likely = max(1.0, n_answer - sequence.n_generated)
+        n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
+        if sequence.waits is not None:
+            n_shared = min(sequence.waits.n_tokens, n_tokens)
+            return Alive(n_tokens - n_shared, n_tokens, n_shared, n_left)
+        if sequence.state is SequenceState.WAITING:
+            return None
+        n_shared = self._cache.table.slots[sequence.slot_id].n_shared
+        return Alive(max(0, sequence.n_pending - 1), n_tokens, n_shared, n_left)
+
+    def _idle_cells(self, n_alive: int) -> float:
+        """What will be left of what idle slots have when so many requests have slots."""
+        idle = [slot.n_past - slot.n_shared for slot in self._cache.table.slots if slot.idle]
+        n_taken = max(0, n_alive - len(self._scheduler.running))
+        return sum(idle) * max(0, len(idle) - n_taken) / max(1, len(idle))
+
+    # -- the change -------------------------------------------------------------------------------
+
+    def _cost_s(self) -> float:
+        """Seconds until all is as it was: the cache is made, what is worth it is stored, and what running
+        sequences had, and what is pinned, is there again."""
+        copies, tier = self._cache.copies, self._cache.memory_tier
+        seconds, n_kept = self._backend.change_s, 0
+        for slot in reversed(self._in_turn):  # what is stored last does not give way to others
+            n_bytes = self._backend.memory.state_bytes(slot.n_past)
+            is_saved = slot.pinned or (self._is_worth_storing(slot) and tier.fits(n_bytes))
+            if is_saved:
+                seconds += copies.saves.forecast_s(n_bytes)
+                n_kept += 0 if slot.pinned else n_bytes
+            if slot.idle:
+                continue
+            if is_saved and (slot.pinned or tier.fits(n_kept)):
+                seconds += copies.restores.forecast_s(n_bytes)
+            else:
+                n_computed = slot.n_past - min(slot.n_shared, slot.n_past)
+                seconds += n_computed * self._costs.prompt_token_s
+        return seconds
+
+    @property
+    def _in_turn(self) -> list[Slot]:
+        """All slots, in the order in which they are stored."""
+        slots = self._cache.table.slots
+        return sorted(slots, key=lambda one: (one.sequence is not None, one.last_used))
+
+    def _is_worth_storing(self, slot: Slot) -> bool:
+        """In a unified cache, what comes back from a store shares no cells: what is mostly another slot's
+        is better copied from there."""
+        turns_unified = not self._backend.mode.kv_unified
+        mostly_shared = turns_unified and 2 * slot.n_shared > slot.n_past
+        return bool(slot.n_past) and not (slot.pinned or mostly_shared)
+
+    def carry_out(self) -> None:
+        """Have the other kind of cache. Running sequences lose their slots, and wait for others. Raises
+        ConfigError if there is no memory for either kind: the backend is broken then."""
+        if self._traffic is None:
+            return
+        began = time.monotonic()
+        cache, table = self._cache, self._cache.table
+        for slot in self._in_turn:
+            if self._is_worth_storing(slot):
+                cache.store_now(slot)
+        pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
+        at_rest = not (self._scheduler.running or self._waiting)
+        reason = self._traffic.turn(at_rest=at_rest)
+        self._admission.interrupt()
+        self._backend.change(reason)
+        if self._backend.other is None:
+            self._traffic = None
+        self._costs.begin(self._backend.profile)
+        unified = self._backend.mode.kv_unified
+        self._scheduler.mix(unified)
+        table.begin(min_copy(self._costs), consecutive=not unified)
+        for slot_id, state in pinned.items():
+            self._restore_pinned(slot_id, state)
+        took_s = time.monotonic() - began
+        self._not_before = time.monotonic() + _PAUSE * took_s
+        logger.info("%s. The change took %.2f s.", self._backend.mode_reason, took_s)
+
+    def _pinned_state(self, slot: Slot) -> State | None:
+        return None if slot.id in self._backend.unsettled else self._backend.save(slot.id)
+
+    def _restore_pinned(self, slot_id: int, state: State | None) -> None:
+        try:
+            if state is not None:
+                self._backend.restore(slot_id, state)
+                return
+        except DecodeError as error:
+            logger.warning("A system prompt is computed again: %s", error)
+        self._cache.pin(self._options.n_batch, slot_id)
+
+
+def _load(batches: SequenceOf[Batch], n_cells: int) -> Load:
+    """What a step computes. It is rounded where it grows with every step: most are like the one before."""
+    n_decoding, n_past = 0, 0.0
+    prompts: list[tuple[int, float]] = []
+    for batch in batches:
+        n_own = len(batch.chunks)
+        if batch.prefills:
+            pending = [one for one in batch.chunks if one.sequence.n_pending > 1]
+            prompts += [(one.n_rows, one.sequence.n_past) for one in pending]
+            n_own -= len(pending)
+            decoding = (one for one in batch.chunks if one.sequence.n_pending == 1)
+            n_past += sum(one.sequence.n_past for one in decoding)
+        else:
+            n_past += n_own * batch.depth
+        n_decoding += n_own
+    n_alike = _ALIKE * max(1, n_decoding)
+    cells = n_alike * round(n_cells / n_alike)
+    depth = _ALIKE * round(n_past / n_alike)
+    return Load(n_decoding, depth, tuple(prompts), cells)

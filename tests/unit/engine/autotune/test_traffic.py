@@ -1,0 +1,127 @@
+"""Which traffic wants which kind of cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.autotune.traffic import Alive, Load, Traffic
+
+SPLIT, UNIFIED = Mode(True, False), Mode(True, True)
+COUNTS = (1, 4, 16)
+ROWS = {n: 0.01 * n for n in (1, 16, 64, 512)}
+
+
+def profile(token_s: float, masked: float = 0.25) -> Profile:
+    """10 ms a row of a prompt; 10 ms and 1 ms a row of decoding sequences. 1000 tokens before them take
+    `token_s` by row each, and those of others `masked` of that."""
+    shallow = {n: 0.01 + 0.001 * n for n in COUNTS}
+    deep = {n: shallow[n] + 1000 * token_s * n for n in COUNTS}
+    return Profile(shallow, ROWS, {}, 1000, deep, ROWS, masked=masked)
+
+
+# In a split cache a row reads its own cells. In a unified one, rows that share cells read them together.
+OWN, SHARING = (SPLIT, profile(1e-5)), (UNIFIED, profile(0.3e-5))
+
+
+def coming(n: int, n_shared: int, n_own: int, n_left: int = 64) -> list[Alive]:
+    return [Alive(n_own, n_shared + n_own, n_shared, n_left) for _ in range(n)]
+
+
+def test_regret_is_what_the_other_kind_would_have_saved() -> None:
+    """16 with 1000 tokens in common: 0.026 + 16 * 0.01 s a step; with the other kind 0.026 + 16 * 0.003."""
+    traffic = Traffic(OWN, SHARING)
+    for _ in range(10):
+        traffic.saw(Load(16, 1000, n_cells=1000))
+    assert traffic.regret_s() == pytest.approx(10 * (0.186 - 1.1 * 0.074), rel=0.02)
+
+
+def test_prompts_and_decoding_sequences_are_one_batch_of_a_unified_cache() -> None:
+    traffic = Traffic(OWN, SHARING)
+    traffic.saw(Load(1, 0, ((63, 0),)))
+    assert traffic.regret_s() == 0  # 0.64 s, and apart 0.63 + 0.011: noise
+    apart = Traffic(OWN, (UNIFIED, Profile({1: 0.1}, {n: s / 2 for n, s in ROWS.items()})))
+    apart.saw(Load(1, 0, ((63, 0),)))
+    assert apart.regret_s() == pytest.approx(0.641 - 1.1 * 0.32)
+
+
+def test_cells_of_others_count_in_a_unified_cache() -> None:
+    """What was shared before is forgotten when prompts of their own take longer there."""
+    traffic = Traffic(OWN, SHARING)
+    traffic.saw(Load(16, 1000, n_cells=1000))
+    assert traffic.regret_s() > 0
+    for _ in range(3):
+        traffic.saw(Load(16, 1000, n_cells=16_000))
+    assert traffic.regret_s() == 0
+
+
+def test_what_was_long_ago_counts_less() -> None:
+    traffic, step = Traffic(OWN, SHARING), Load(16, 1000, n_cells=1000)
+    for _ in range(20_000):
+        traffic.saw(step)
+    one = Traffic(OWN, SHARING)
+    one.saw(step)
+    assert traffic.regret_s() == pytest.approx(60 / 0.186 * one.regret_s(), rel=0.05)
+
+
+def test_alike_steps_count_as_if_added_up_one_by_one() -> None:
+    loads = [Load(16, 1000, n_cells=1000)] * 200 + [Load(16, 1000, n_cells=8_000)] * 50
+    loads += [Load(2, 64, n_cells=128)] * 20
+    at_once, one_by_one = Traffic(OWN, SHARING), Traffic(OWN, SHARING)
+    for load in loads:
+        at_once.saw(load)
+        one_by_one.saw(load)
+        one_by_one.regret_s()
+    assert at_once.regret_s() == pytest.approx(one_by_one.regret_s())
+    assert at_once.regret_s() > 0
+    for _ in range(2000):
+        at_once.saw(Load(16, 1000, n_cells=16_000))
+    assert at_once.regret_s() == 0
+
+
+def test_what_comes_is_told_by_who_is_there() -> None:
+    traffic = Traffic(OWN, SHARING)
+    assert traffic.saves_s(coming(16, 1000, 32), 0, 16) > 3
+    assert traffic.saves_s(coming(16, 0, 1000), 0, 16) < 0
+    assert traffic.saves_s([], 0, 16) == 0
+    assert traffic.regret_s() == 0
+
+
+def test_idle_cells_speak_against_a_unified_cache() -> None:
+    traffic = Traffic(OWN, SHARING)
+    alone = traffic.saves_s(coming(4, 1000, 32), 0, 16)
+    assert alone > 0 > traffic.saves_s(coming(4, 1000, 32), 40_000, 16)
+
+
+def test_more_requests_than_slots_take_turns() -> None:
+    """Twice as many, twice as much to save, as they are never there together."""
+    traffic = Traffic(OWN, SHARING)
+    half, all_ = (traffic.saves_s(coming(n, 1000, 32), 0, 16) for n in (16, 32))
+    assert all_ == pytest.approx(2 * half, rel=0.05)
+
+
+def test_after_a_change_the_other_kind_is_the_own_one() -> None:
+    traffic = Traffic(OWN, SHARING)
+    for _ in range(10):
+        traffic.saw(Load(16, 1000, n_cells=1000))
+    reason = traffic.turn(at_rest=True)
+    assert reason == (
+        "unified KV cache, flash attention on: by the traffic of late, 1.8 s of work with split KV cache, "
+        "flash attention on, and 0.7 s so"
+    )
+    assert traffic.regret_s() == 0
+    traffic.saw(Load(16, 1000, n_cells=16_000))
+    assert traffic.regret_s() > 0
+
+
+def test_in_a_split_cache_each_prompts_attention_is_for_itself() -> None:
+    """Kernels that are slow with few rows: sixteen prompts of 32 rows, or one of 512."""
+    deep = {1: 0.51, 16: 0.66, 64: 0.7, 512: 5.2}
+    split = Profile({1: 0.01}, ROWS, {}, 1000, {}, deep)
+    traffic = Traffic((SPLIT, split), (UNIFIED, split))
+    traffic.saw(Load(prompts=((32, 1000.0),) * 16, n_cells=1000))
+    assert traffic.regret_s() > 1
+    same = Traffic((SPLIT, split), (UNIFIED, split))
+    same.saw(Load(prompts=((512, 1000.0),), n_cells=1000))
+    assert same.regret_s() == 0
