@@ -37,8 +37,9 @@ _FILES = {
 }
 _OTHER_FILES = 64
 """That HAProxy has open besides two for each connection, and half of one: more than it has."""
-KEY_RATE = 200
-"""Requests a second of one API key: the ingress of a small machine takes some 1,500 that leave at once."""
+KEY_RATE = 100
+"""Requests a second of one API key, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of a small machine takes
+some 1,500 a second that leave at once, and then does nothing else."""
 
 
 def environment_of(name: str) -> dict[str, str]:
@@ -78,7 +79,7 @@ def haproxy_settings(folder: Path, *, keys: bool = False) -> dict[str, str]:
         f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
         "CORRAL_HAPROXY": _haproxy() or "haproxy",
         "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
-        "CORRAL_HAPROXY_RATE": str(KEY_RATE) if keys else "",
+        "CORRAL_HAPROXY_RATE": os.environ.get("CORRAL_HAPROXY_RATE", str(KEY_RATE) if keys else ""),
     }
     if most_files != resource.RLIM_INFINITY:
         most = int(settings[f"{_HAPROXY}MAXCONN"])
