@@ -38,8 +38,8 @@ _FILES = {
 _OTHER_FILES = 64
 """That HAProxy has open besides two for each connection, and half of one: more than it has."""
 KEY_RATE = 100
-"""Requests a second of one API key, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of a small machine takes
-some 1,500 a second that leave at once, and then does nothing else."""
+"""Requests a second of one API key, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of a small
+machine takes some 1,500 a second that leave at once, and then does nothing else."""
 
 
 def environment_of(name: str) -> dict[str, str]:
