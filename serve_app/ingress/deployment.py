@@ -34,7 +34,6 @@ from serve_app.errors import (
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
-from serve_app.ingress.http.limits.bodies import PIECE_BYTES
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.shared_look import SharedLooks
@@ -277,7 +276,7 @@ class Ingress:
         sse_ping_interval_s: float,
     ) -> None:
         forward_to_serve()
-        heap.give_back(PIECE_BYTES)
+        heap.give_back()
         self._access = access
         self._open = OpenRequests(access.max_requests)
         self._cpu = CpuShare()

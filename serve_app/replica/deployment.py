@@ -52,9 +52,6 @@ from serve_app.types import (
 
 logger = logging.getLogger("corral.replica")
 
-_LARGE_BLOCK = 4 * 2**20
-"""More than a row of logits, which are used again and again; less than what grammars take."""
-
 Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 """A request, and where its deltas go."""
 
@@ -65,7 +62,7 @@ class EngineReplica:
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         forward_to_serve()
-        heap.give_back(_LARGE_BLOCK)
+        heap.give_back()
         path = locate(model.source)
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())

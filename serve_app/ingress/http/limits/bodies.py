@@ -22,7 +22,7 @@ BODY_TIMEOUT_S = 60.0
 """Longest time that a body may take to arrive."""
 PROGRESS_S = 5.0
 """So many seconds bring at least `BodyLimits.min_rate` bytes each, or the body's end."""
-PIECE_BYTES = 64 * 2**10
+_PIECE_BYTES = 64 * 2**10
 """Smaller pieces are joined to such ones: a client may send a byte at a time, and each takes fifty."""
 # Bytes that a body is taken to have from the start, so that young ones are not the slowest.
 _HEAD_START = 4096
@@ -59,11 +59,11 @@ class _Body:
     def add(self, piece: bytes) -> None:
         """More of it has come."""
         self.n_bytes += len(piece)
-        if not self._last and len(piece) >= PIECE_BYTES:
+        if not self._last and len(piece) >= _PIECE_BYTES:
             self._pieces.append(piece)
             return
         self._last += piece
-        if len(self._last) >= PIECE_BYTES:
+        if len(self._last) >= _PIECE_BYTES:
             self._pieces.append(bytes(self._last))
             self._last.clear()
 
