@@ -37,9 +37,9 @@ _FILES = {
 }
 _OTHER_FILES = 64
 """That HAProxy has open besides two for each connection, and half of one: more than it has."""
-KEY_RATE = 100
-"""Requests a second of one API key, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of a small
-machine takes some 1,500 a second that leave at once, and then does nothing else."""
+KEY_RATE = 25
+"""Requests a second of one API key, for each CPU, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of
+two CPUs takes some 1,500 a second that leave at once, and then does nothing else."""
 
 
 def environment_of(name: str) -> dict[str, str]:
@@ -74,12 +74,13 @@ def haproxy_settings(folder: Path, *, keys: bool = False) -> dict[str, str]:
     uses, and no more connections than this process may have files. With `keys`, each may send so many
     requests a second."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rate = str(KEY_RATE * (os.cpu_count() or 1)) if keys else ""
     settings = environment_of("haproxy.env") | {
         f"{_HAPROXY}NBTHREAD": "1",
         f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
         "CORRAL_HAPROXY": _haproxy() or "haproxy",
         "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
-        "CORRAL_HAPROXY_RATE": os.environ.get("CORRAL_HAPROXY_RATE", str(KEY_RATE) if keys else ""),
+        "CORRAL_HAPROXY_RATE": os.environ.get("CORRAL_HAPROXY_RATE", rate),
     }
     if most_files != resource.RLIM_INFINITY:
         most = int(settings[f"{_HAPROXY}MAXCONN"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from contextlib import suppress
 
 # Source: mallopt(3).
@@ -10,6 +11,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 # More than a row of logits, or what a socket brings, which are used again and again; less than a grammar.
 _LARGE = 4 * 2**20
 _MOST_KEPT, _ARENAS = 8 * 2**20, 2
+_SOON_S = 0.2
 
 
 def give_back() -> None:
@@ -22,3 +24,15 @@ def give_back() -> None:
         mallopt(_MMAP_THRESHOLD, _LARGE)
         mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
         mallopt(_ARENA_MAX, _ARENAS)
+
+
+def trim_soon() -> None:
+    """Give back what is free, in a moment and in a thread of its own: it takes milliseconds. Any thread."""
+    timer = threading.Timer(_SOON_S, _trim)
+    timer.daemon = True
+    timer.start()
+
+
+def _trim() -> None:
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

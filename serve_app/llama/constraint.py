@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
+from serve_app import heap
 from serve_app.errors import InvalidRequestError
 
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
@@ -78,6 +79,8 @@ class CompiledGrammars:
         found = self._used.get(grammar)
         if found is None:
             found = self._used[grammar] = self._compile(grammar)
+            if len(grammar) > self._most_bytes:
+                finalize(found, heap.trim_soon)
         self._keep(grammar, found)
         return found
 

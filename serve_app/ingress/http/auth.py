@@ -30,7 +30,7 @@ _OPEN_PATHS = frozenset({"/health", "/v1/health"})
 HOLD_S = RETRY_S
 """Who comes back although there is no room hears so only after so long, and cannot ask meanwhile."""
 MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
-"""Requests that are held up so at once; of those with larger bodies, none, as bodies come all the same."""
+"""Requests that are held up so at once. Those with larger bodies wait nowhere: bodies come all the same."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -99,12 +99,12 @@ class AccessMiddleware:
                 if scope["method"] == "POST":  # all others ask no engine for work
                     held.enter_context(self._open.entered(caller.holder))
                     held.enter_context(caller.running())
-                if scope["path"] not in _OPEN_PATHS:
+                if scope["path"] not in _OPEN_PATHS and _may_wait(scope, headers):
                     await self._turnstile.turn(caller.holder)
                 body = await self._body(caller, scope, headers, receive)
             except CorralError as error:
                 if isinstance(error, NoRoomError):
-                    await self._hold_up(headers)
+                    await self._hold_up(scope, headers)
                 await errors.response(Request(scope), error, headers=_closing(error))(
                     scope, receive, send
                 )
@@ -115,11 +115,9 @@ class AccessMiddleware:
                 del body  # an answer may take long, and bodies may be large
                 await self._app(scope, replayed, _noting_status(caller, send))
 
-    async def _hold_up(self, headers: Headers) -> None:
+    async def _hold_up(self, scope: Scope, headers: Headers) -> None:
         """Let who comes back too early wait, unless too many do, or much is coming."""
-        declared = headers.get("content-length", "")
-        is_small = declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
-        if not is_small or self._n_held >= MOST_HELD:
+        if not _may_wait(scope, headers) or self._n_held >= MOST_HELD:
             return
         self._n_held += 1
         try:
@@ -146,6 +144,12 @@ class AccessMiddleware:
         if scope["method"] != "POST" or not _is_routed(scope):
             return []
         return await self._bodies.read(caller.holder, headers, receive)
+
+
+def _may_wait(scope: Scope, headers: Headers) -> bool:
+    """Whether little comes while it does."""
+    declared = headers.get("content-length", "" if scope["method"] == "POST" else "0")
+    return declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
 
 
 def _is_routed(scope: Scope) -> bool:
