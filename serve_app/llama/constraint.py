@@ -81,7 +81,8 @@ class CompiledGrammars:
             found = self._used[grammar] = self._compile(grammar)
             if len(grammar) > self._most_bytes:
                 finalize(found, heap.trim_soon)
-        self._keep(grammar, found)
+        if len(grammar) <= self._most_bytes:
+            self._keep(grammar, found)
         return found
 
     def _keep(self, grammar: str, compiled: Constraint) -> None:

@@ -43,6 +43,14 @@ def test_a_large_one_is_kept_as_long_as_it_is_used() -> None:
     assert compiler.compiled == ["l" * 100] * 2
 
 
+def test_a_large_one_pushes_out_nobody() -> None:
+    compiler = Compiler()
+    grammars = CompiledGrammars(compiler, 10)
+    for name in ("small", "l" * 100, "small"):
+        grammars[name]
+    assert compiler.compiled == ["small", "l" * 100]
+
+
 def test_a_sequences_constraint_is_a_use() -> None:
     grammars = CompiledGrammars(lambda _: Constraint(Matcher(), 8), 10)  # type: ignore[arg-type]
     fresh = grammars["l" * 100].fresh()
