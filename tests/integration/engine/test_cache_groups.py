@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
+from tests.integration.engine.opening import opener
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(
@@ -38,13 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@asynccontextmanager
-async def opened(path: Path, **changed: Any) -> AsyncIterator[Engine]:
-    engine = Engine.load(path, replace(OPTIONS, **changed))
-    try:
-        yield engine
-    finally:
-        engine.close()
+opened = opener(OPTIONS)
 
 
 async def read(stream: object) -> tuple[list[int], int]:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import pickle
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.llama import library
 from serve_app.llama.formats import CacheLayout
 from serve_app.llama.model import Model
+from tests.integration.engine.opening import opener
 from tests.integration.models.forgetful_models import FORGETFUL, WINDOW
 
 # Without flash attention, logits do not depend on how a prompt was cut.
@@ -61,13 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / f"{kind}.gguf" for kind in FORGETFUL}
 
 
-@asynccontextmanager
-async def opened(path: Path, **changed: Any) -> AsyncIterator[Engine]:
-    engine = Engine.load(path, replace(OPTIONS, **changed))
-    try:
-        yield engine
-    finally:
-        engine.close()
+opened = opener(OPTIONS)
 
 
 async def answer(engine: Engine, prompt: Tokens, n_tokens: int = 12) -> tuple[Tokens, int]:

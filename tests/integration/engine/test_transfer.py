@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.kv_cache.transfers.transfer import Payload, RefusedPrefixError
+from tests.integration.engine.opening import opener
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(
@@ -48,13 +48,7 @@ async def tell(engine: Engine, prompt: str) -> tuple[list[int], int]:
     return tokens, deltas[-1].end.usage.cached_tokens
 
 
-@asynccontextmanager
-async def opened(path: Path, **changed: Any) -> AsyncIterator[Engine]:
-    engine = Engine.load(path, replace(OPTIONS, **changed))
-    try:
-        yield engine
-    finally:
-        engine.close()
+opened = opener(OPTIONS)
 
 
 async def sent(path: Path, **changed: Any) -> tuple[Payload, int]:
