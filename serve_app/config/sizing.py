@@ -169,16 +169,6 @@ def resolve(
         n_pinned = len(config.system_prompts)
         n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, cache, room, n_pinned)
         n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
-    cache_ram_bytes = (
-        int(_CACHE_RAM_SHARE_OF_MEMORY * left)
-        if config.cache_ram_mib is None
-        else config.cache_ram_mib * 2**20
-    )
-    checkpoint_ram_bytes = (
-        int(_CHECKPOINT_SHARE_OF_MEMORY * left)
-        if config.checkpoint_ram_mib is None
-        else config.checkpoint_ram_mib * 2**20
-    )
     return EngineOptions(
         n_slots=n_slots,
         n_ctx_slot=n_ctx_slot,
@@ -191,9 +181,11 @@ def resolve(
         n_ctx=config.n_ctx,
         flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
         kv_unified=None if config.kv_unified == "auto" else config.kv_unified,
-        cache_ram_bytes=cache_ram_bytes,
+        cache_ram_bytes=_ram_bytes(config.cache_ram_mib, _CACHE_RAM_SHARE_OF_MEMORY * left),
         n_checkpoints=config.n_checkpoints,
-        checkpoint_ram_bytes=checkpoint_ram_bytes,
+        checkpoint_ram_bytes=_ram_bytes(
+            config.checkpoint_ram_mib, _CHECKPOINT_SHARE_OF_MEMORY * left
+        ),
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         load_mode=config.load_mode,
@@ -217,6 +209,10 @@ def _left(
     shared = needs.shared_bytes(config.load_mode)
     of_one = (memory_bytes - shared) // n_replicas - (needs.weight_bytes - shared)
     return max(0, of_one)
+
+
+def _ram_bytes(said_mib: int | None, default: float) -> int:
+    return int(default) if said_mib is None else said_mib * 2**20
 
 
 def _fit(

@@ -337,15 +337,18 @@ class LlamaBackend:
         """See Backend.save."""
         return self._context.save(seq_id)
 
+    @property
+    def _layout(self) -> Layout:
+        """Of the states that the cache takes."""
+        options, mode = self._options, self.mode
+        n_streams = 1 if mode.kv_unified else options.n_slots + len(options.pinned)
+        return Layout(n_streams, transposed=not mode.flash_attn)
+
     def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""
         if self._context.portable:
-            n_streams = (
-                1 if self.mode.kv_unified else self._options.n_slots + len(self._options.pinned)
-            )
-            layout = Layout(n_streams, transposed=not self.mode.flash_attn)
             try:
-                state = converted(state, layout)
+                state = converted(state, self._layout)
             except ValueError as error:
                 raise DecodeError(f"The saved state cannot be used: {error}") from error
         self._context.restore(seq_id, state)
@@ -392,8 +395,7 @@ class LlamaBackend:
         types = (options.cache_type_k, options.cache_type_v)
         parts: tuple[object, ...] = (library.version(), types)
         if not self._context.portable:
-            n_streams = 1 if self.mode.kv_unified else options.n_slots + len(options.pinned)
-            parts += (n_streams, self.mode.flash_attn)
+            parts += (self._layout.n_streams, self.mode.flash_attn)
         return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
 
     @property

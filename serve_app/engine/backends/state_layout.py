@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-State = bytes | memoryview
-"""The saved state of a sequence."""
+from serve_app.engine.backends.base import State
 
 _WORD = 4
 _BEGIN = 2 * _WORD

@@ -8,7 +8,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from serve_app.engine.backends.state_layout import Layout, State, converted
+from serve_app.engine.backends.base import State
+from serve_app.engine.backends.state_layout import Layout, converted
 
 F16, Q8_0 = 1, 8
 LAYOUTS = [Layout(n, transposed) for n in (1, 3) for transposed in (False, True)]

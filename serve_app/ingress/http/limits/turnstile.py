@@ -21,6 +21,8 @@ FEW = 10
 """Who began no more in that time is never slowed down."""
 MOST_PAUSE_S = 0.05
 """Whoever is slowed down begins one request in this time all the same."""
+_LOOK_S = MOST_PAUSE_S / 10
+"""So often it is looked whether those who are slowed down may go on."""
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class Turnstile:
         future = asyncio.get_running_loop().create_future()
         known.waiting.append(future)
         if self._next is None:
-            self._schedule(MOST_PAUSE_S / 10)
+            self._schedule(_LOOK_S)
         await future
 
     def _schedule(self, pause_s: float) -> None:
@@ -86,7 +88,7 @@ class Turnstile:
                 self._schedule(0.0)
                 return
         if waiting:
-            self._schedule(MOST_PAUSE_S / 10)
+            self._schedule(_LOOK_S)
 
     def _begin(self, sender: str, known: _Sender) -> None:
         known.began, known.began_cpu = self._clock(), self._cpu()
