@@ -34,6 +34,8 @@ SMALL_BYTES = 16 * 2**10
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
 """CPU seconds of any work, and for each byte of its body besides: what long prompts take. Work that takes
 longer is slow: it gets what others leave of the processors, and its place is free for the next."""
+LEFT_S = 0.05
+"""A small body whose client has left keeps its worker for no longer."""
 STUCK_S = 10.0
 """Work that has not ended after so long counts as slow, however little of the processor it took."""
 WALL_S = 120.0
@@ -137,6 +139,9 @@ class WorkerPool:
             try:
                 if await _is_quick(worker, doing, QUICK_S + n_bytes * QUICK_BYTE_S):
                     return self._finished(worker, doing)
+            except asyncio.CancelledError:
+                await self._left(worker, doing, most_s=LEFT_S if is_small else 0.0)
+                raise
             except BaseException:
                 self._end(worker, doing)
                 raise
@@ -145,6 +150,18 @@ class WorkerPool:
             return await self._go_on_slowly(client, worker, doing)
         self._end(worker, doing)  # it begins again when there is a place
         return await self._slowly(client, work, pieces)
+
+    async def _left(self, worker: Worker, doing: asyncio.Future[Any], most_s: float) -> None:
+        """The client is gone. A worker that is done soon is kept: a new one would cost more than that."""
+        try:
+            await asyncio.wait([doing], timeout=most_s)
+            if doing.done():
+                self._finished(worker, doing)
+        except BaseException:
+            self._end(worker, doing)
+            raise
+        if not doing.done():
+            self._end(worker, doing)
 
     async def _slowly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
         """The same, when there is a place for slow work."""

@@ -218,6 +218,18 @@ async def test_who_leaves_ends_the_work(pool: WorkerPool) -> None:
     await until(lambda: not is_alive(worker.pid))
 
 
+async def test_who_leaves_soon_leaves_the_worker_to_others(pool: WorkerPool) -> None:
+    first = await pool.run("a", work.pid, b"")
+    for _ in range(5):
+        leaving = asyncio.create_task(pool.run("a", work.pid, b""))
+        while not pool.at_work:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        assert await pool.run("b", work.pid, b"") == first
+
+
 async def test_large_bodies_leave_warm_workers_to_small_ones(pool: WorkerPool) -> None:
     large, small = bytes(SMALL_BYTES + 1), bytes(SMALL_BYTES)
     waiting = {await pool.run("a", work.pid, body) for body in (small, large)}
