@@ -112,14 +112,6 @@ def _crash(scene: Scene, routes: tuple[tuple[str, Frame], ...]) -> None:
                 scene.found("a text that failed twice is sent again, and fails again")
 
 
-def _small_ones(scene: Scene, routes: tuple[tuple[str, Frame], ...]) -> None:
-    """The same of every model with a text of one character: its first grammar costs a model 20 to 40 MiB for
-    its vocabulary, once, whoever asks."""
-    for model in PRE_TOKENIZERS:
-        for path, frame in routes:
-            scene.post(path, _body(frame, model, "a", 1))
-
-
 def _failed(scene: Scene, shot: Shot) -> bool:
     """Whether this gets no answer, or one that says nothing of what is wrong with it."""
     status = scene.post(shot.path, shot.body).status
@@ -137,7 +129,6 @@ ATTACKS = tuple(
         server=KEYLESS,
         seconds=15.0,
         bars=Bars(),
-        beside=partial(_small_ones, routes=routes),
         is_short=name == "prompt",
     )
     for name, routes in ROUTES.items()

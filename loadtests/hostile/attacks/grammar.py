@@ -76,7 +76,9 @@ def _tools(scene: Scene) -> None:
     user = [{"role": "user", "content": "a"}]
     scene.fire(
         Shot(
-            CHAT, json.dumps({"messages": user, "max_tokens": 16, "tools": tools} | choice).encode()
+            CHAT,
+            json.dumps({"messages": user, "max_tokens": 16, "tools": tools} | choice).encode(),
+            "mallory",
         )
         for tools in (many, deep)
         for choice in ({"tool_choice": "required"}, {"parallel_tool_calls": False})

@@ -130,6 +130,10 @@ def _choices(scene: Scene) -> None:
         scene.found(f"{found} computed at once by n")
 
 
+_PACE_S = 0.05
+"""One request in so long is within what the proxy lets each key send in a second."""
+
+
 def _charged(scene: Scene) -> None:
     """Requests that are refused for what they say, and then one that is right."""
     words = " ".join(["word"] * (METERED_TOKENS // 20))
@@ -146,6 +150,7 @@ def _charged(scene: Scene) -> None:
             if answer.code == RATE_LIMIT:
                 scene.found("requests that were refused as wrong use up tokens_per_minute")
                 return
+            scene.sleep(_PACE_S)
     _is_served(scene, METERED[0], "requests that were refused as wrong use up tokens_per_minute")
 
 
