@@ -79,8 +79,8 @@ def started(kind: str) -> Iterator[Setup]:
 def answers(url: str, keys: Mapping[str, str], model: str = DEMO) -> bool:
     """Whether an honest user gets a token there. Raises httpx.TransportError.
 
-    The token has to match a grammar: the first one costs a model a second and 20 to 40 MiB for its vocabulary,
-    once, whoever asks.
+    The token has to match a grammar: the first one costs a model a second, and 20 to 40 MiB for its
+    vocabulary, once, whoever asks.
     """
     headers = {"Authorization": f"Bearer {keys['alice']}"} if keys else {}
     body = {"model": model, "prompt": "Hello", "max_tokens": 1, "regex": "(.|\\n)*"}
