@@ -3,6 +3,7 @@ PYTHON ?= python3
 CONFIG ?= serve_config.yaml
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS := .venv-docs
 
 # GCC 11 and 12 miscompile llama.cpp's AMX kernels: the first quantised matrix product of a process dies
 # of SIGSEGV (ggml-org/llama.cpp issue 20824, pull request 26954). Hiding the macro leaves them out, and
@@ -14,7 +15,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long fuzz lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long fuzz docs lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -47,6 +48,9 @@ test-long: $(READY)  ## What `test` leaves out, as it takes longer.
 fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
+docs: $(DOCS)/.ready  ## The site of docs/, in build/docs; a warning is an error.
+	$(DOCS)/bin/properdocs build --strict -f docs/.site/mkdocs.yml
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,11 +67,18 @@ $(READY): requirements.lock pyproject.toml
 	$(PIP) install --no-deps -e .
 	@touch $@
 
+$(DOCS)/.ready: docs/.site/requirements.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@touch $@
+
 lock:  ## Resolve pyproject.toml's dependencies anew.
 	$(PYTHON) -m venv .venv
 	$(PIP) install uv
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
+	cd docs/.site && ../../$(BIN)/uv pip compile requirements.in --universal --python-version 3.11 \
+		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

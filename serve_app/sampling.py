@@ -1,7 +1,7 @@
 """How a sequence picks its tokens: each sampling parameter is declared here, and nowhere else.
 
 The fields of requests (`serve_app.ingress.generation.sampling_fields`), the engine's parameters, what
-llama-server's routes tell and README's table all come from these declarations.
+llama-server's routes tell and docs/api/parameters.md's table all come from these declarations.
 """
 
 from __future__ import annotations

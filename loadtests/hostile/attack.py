@@ -13,7 +13,7 @@ with API keys."""
 
 MIB = 2**20
 MOST_BODY_BYTES = 8 * MIB
-"""What a request may have, as the README says."""
+"""What a request may have, as docs/security.md says."""
 
 
 @dataclass(frozen=True, slots=True)

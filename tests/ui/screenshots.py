@@ -1,4 +1,4 @@
-"""python -m tests.ui.screenshots FOLDER: the README's pictures of the page, from a real server."""
+"""python -m tests.ui.screenshots FOLDER: the documents' pictures of the page, from a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README and ARCHITECTURE say what the code says."""
+"""README, docs/ and ARCHITECTURE say what the code says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ from serve_app.prompt.tool_calls import FORMATS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+PAGES = {
+    path.relative_to(ROOT): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md"))
+}
+DOCS = "\n".join(PAGES.values())
+"""What must be documented may be on any page."""
+PARAMETERS = PAGES[Path("docs/api/parameters.md")]
 
 
 def errors(base: type[CorralError] = CorralError) -> list[type[CorralError]]:
@@ -45,11 +51,11 @@ def errors(base: type[CorralError] = CorralError) -> list[type[CorralError]]:
         (IngressConfig, "ingress."),
     ],
 )
-def test_every_field_is_in_the_readmes_tables(section: type[BaseModel], prefix: str) -> None:
+def test_every_field_is_in_a_table(section: type[BaseModel], prefix: str) -> None:
     names = set(section.model_fields) - {"source", "engine"}
     if section is IngressConfig:
         names -= {"deployment"}
-    assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", README, re.M)] == []
+    assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", DOCS, re.M)] == []
 
 
 @pytest.mark.parametrize("section", [ModelConfig, ModelSource, EngineConfig])
@@ -61,8 +67,8 @@ def test_every_field_says_what_it_is(section: type[BaseModel]) -> None:
 @pytest.mark.parametrize(
     "error", [e for e in errors() if e.code is not None and e is not ConfigError]
 )
-def test_every_error_code_is_in_the_readme(error: type[CorralError]) -> None:
-    assert re.search(rf"^\| {error.status} \| `{error.code}` \|", README, re.M)
+def test_every_error_code_is_documented(error: type[CorralError]) -> None:
+    assert re.search(rf"^\| {error.status} \| `{error.code}` \|", DOCS, re.M)
 
 
 MODULES = sorted(
@@ -92,38 +98,38 @@ def test_no_folder_is_crowded(top: str) -> None:
     assert [folder for folder, n in counts.items() if n > MOST_FILES] == []
 
 
-def test_every_tool_format_is_in_the_readmes_table() -> None:
-    (table,) = re.findall(r"^\| format \| models \|\n((?:\|.*\n)+)", README, re.M)
+def test_every_tool_format_is_documented() -> None:
+    (table,) = re.findall(r"^\| format \| models \|\n((?:\|.*\n)+)", DOCS, re.M)
     names = re.findall(r"^\| `([\w-]+)` \|", table, re.M)
     assert sorted(names) == sorted(form.name for form in FORMATS)
 
 
 def test_paths_in_the_documents_exist() -> None:
-    for text in (README, ARCHITECTURE):
-        for name in re.findall(r"`((?:serve_app|loadtests|cluster|tests)/[\w./]*)`", text):
-            assert (ROOT / name).exists(), name
+    for page, text in PAGES.items():
+        for name in re.findall(r"`((?:serve_app|loadtests|cluster|tests|docs)/[\w./]*)`", text):
+            assert (ROOT / name).exists(), f"{page}: {name}"
 
 
-def test_the_readmes_configuration_is_valid() -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", README, re.S)
-    (models,) = [block for block in blocks if "models:" in block]
+def test_the_documents_configuration_is_valid() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", DOCS, re.S)
+    (models,) = [block for block in blocks if block.lstrip().startswith("models:")]
     (keys,) = [block for block in blocks if block.startswith("keys:")]
     assert KeyFile.model_validate(yaml.safe_load(keys)).keys[0].tokens_per_minute == 60000
     parsed = parse(yaml.safe_load(models))
     assert [model.id for model in parsed.models] == ["qwen3-0.6b", "qwen3-4b"]
 
 
-def test_every_route_is_in_the_readme() -> None:
+def test_every_route_is_documented() -> None:
     paths = build_api({}).openapi()["paths"]
     routes = {f"{method.upper()} {path}" for path, item in paths.items() for method in item}
-    missing = {route for route in routes if f"`{route}`" not in README}
+    missing = {route for route in routes if f"`{route}`" not in DOCS}
     assert missing == {"GET /v1/models/{model_id}", "GET /v1/requests/{request_id}"}  # as {id}
 
 
-def test_every_parameter_is_in_the_readmes_table() -> None:
+def test_every_parameter_is_in_the_table() -> None:
     """And says, if it is only taken at some values, or changes nothing."""
     columns: dict[str, list[set[str]]] = {}
-    for row in re.findall(r"^\| `/.*", README, re.M):
+    for row in re.findall(r"^\| `/.*", PARAMETERS, re.M):
         endpoints, *cells = (set(re.findall(r"`(\S+)`", cell)) for cell in row[1:-1].split("|"))
         for endpoint in endpoints:
             before = columns.get(endpoint, [set(), set(), set()])
@@ -138,12 +144,12 @@ def test_every_parameter_is_in_the_readmes_table() -> None:
     assert set(bodies) - {"SlotRequest"} == set(tabled)  # whose route has a row of its own
 
 
-def test_the_readmes_sampling_parameters_are_those_that_are_declared() -> None:
-    assert reference.rewritten(README) == README
+def test_the_documented_sampling_parameters_are_those_that_are_declared() -> None:
+    assert reference.rewritten(PARAMETERS) == PARAMETERS
 
 
 def _sampling_parameters() -> dict[str, set[str]]:
-    """What README says of the endpoints' sampling parameters."""
+    """What the table says of the endpoints' sampling parameters."""
     everywhere = ("/v1/completions", "/v1/chat/completions", "/completion", "/infill")
     found: dict[str, set[str]] = {}
     for row in re.findall(r"^\| `.*", reference.table(), re.M):
@@ -169,9 +175,9 @@ def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:
     return found
 
 
-def test_make_targets_of_the_readme_exist() -> None:
+def test_make_targets_of_the_documents_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make ([\w-]+)", README):
+    for target in re.findall(r"(?:`|^)make ([\w-]+)", DOCS, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 

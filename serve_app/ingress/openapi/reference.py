@@ -1,4 +1,4 @@
-"""Writes README's parameter table: `python -m serve_app.ingress.openapi.reference README.md`."""
+"""Writes the documents' parameter table: `python -m serve_app.ingress.openapi.reference FILE`."""
 
 from __future__ import annotations
 
