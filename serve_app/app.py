@@ -13,12 +13,20 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from serve_app.config import schema, sizing
+from serve_app.config.defaults import ModelDefaults
 from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import DeploymentConfig, EngineConfig, IngressConfig, ModelConfig
+from serve_app.config.schema import (
+    DefaultsConfig,
+    DeploymentConfig,
+    EngineConfig,
+    IngressConfig,
+    ModelConfig,
+)
 from serve_app.config.sizing import ModelNeeds
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.generation.sampling_fields import given
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.bodies import BodyLimits
@@ -27,6 +35,7 @@ from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
 from serve_app.replica.deployment import EngineReplica
+from serve_app.sampling import Api
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -74,6 +83,7 @@ def access(ingress: IngressConfig) -> Access:
         tuple(ingress.cors_origins),
         tuple(ingress.allowed_hosts),
         ingress.anonymous_admin,
+        ingress.strict,
         BodyLimits(ingress.open_bodies, ingress.max_open_bodies_mib << 20, ingress.min_body_rate),
         ingress.max_ongoing_requests,
     )
@@ -146,6 +156,9 @@ def _resolve(model: ModelConfig, share: Share, here: Machine, n_models: int) -> 
     )
     return ResolvedModel(
         id=model.id,
+        aliases=tuple(model.aliases),
+        tags=tuple(model.tags),
+        defaults=_defaults(model.defaults),
         source=model.source,
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
@@ -156,6 +169,26 @@ def _resolve(model: ModelConfig, share: Share, here: Machine, n_models: int) -> 
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
+    )
+
+
+def _defaults(configured: DefaultsConfig) -> ModelDefaults:
+    """Raises ConfigError for a template that cannot be read."""
+    template, kwargs = configured.chat_template, dict(configured.chat_template_kwargs)
+    if configured.chat_template_file is not None:
+        try:
+            template = configured.chat_template_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"defaults.chat_template_file: {error}") from None
+    if configured.reasoning != "auto":
+        kwargs["enable_thinking"] = configured.reasoning == "on"
+    return ModelDefaults(
+        given(configured, Api.OPENAI),
+        configured.max_tokens,
+        configured.system_prompt,
+        template,
+        kwargs,
+        configured.reasoning_format,
     )
 
 

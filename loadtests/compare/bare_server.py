@@ -20,7 +20,7 @@ import uvicorn
 import yaml
 from numpy.typing import NDArray
 
-from serve_app.app import resolve
+from serve_app.app import access, resolve
 from serve_app.config import schema
 from serve_app.config.model_files import cache_folder, locate
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
@@ -75,16 +75,25 @@ class LocalClient:
 def serve(file: Path) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError for a configuration that cannot work."""
     http_options = yaml.safe_load(file.read_text())["http_options"]
-    (model,) = resolve(schema.load(file).models[:1])
+    config = schema.load(file)
+    (model,) = resolve(config.models[:1])
     path = locate(model.source)
     options = dataclasses.replace(model.options, profile_folder=cache_folder() / "profiles")
     engine = Engine.load(path, options)  # as the replica does it
     try:
+        tokenizer = Tokenizer(path, model.defaults.chat_template)
         served = ServedModel(
-            model.id, model.options.n_ctx_slot, Tokenizer(path), LocalClient(engine)
+            model.id,
+            model.options.n_ctx_slot,
+            tokenizer,
+            LocalClient(engine),
+            model.aliases,
+            model.tags,
+            model.defaults.over(tokenizer.recommended),
         )
-        file_of = ModelFile(served.id, served.n_ctx_slot, path)
-        api = build_api({served.id: served}, workers=WorkerPool([file_of], PREPARATIONS))
+        file_of = ModelFile(served.id, served.n_ctx_slot, path, model.aliases, model.defaults)
+        workers = WorkerPool([file_of], PREPARATIONS)
+        api = build_api({served.id: served}, access(config.ingress), workers)
         uvicorn.run(api, **http_options, log_level="warning", access_log=False)
     finally:
         engine.close(timeout_s=0)

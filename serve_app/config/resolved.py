@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve_app.config.defaults import ModelDefaults
 from serve_app.config.schema import ModelSource
 from serve_app.engine.options import EngineOptions
 
@@ -13,6 +14,9 @@ class ResolvedModel:
     """One model, decided where the configuration was read, the same in every replica."""
 
     id: str
+    aliases: tuple[str, ...]
+    tags: tuple[str, ...]
+    defaults: ModelDefaults
     source: ModelSource
     options: EngineOptions
     system_prompts: tuple[str, ...]

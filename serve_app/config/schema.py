@@ -25,10 +25,14 @@ from ray.serve.config import AutoscalingConfig
 
 from serve_app.config import validation
 from serve_app.errors import ConfigError
+from serve_app.ingress.generation.sampling_fields import takes_sampling
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
+from serve_app.sampling import Api
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
+_MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
+_MODEL_NAME = rf"^\*$|{_MODEL_ID}"
 _INGRESS_ONGOING_REQUESTS = 1000
 
 
@@ -193,13 +197,46 @@ class DeploymentConfig(_Section):
         return self
 
 
+@takes_sampling(Api.OPENAI)
+class DefaultsConfig(_Section):
+    """What requests have where they say nothing: every sampling parameter by its name, and these."""
+
+    max_tokens: PositiveInt | None = None
+    """Most tokens of an answer."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """For chats that begin without one."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """A Jinja template in the place of the file's, or `chatml`."""
+    chat_template_file: Path | None = None
+    """A file with one, on the machine that reads the configuration."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """More variables for the chat template, as `enable_thinking`."""
+    reasoning: Literal["on", "off", "auto"] = "auto"
+    """Whether the model thinks before it answers, if its template asks `enable_thinking`; `auto` leaves it
+    to the template."""
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    """`none` leaves reasoning and its tags in the content."""
+
+    @model_validator(mode="after")
+    def _one_template(self) -> DefaultsConfig:
+        if self.chat_template is not None and self.chat_template_file is not None:
+            raise ValueError("give chat_template or chat_template_file, not both")
+        return self
+
+
 class ModelConfig(_Section):
     """One model that is served, as an autoscaled deployment of its own."""
 
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$", max_length=128)]
+    id: Annotated[str, Field(pattern=_MODEL_ID, max_length=128)]
     """The name that clients put into `model`."""
+    aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
+    """Other names that clients may put there; `*` is all that no model has."""
+    tags: list[Annotated[str, Field(min_length=1, max_length=128)]] = []
+    """Shown in `/v1/models`."""
     source: ModelSource
     """The GGUF file."""
+    defaults: DefaultsConfig = DefaultsConfig()
+    """What requests have where they say nothing."""
     engine: EngineConfig = EngineConfig()
     """The engine in each replica."""
     deployment: DeploymentConfig = DeploymentConfig()
@@ -224,6 +261,9 @@ class IngressConfig(_Section):
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
     """A stream in which nothing was sent for so many seconds sends a ping, which readers drop, so that no
     proxy takes it for dead; 0 and -1: never. A request may say otherwise (`sse_ping_interval`)."""
+    strict: bool = False
+    """Whether requests with fields that Corral does not have are refused. Otherwise such fields are
+    ignored, and the header `x-corral-ignored` of the answer names them."""
     allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
     """Names that the server goes by, besides those of loopback: `corral.example`, `*.example` for all
     below, `*` for all. Another `Host` is refused if there is a list, and on a server that answers its own
@@ -271,10 +311,10 @@ class AppConfig(_Section):
     """The HTTP side."""
 
     @model_validator(mode="after")
-    def _distinct_ids(self) -> AppConfig:
-        ids = [model.id for model in self.models]
-        if len(set(ids)) != len(ids):
-            raise ValueError(f"models: two models have the same id ({', '.join(sorted(ids))})")
+    def _distinct_names(self) -> AppConfig:
+        names = [name for model in self.models for name in {model.id, *model.aliases}]
+        if len(set(names)) != len(names):
+            raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
         return self
 
 

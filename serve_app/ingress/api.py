@@ -17,7 +17,7 @@ from serve_app.ingress.dashboard import broadcaster
 from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
-from serve_app.ingress.http.auth import Access, AccessMiddleware
+from serve_app.ingress.http.auth import IGNORED, Access, AccessMiddleware
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
@@ -53,7 +53,7 @@ def build_api(
     requests do not say otherwise; see EventStream. `open_requests` counts those that are answered. Raises
     ConfigError for a key file that cannot be used.
     """
-    bodies = Bodies(workers or InProcess(models))
+    bodies = Bodies(workers or InProcess(models), strict=access.strict)
     app = FastAPI(title="Corral", version=__version__)
     app.state.sse_ping_interval_s = sse_ping_interval_s
     errors.install(app)
@@ -82,7 +82,7 @@ def _add_middleware(app: FastAPI, access: Access, open_requests: OpenRequests) -
             allow_origins=access.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", IGNORED],
         )
 
 

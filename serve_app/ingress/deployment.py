@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -52,6 +53,8 @@ from serve_app.types import (
     SlotAction,
     TokenDelta,
 )
+
+logger = logging.getLogger("corral.ingress")
 
 _STATS_TIMEOUT_S = 2.0
 _SLOT_TIMEOUT_S = 60.0
@@ -238,12 +241,17 @@ def _translate(error: Exception) -> CorralError:
 def _served(
     model: ResolvedModel, path: Path, handle: DeploymentHandle[Any], listener: Listener
 ) -> ServedModel:
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(path, model.defaults.chat_template)
+    if not tokenizer.has_template:
+        logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
     return ServedModel(
         id=model.id,
         n_ctx_slot=model.options.n_ctx_slot,
         tokenizer=tokenizer,
         engine=HandleClient(handle, tokenizer.vocabulary_key, listener),
+        aliases=model.aliases,
+        tags=model.tags,
+        defaults=model.defaults.over(tokenizer.recommended),
     )
 
 
@@ -284,7 +292,7 @@ class Ingress:
         paths = [locate(model.source) for model in models]
         self._workers = WorkerPool(
             [
-                ModelFile(model.id, model.options.n_ctx_slot, path)
+                ModelFile(model.id, model.options.n_ctx_slot, path, model.aliases, model.defaults)
                 for model, path in zip(models, paths, strict=True)
             ],
             PREPARATIONS,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.openai.protocol import ModelCard
 from serve_app.prompt.tokenizer import Tokenizer
@@ -69,6 +70,11 @@ class ServedModel:
     n_ctx_slot: int
     tokenizer: Tokenizer
     engine: EngineClient
+    aliases: Sequence[str] = ()
+    """Its other names; `*` is all that no model has."""
+    tags: Sequence[str] = ()
+    defaults: ModelDefaults = NO_DEFAULTS
+    """What requests have where they say nothing."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -77,13 +83,25 @@ class ServedModel:
         return ModelCard(id=self.id, created=self.created, n_ctx_slot=self.n_ctx_slot)
 
 
-M = TypeVar("M")
+class Named(Protocol):
+    """A model with other names besides its id."""
+
+    @property
+    def aliases(self) -> Sequence[str]:
+        """`*` is all that no model has."""
 
 
-def find(models: Mapping[str, M], model_id: str | None) -> M:
+M = TypeVar("M", bound=Named)
+
+
+def find(models: Mapping[str, M], name: str | None) -> M:
     """The model of that name, or the first without one. Raises ModelNotFoundError."""
-    if model_id is None:
+    if name is None:
         return next(iter(models.values()))
-    if model_id not in models:
-        raise ModelNotFoundError(model_id)
-    return models[model_id]
+    if name in models:
+        return models[name]
+    for wanted in (name, "*"):
+        for model in models.values():
+            if wanted in model.aliases:
+                return model
+    raise ModelNotFoundError(name)

@@ -23,30 +23,52 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 _PLACES = re.compile(r"\{query\}|\{document\}")
 
 
+# Source: llama.cpp, gguf-py/gguf/constants.py, `Keys.General.SAMPLING_*`.
+_RECOMMENDED = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "temp": "temperature",
+    "penalty_last_n": "repeat_last_n",
+    "penalty_repeat": "repeat_penalty",
+}
+CHATML = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\n' -}}
+{%- endif -%}"""
+"""The template of models that have none."""
+
+
 class Tokenizer:
     """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], chat_template: str | None = None) -> None:
+        """`chat_template` takes the place of the file's; `chatml` is short for that one, which models
+        without any get, as from llama-server."""
         self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
         self._escaper = ControlTokenEscaper(self._model.control_texts)
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""
         self.eos = self._special(self._model.eos)
         """The text of the token that ends one."""
-        template = self._model.chat_template
-        self._template = (
-            None if template is None else ChatTemplate(template, bos=self.bos, eos=self.eos)
-        )
+        given = chat_template or self._model.chat_template
+        self.chat_template = CHATML if given in (None, "chatml") else given
+        """The chat template, as its source has it."""
+        self._template = ChatTemplate(self.chat_template, bos=self.bos, eos=self.eos)
+        self.has_template = given is not None
+        """Whether somebody has chosen that template."""
 
     @property
     def tool_format(self) -> ToolFormat | None:
         """How the model calls tools; None if its chat template takes none, or is not understood."""
-        return None if self._template is None else self._template.tool_format
+        return self._template.tool_format
 
     @property
     def thinks(self) -> bool:
         """Whether the model may think before it answers."""
-        return self._template is not None and self._template.thinks
+        return self._template.thinks
 
     @property
     def path(self) -> str:
@@ -54,9 +76,13 @@ class Tokenizer:
         return str(self._model.path)
 
     @property
-    def chat_template(self) -> str | None:
-        """The model's chat template, as its file has it."""
-        return self._model.chat_template
+    def recommended(self) -> Mapping[str, Any]:
+        """What the model's file recommends for sampling, by the names of SamplingParams."""
+        found = {
+            ours: self._model.meta(f"general.sampling.{theirs}")
+            for theirs, ours in _RECOMMENDED.items()
+        }
+        return {name: _number(text) for name, text in found.items() if text is not None}
 
     @property
     def n_vocab(self) -> int:
@@ -149,11 +175,7 @@ class Tokenizer:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """A chat as text, up to where the assistant's turn begins. Raises InvalidRequestError if the
-        model has no chat template, or its template refuses the messages or knows no tools."""
-        if self._template is None:
-            raise InvalidRequestError(
-                "This model has no chat template: use /v1/completions.", "messages"
-            )
+        chat template refuses the messages or knows no tools."""
         if tools and self.tool_format is None:
             raise InvalidRequestError(
                 "This model's chat template has no tools, or asks for calls in a format that is not "
@@ -209,7 +231,7 @@ class Tokenizer:
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens that every chat with this system prompt, and without tools, begins with. Raises
-        ConfigError if the model has no chat template, or none for system prompts."""
+        ConfigError if the chat template has no system prompts."""
         try:
             one, other = (
                 self.encode_chat(
@@ -224,3 +246,8 @@ class Tokenizer:
 
     def _special(self, token: int | None) -> str:
         return "" if token is None else self._model.detokenize([token], special=True)
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() and "." not in text else value

@@ -71,7 +71,7 @@ class EngineReplica:
             threads=self._settled.threads,
             fewer_threads=model.threads is None and model.options.threads_batch is None,
             computing_cpus=self._settled.computing_cpus,
-            pinned=_prefixes(path, model.system_prompts),
+            pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
         )
         self._engine = Engine.load(path, options)
@@ -304,11 +304,13 @@ def _log(request: GenerationRequest, end: SequenceEnd) -> None:
     )
 
 
-def _prefixes(path: Path, system_prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def _prefixes(
+    path: Path, system_prompts: Sequence[str], chat_template: str | None
+) -> tuple[tuple[int, ...], ...]:
     """What chats with these system prompts begin with, as tokens."""
     if not system_prompts:
         return ()
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(path, chat_template)
     return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
 
 

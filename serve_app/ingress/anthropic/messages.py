@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
 
 
-class Block(StrictModel):
+class Block(RequestModel):
     """A block of content. Prompts are cached anyway, so where to cache says nothing new."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -102,10 +102,8 @@ Content = list[
 ]
 
 
-class Message(BaseModel):
+class Message(RequestModel):
     """One turn."""
-
-    model_config = ConfigDict(extra="forbid")
 
     role: Literal["user", "assistant"]
     content: Annotated[Content, BeforeValidator(_blocks, json_schema_input_type=str | Content)]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.messages import Message, Texts, joined
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.openai.protocol import (
     CacheSalt,
@@ -25,7 +25,7 @@ from serve_app.ingress.openai.protocol import (
 from serve_app.sampling import Api
 
 
-class AnthropicTool(StrictModel):
+class AnthropicTool(RequestModel):
     """One of `tools`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -51,10 +51,8 @@ class AnthropicTool(StrictModel):
         return Tool(type="function", function=function)
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(RequestModel):
     """`tool_choice`."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -76,10 +74,8 @@ class ToolChoice(BaseModel):
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
-class Thinking(BaseModel):
+class Thinking(RequestModel):
     """`thinking`."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     type: Literal["enabled", "adaptive", "disabled"]
     """`adaptive` is for any model: whether it thinks is its own business."""
@@ -96,16 +92,14 @@ class Thinking(BaseModel):
         return self
 
 
-class Metadata(BaseModel):
+class Metadata(RequestModel):
     """`metadata`."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     user_id: str | None = None
     """Whose request it is: slots are shared fairly among users."""
 
 
-class CountTokensRequest(StrictModel):
+class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens: what makes the prompt."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -114,6 +108,7 @@ class CountTokensRequest(StrictModel):
         "mcp_servers": (None, []),
         "speed": (None, "standard"),
     }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"mcp_servers"})
     INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     model: str | None = None

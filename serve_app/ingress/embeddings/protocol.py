@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -19,6 +17,7 @@ from pydantic import (
 )
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.llama_server.protocol import Mixed, TokenId, several
 from serve_app.ingress.openai.protocol import Text, Tokens
 
@@ -27,10 +26,8 @@ MAX_TEXTS = 2048
 _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(RequestModel):
     """POST /v1/embeddings."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     input: Text | Tokens | Annotated[list[Text], _Batch] | Annotated[list[Tokens], _Batch]
     """A text, or a text's token ids; or several of either."""
@@ -64,10 +61,8 @@ class EmbeddingsRequest(BaseModel):
         return [numbers] if numbers else [one for one in self.input if not isinstance(one, int)]
 
 
-class LlamaEmbeddingRequest(BaseModel):
+class LlamaEmbeddingRequest(RequestModel):
     """POST /embedding, llama-server's."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     content: Annotated[
         Text | list[Mixed | Text | TokenId],
@@ -93,10 +88,8 @@ class LlamaEmbeddingRequest(BaseModel):
         return several(self.content)
 
 
-class RerankRequest(BaseModel):
+class RerankRequest(RequestModel):
     """POST /v1/rerank."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     query: Text
     documents: Annotated[list[Text], _Batch]

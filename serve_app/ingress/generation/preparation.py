@@ -100,23 +100,30 @@ def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: s
     return Chat(
         generation(model, body, [prompt], n, sampling, prompt_field),
         body.tools_for_template(),
-        body.reasoning_format != "none",
+        (body.reasoning_format or model.defaults.reasoning_format) != "none",
     )
 
 
 def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. Raises InvalidRequestError."""
     messages = [message.for_template() for message in body.messages]
-    tools, extra = body.tools_for_template(), body.chat_template_kwargs
+    if model.defaults.system_prompt and not _has_system(messages):
+        messages.insert(0, {"role": "system", "content": model.defaults.system_prompt})
+    tools = body.tools_for_template()
+    extra = {**model.defaults.chat_template_kwargs, **(body.chat_template_kwargs or {})}
     # Templates may leave out all but the contents.
     n_chars = sum(len(message["content"]) for message in messages)
     refuse_far_too_long(model, "messages", n_chars)
     return model.tokenizer.encode_chat(messages, tools, extra, body.may_think)
 
 
+def _has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(message["role"] == "system" for message in messages)
+
+
 def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParams:
     """The sampling parameters, with what calls must be like, if the request says so."""
-    sampling = body.sampling(body.max_completion_tokens or body.max_tokens)
+    sampling = body.sampling(body.max_completion_tokens or body.max_tokens, model.defaults)
     tool_format = model.tokenizer.tool_format
     if not body.holds_calls or tool_format is None:
         return sampling

@@ -60,7 +60,9 @@ def given(request: BaseModel, api: Api) -> dict[str, Any]:
     return {
         one.name: tuple(value) if isinstance(value, list) else one.synonyms.get(value, value)
         for one in PARAMETERS
-        if api in one.apis and (value := getattr(request, one.name_in(api))) is not None
+        if api in one.apis
+        and (value := getattr(request, one.name_in(api))) is not None
+        and (one.type is not bool or one.name_in(api) in request.model_fields_set)
     }
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,6 +32,10 @@ HOLD_S = RETRY_S
 """Who comes back although there is no room hears so only after so long, and cannot ask meanwhile."""
 MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
 """Requests that are held up so at once. Those with larger bodies wait nowhere: bodies come all the same."""
+IGNORED = "x-corral-ignored"
+"""The header of answers that names the request's fields which Corral does not have."""
+MOST_IGNORED, MOST_IGNORED_CHARS = 32, 64
+"""So many are named, and so much of each name."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -50,6 +55,8 @@ class Access:
     """See NetworkPolicy."""
     anonymous_admin: bool = False
     """Whether, with `allow_anonymous`, everybody may do what operators do."""
+    strict: bool = False
+    """Whether requests with fields that Corral does not have are refused."""
     bodies: BodyLimits = field(default_factory=BodyLimits)
     max_requests: int = 1000
     """See OpenRequests."""
@@ -166,9 +173,17 @@ def _noting_status(caller: Caller, send: Send) -> Send:
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             caller.answered(message["status"])
+            if caller.ignored:
+                MutableHeaders(scope=message)[IGNORED] = _told(caller.ignored)
         await send(message)
 
     return noting
+
+
+def _told(names: Sequence[str]) -> str:
+    """As a header can have them; no more than a few."""
+    shown = [name[:MOST_IGNORED_CHARS] for name in names[:MOST_IGNORED]]
+    return ", ".join(shown).encode("unicode_escape").decode()
 
 
 def _secret(headers: Headers) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http import request_model
 from serve_app.prompt.grammars import depth
 
 MAX_DEPTH = 100
@@ -77,7 +78,10 @@ M = TypeVar("M")
 
 def parsed(kind: type[M], body: bytes) -> M:
     """The body as a request of this kind, a pydantic model or a list of such. Raises InvalidRequestError,
-    also of the model's own."""
+    also of the model's own.
+
+    Fields that Corral does not have are removed: see request_model.
+    """
     if not body:
         raise InvalidRequestError("Field required: the body is empty.")
     try:
@@ -88,6 +92,7 @@ def parsed(kind: type[M], body: bytes) -> M:
         raise _unreadable(error.msg) from None
     try:
         request: M = _adapter(cast(Hashable, kind)).validate_python(value)
+        request_model.ignore(request)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         raise invalid(problem["loc"], problem["msg"]) from None

@@ -29,6 +29,8 @@ class Caller:
     """Where it comes from: an IPv4 address, or a network of IPv6 ones."""
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields of its body that Corral does not have: see request_model."""
     _n_reserved: int = field(default=0, init=False)
     _n_running: int = field(default=0, init=False)
 

@@ -104,7 +104,7 @@ def _infill_prompt(model: KnownModel, asked: InfillRequest) -> tuple[int, ...]:
 
 def _biased(model: KnownModel, asked: LlamaParams) -> SamplingParams:
     """The sampling parameters, with `logit_bias` in llama-server's form."""
-    sampling = asked.llama_sampling()
+    sampling = asked.llama_sampling(model.defaults)
     bias = list(sampling.logit_bias)
     for which, value in asked.token_bias or ():
         tokens = (

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http.strict import name_what_is_taken
+from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
 from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.ingress.openai.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationParams, Text
 from serve_app.sampling import CHAIN, LACKING, SamplingParams
@@ -53,8 +54,7 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
 
 
 class LlamaParams(GenerationParams):
-    """What `/completion` and `/infill` share. Samplers that Corral does not have are refused, unless they
-    are switched off."""
+    """What `/completion` and `/infill` share."""
 
     model_config = ConfigDict(json_schema_extra=_describe)
 
@@ -73,6 +73,7 @@ class LlamaParams(GenerationParams):
         "lora": (None, []),
         "samplers": (None, *map(list, dict.fromkeys(_ORDERS))),
     }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})
     INERT: ClassVar[frozenset[str]] = frozenset(
         {name for one in LACKING.values() for name in one.details}
     )
@@ -121,10 +122,12 @@ class LlamaParams(GenerationParams):
         """To every prompt."""
         return self.n_cmpl or self.n or 1
 
-    def llama_sampling(self) -> SamplingParams:
+    def llama_sampling(self, defaults: ModelDefaults) -> SamplingParams:
         """The engine's parameters. Raises InvalidRequestError."""
         most = self.max_tokens if self.n_predict is None else self.n_predict
-        sampling = self.sampling(None if most is None or most < 0 else most)
+        if most is not None and most < 0:
+            most, defaults = None, dataclasses.replace(defaults, max_tokens=None)
+        sampling = self.sampling(most, defaults)
         return dataclasses.replace(sampling, seed=None) if sampling.seed == -1 else sampling
 
 
@@ -183,10 +186,8 @@ class InfillRequest(LlamaParams):
     out."""
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestModel):
     """POST /tokenize."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     content: str
     add_special: bool = False
@@ -198,19 +199,15 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tokens: list[TokenId]
     model: str | None = None
 
 
-class ApplyTemplateRequest(BaseModel):
+class ApplyTemplateRequest(RequestModel):
     """POST /apply-template."""
-
-    model_config = ConfigDict(extra="forbid")
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] = Field(default=[])
@@ -218,20 +215,16 @@ class ApplyTemplateRequest(BaseModel):
     model: str | None = None
 
 
-class SlotRequest(BaseModel):
+class SlotRequest(RequestModel):
     """POST /slots/{id_slot}."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     filename: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """In `engine.slot_folder`; to save and to restore."""
     model: str | None = None
 
 
-class LoraAdapter(BaseModel):
+class LoraAdapter(RequestModel):
     """One entry of POST /lora-adapters."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: int
     scale: float

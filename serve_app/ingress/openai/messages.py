@@ -5,29 +5,27 @@ Source: OpenAI's API reference, "Chat".
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http import json_body
+from serve_app.ingress.http.request_model import RequestModel
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class TextPart(BaseModel):
+class TextPart(RequestModel):
     """A part of a message's content."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(RequestModel):
     """A function that the model may call."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     name: FunctionName
     description: str | None = None
@@ -37,10 +35,8 @@ class FunctionDefinition(BaseModel):
     """Whether arguments are held to the schema; where calls are forced, they always are."""
 
 
-class Tool(BaseModel):
+class Tool(RequestModel):
     """One of `tools`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -50,10 +46,8 @@ class Tool(BaseModel):
         return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(RequestModel):
     """The function and the arguments of an earlier call."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     arguments: str
@@ -83,12 +77,17 @@ class MessageToolCall(BaseModel):
     function: FunctionCall
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(RequestModel):
     """One turn of a chat."""
 
-    model_config = ConfigDict(
-        extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, []]}}
-    )
+    # The openai package echoes an assistant's turn with all of its fields, empty ones too.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "refusal": (None,),
+        "annotations": (None, []),
+        "audio": (None,),
+        "function_call": (None,),
+    }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"audio", "function_call"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -99,10 +98,6 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> ChatMessage:
-        # The openai package echoes an assistant's turn with all of its fields, empty ones too.
-        for name, value in (self.model_extra or {}).items():
-            if value not in (None, []):
-                raise InvalidRequestError(f"{name!r} is not supported in a message.", "messages")
         if self.tool_calls and self.role != "assistant":
             raise InvalidRequestError("Only an assistant's message has 'tool_calls'.", "messages")
         if self.reasoning_content and self.role != "assistant":

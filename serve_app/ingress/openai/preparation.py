@@ -37,7 +37,8 @@ def completion(models: Models, body: bytes) -> Completion:
     """POST /v1/completions. Raises CorralError."""
     asked = parsed(CompletionRequest, body)
     model = find(models, asked.model)
-    sampling = asked.sampling(asked.max_tokens)
+    is_open = "max_tokens" not in asked.model_fields_set and model.defaults.max_tokens is not None
+    sampling = asked.sampling(None if is_open else asked.max_tokens, model.defaults)
     prompts, n = _prompts(model, asked), asked.best_of or asked.n or 1
     return Completion(
         preparation.generation(model, asked, prompts, n, sampling, "prompt"),

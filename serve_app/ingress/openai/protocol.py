@@ -10,11 +10,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
+from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.prompt import grammars
 from serve_app.sampling import Api, SamplingParams, StopString, StopStrings
@@ -32,25 +33,20 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Batch = Field(min_length=1, max_length=MAX_CHOICES)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestModel):
     """`stream_options`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     """Send one more chunk, with the usage and no choices, before the end."""
 
 
 @takes_sampling(Api.OPENAI)
-class GenerationParams(StrictModel):
+class GenerationParams(RequestModel):
     """What completions and chat completions share."""
 
-    # OpenAI's fields that change nothing at these values.
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "service_tier": (None, "auto", "default"),
-        "store": (None, False),
-        "prediction": (None,),
-    }
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {"service_tier", "store", "prediction", "prompt_cache_key", "safety_identifier"}
+    )
 
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
@@ -126,16 +122,16 @@ class GenerationParams(StrictModel):
             raise InvalidRequestError(f"Only one of {', '.join(names)} can be given.", names[1])
         return makers[names[0]](getattr(self, names[0]), names[0]) if names else None
 
-    def sampling(self, max_tokens: int | None) -> SamplingParams:
-        """The engine's parameters; what the request leaves open has Corral's defaults. Raises
-        InvalidRequestError."""
+    def sampling(self, max_tokens: int | None, defaults: ModelDefaults) -> SamplingParams:
+        """The engine's parameters; what the request leaves open has the model's defaults, or Corral's.
+        Raises InvalidRequestError."""
         return SamplingParams(
-            **given(self, Api.OPENAI),
+            **{**defaults.sampling, **given(self, Api.OPENAI)},
             logit_bias=tuple(
                 (token, float("-inf") if bias == -100 else bias)
                 for token, bias in (self.logit_bias or {}).items()
             ),
-            max_tokens=max_tokens,
+            max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
             grammar=self.constraint(),
             logprobs=self.n_logprobs,
         )
@@ -175,10 +171,11 @@ class CompletionRequest(GenerationParams):
             raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
         return self
 
-    def sampling(self, max_tokens: int | None) -> SamplingParams:
+    def sampling(self, max_tokens: int | None, defaults: ModelDefaults) -> SamplingParams:
         """See GenerationParams."""
         of_prompt = self.echo and self.logprobs is not None
-        return dataclasses.replace(super().sampling(max_tokens), prompt_logprobs=of_prompt)
+        sampling = super().sampling(max_tokens, defaults)
+        return dataclasses.replace(sampling, prompt_logprobs=of_prompt)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -193,27 +190,21 @@ class CompletionRequest(GenerationParams):
         return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(RequestModel):
     """`tool_choice.function`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
 
 
-class NamedToolChoice(BaseModel):
+class NamedToolChoice(RequestModel):
     """`tool_choice` that names a function."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(RequestModel):
     """`response_format.json_schema`."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -223,10 +214,8 @@ class NamedSchema(BaseModel):
     """Answers are always held to the schema."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(RequestModel):
     """`response_format`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -251,13 +240,13 @@ class ChatCompletionRequest(GenerationParams):
     """POST /v1/chat/completions."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationParams.NEUTRAL,
         "functions": (None, []),
         "function_call": (None, "auto", "none"),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "web_search_options": (None,),
     }
+    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL) - {"function_call"}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     logprobs: bool | None = None

@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
 
 
-class Part(StrictModel):
+class Part(RequestModel):
     """A part of a message's content, or of a call's output."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
@@ -30,7 +30,7 @@ def _parts(value: object) -> object:
 Parts = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
 
 
-class Item(StrictModel):
+class Item(RequestModel):
     """One of `input`. Clients send items of earlier answers as they got them."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.strict import StrictModel
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, Tool
 from serve_app.ingress.openai.protocol import (
     CacheSalt,
@@ -37,10 +37,8 @@ class FunctionTool(FunctionDefinition):
         return Tool(type="function", function=FunctionDefinition(**given))
 
 
-class FunctionChoice(BaseModel):
+class FunctionChoice(RequestModel):
     """`tool_choice` that names a function."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     name: str
@@ -50,10 +48,8 @@ class FunctionChoice(BaseModel):
         return NamedToolChoice(type="function", function=NamedFunction(name=self.name))
 
 
-class AnyFormat(BaseModel):
+class AnyFormat(RequestModel):
     """`text.format` without a schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object"] = "text"
 
@@ -64,7 +60,7 @@ class SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
 
 
-class TextConfig(StrictModel):
+class TextConfig(RequestModel):
     """`text`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": (None, "medium")}
@@ -81,7 +77,7 @@ class TextConfig(StrictModel):
 
 
 @takes_sampling(Api.RESPONSES)
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(RequestModel):
     """POST /v1/responses."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -94,14 +90,21 @@ class ResponsesRequest(StrictModel):
         "previous_response_id": (None,),
         "prompt": (None,),
         "reasoning": (None, {}),
-        "service_tier": (None, "auto", "default"),
-        "store": (None, True, False),
         "stream_options": (None, {}, {"include_obfuscation": False}),
         "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
+    REFUSED: ClassVar[frozenset[str]] = frozenset(
+        {"background", "conversation", "previous_response_id", "prompt"}
+    )
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {"prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+        {
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+        }
     )
 
     model: str | None = None

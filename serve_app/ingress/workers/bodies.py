@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fastapi import Request
@@ -12,14 +14,24 @@ from serve_app.ingress.http import request_context
 from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.worker import Models
 
+logger = logging.getLogger("corral.ingress")
+
 T = TypeVar("T")
+
+LOG_EVERY_S = 60.0
+"""Ignored fields are logged no more often."""
+MOST_CHARS = 500
+"""What is logged of their names."""
 
 
 class Bodies:
     """Reads bodies. The event loop does nothing that grows with one, but to hand it over."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, *, strict: bool = False) -> None:
+        """`strict` refuses requests with fields that Corral does not have."""
         self._workers = workers
+        self._strict = strict
+        self._log_again_at = 0.0
 
     async def read(
         self, request: Request, prepare: Callable[[Models, bytes], T], *, optional: bool = False
@@ -33,7 +45,20 @@ class Bodies:
 
     async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         """What a worker makes of what these pieces are together, for the caller. Raises CorralError."""
-        return await self._workers.run(request_context.current().holder, function, *pieces)
+        caller = request_context.current()
+        made = await self._workers.run(caller.holder, function, *pieces)
+        if caller.ignored:
+            self._tell(caller.ignored)
+        return made
+
+    def _tell(self, ignored: Sequence[str]) -> None:
+        if self._strict:
+            raise InvalidRequestError(f"Unknown parameter: {ignored[0]!r}.", ignored[0])
+        if time.monotonic() >= self._log_again_at:
+            self._log_again_at = time.monotonic() + LOG_EVERY_S
+            logger.info(
+                "A request has fields that are ignored: %s.", ", ".join(ignored)[:MOST_CHARS]
+            )
 
 
 def _is_json(content_type: str) -> bool:

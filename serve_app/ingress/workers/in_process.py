@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.workers.worker import Models
 
 T = TypeVar("T")
@@ -18,4 +19,7 @@ class InProcess:
 
     async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         """See Workers."""
-        return work(self._models, b"".join(pieces))
+        with request_model.ignored_fields() as ignored:
+            made = work(self._models, b"".join(pieces))
+        request_context.current().ignored += ignored
+        return made

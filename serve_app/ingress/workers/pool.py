@@ -17,6 +17,7 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from serve_app.ingress.http import request_context
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
 from serve_app.ingress.workers.worker import CPU_S, Models, Work
@@ -57,7 +58,8 @@ class Workers(Protocol):
     """Where clients' bodies are read."""
 
     async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """What `work` makes of the body that these pieces are. `work` must be importable by its name.
+        """What `work` makes of the body that these pieces are. `work` must be importable by its name. The
+        caller of this task is told which fields were ignored.
 
         Raises CorralError: what `work` raises; InvalidRequestError if it crashed two workers, or took all
         the time that one has; QueueFullError if too much of this client waits. Cancelling it ends the work.
@@ -113,7 +115,8 @@ class WorkerPool:
                 continue
             if isinstance(outcome, CorralError):
                 raise outcome
-            return cast(T, outcome)
+            request_context.current().ignored += outcome.ignored
+            return cast(T, outcome.made)
         self._deadly[(n_bytes, await _digest(work, pieces))] = time.monotonic()
         if len(self._deadly) > _DEADLY_KEPT:
             self._deadly.popitem(last=False)
@@ -128,7 +131,7 @@ class WorkerPool:
         return alike and (n_bytes, await _digest(work, pieces)) in self._deadly
 
     async def _quickly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
-        """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
+        """What was Made, or the CorralError that the work raised. Raises WorkerDiedError."""
         n_bytes = sum(map(len, pieces))
         async with self._quick.entered(client):
             is_small = n_bytes <= SMALL_BYTES

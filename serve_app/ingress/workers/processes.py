@@ -50,7 +50,7 @@ class Worker:
         self._writer = writer
 
     async def do(self, work: Work, pieces: Sequence[bytes]) -> Any:
-        """What the work returns, or the CorralError that it raised. Raises WorkerDiedError."""
+        """What was Made, or the CorralError that the work raised. Raises WorkerDiedError."""
         began_s = self.cpu_s()
         try:
             await wire.send(self._writer, work, pieces)

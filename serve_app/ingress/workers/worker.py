@@ -9,11 +9,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.ingress.http import request_model
 from serve_app.ingress.workers import wire
 from serve_app.prompt.tokenizer import Tokenizer
 
@@ -43,6 +46,14 @@ class KnownModel(Protocol):
     def tokenizer(self) -> Tokenizer:
         """Its vocabulary and chat template."""
 
+    @property
+    def aliases(self) -> Sequence[str]:
+        """Its other names; `*` is all that no model has."""
+
+    @property
+    def defaults(self) -> ModelDefaults:
+        """What requests have where they say nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
@@ -51,11 +62,30 @@ class LocalModel:
     id: str
     n_ctx_slot: int
     tokenizer: Tokenizer
+    aliases: Sequence[str] = ()
+    defaults: ModelDefaults = NO_DEFAULTS
+
+
+def local(
+    name: str, n_ctx_slot: int, path: Path, aliases: Sequence[str], defaults: ModelDefaults
+) -> LocalModel:
+    """Read a model's vocabulary. Raises ConfigError."""
+    tokenizer = Tokenizer(path, defaults.chat_template)
+    return LocalModel(name, n_ctx_slot, tokenizer, aliases, defaults.over(tokenizer.recommended))
 
 
 Models = Mapping[str, KnownModel]
 Work = Callable[[Models, bytes], Any]
 """What is done with a request's body: a function that can be imported. It may raise CorralError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What work returned."""
+
+    made: Any
+    ignored: Sequence[str]
+    """Fields of the body that Corral does not have."""
 
 
 def serve(connection: socket.socket, models: Models) -> None:
@@ -78,9 +108,11 @@ def serve(connection: socket.socket, models: Models) -> None:
 
 
 def _answer(work: Work, models: Models, body: bytes) -> bytes:
-    """What the work returns, or a CorralError; packed, which takes memory, too."""
+    """Made, or a CorralError; packed, which takes memory, too."""
     try:
-        return wire.packed(work(models, body))
+        with request_model.ignored_fields() as ignored:
+            made = work(models, body)
+        return wire.packed(Made(made, ignored))
     except CorralError as error:
         return wire.packed(error)
     except (MemoryError, RecursionError):

@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
 from serve_app.ingress.workers import wire, worker
-from serve_app.prompt.tokenizer import Tokenizer
 
 STACK_BYTES = 32 * 2**20
 """Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
@@ -42,6 +42,8 @@ class ModelFile:
     id: str
     n_ctx_slot: int
     path: Path
+    aliases: Sequence[str] = ()
+    defaults: ModelDefaults = NO_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def _models(start: Start) -> worker.Models | CorralError:
         for module in start.modules:
             importlib.import_module(module)
         return {
-            one.id: worker.LocalModel(one.id, one.n_ctx_slot, Tokenizer(one.path))
+            one.id: worker.local(one.id, one.n_ctx_slot, one.path, one.aliases, one.defaults)
             for one in start.models
         }
     except CorralError as error:

@@ -193,7 +193,13 @@ async def test_message_parts_and_roles(client: httpx.AsyncClient, engine: Script
 
 
 BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
-    ("/v1/completions", {"prompt": "x", "store": True}, "store", "'store' is not supported"),
+    (
+        "/v1/chat/completions",
+        chat(functions=[{"name": "f"}]),
+        "functions",
+        "'functions' is not supported, except as null or []",
+    ),
+    ("/completion", {"prompt": "x", "lora": [{"id": 0, "scale": 1}]}, "lora", "not supported"),
     ("/v1/completions", {"prompt": "x", "n": 33}, "n", "less than or equal to 32"),
     ("/v1/completions", {"prompt": "x", "best_of": 1, "n": 2}, "best_of", "less than 'n'"),
     ("/v1/completions", {"prompt": ["x"] * 17, "n": 2}, "prompt", "More than 32 answers"),
@@ -219,7 +225,6 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "response_format",
         "goes with",
     ),
-    ("/v1/completions", {"prompt": "x", "temprature": 1}, "temprature", "Unknown parameter"),
     ("/v1/completions", {"prompt": "x", "temperature": -1}, "temperature", "greater than"),
     ("/v1/completions", {"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than"),
     ("/v1/completions", {"prompt": "x", "stop": [""]}, "stop.0", "at least 1 character"),

@@ -1,0 +1,31 @@
+"""What a model's requests have where they say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDefaults:
+    """As the configuration has it; what that leaves open, the model's file may recommend."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters, by the names that SamplingParams has."""
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    """For chats that begin without one."""
+    chat_template: str | None = None
+    """Takes the place of the file's."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """More variables for the chat template."""
+    reasoning_format: str | None = None
+    """As in requests."""
+
+    def over(self, recommended: Mapping[str, Any]) -> ModelDefaults:
+        """The same before what the model's file recommends for sampling."""
+        return replace(self, sampling={**recommended, **self.sampling})
+
+
+NO_DEFAULTS = ModelDefaults()

@@ -1,0 +1,93 @@
+"""The base of all request types: each field is honoured, ignored and told, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from serve_app.errors import InvalidRequestError
+
+
+def name_what_is_taken(schema: dict[str, Any], model: type[Any]) -> None:
+    """The JSON schema of extra fields: those that have a meaning in the API."""
+    taken = schema.setdefault("properties", {})
+    for name, values in model.NEUTRAL.items():
+        otherwise = "refused" if name in model.REFUSED else "ignored"
+        taken.setdefault(
+            name, {"examples": list(values), "description": f"At other values, {otherwise}."}
+        )
+    for name in sorted(model.INERT):
+        taken.setdefault(name, {"description": "Changes nothing."})
+
+
+class RequestModel(BaseModel):
+    """A request, or a part of one.
+
+    A field that Corral does not have is ignored, and the answer names it (see `ignored_fields`). One that
+    the client must not lose without a word is refused, unless its value asks for what happens anyway.
+    """
+
+    model_config = ConfigDict(
+        extra="allow", use_attribute_docstrings=True, json_schema_extra=name_what_is_taken
+    )
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that ask for what happens anyway at these values."""
+    REFUSED: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that are refused at other values."""
+    INERT: ClassVar[frozenset[str]] = frozenset()
+    """Fields that ask for nothing that the answer would show, whatever they are."""
+
+    @model_validator(mode="after")
+    def _refuse_what_must_not_be_lost(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.REFUSED and value not in self.NEUTRAL[name]:
+                accepted = " or ".join(json.dumps(neutral) for neutral in self.NEUTRAL[name])
+                raise InvalidRequestError(f"{name!r} is not supported, except as {accepted}.", name)
+        return self
+
+    def _means_something(self, name: str, value: object) -> bool:
+        return name not in self.INERT and value not in self.NEUTRAL.get(name, ())
+
+
+def _taken_out(request: object, path: str) -> Iterator[str]:
+    """Remove the extra fields of a request and its parts, and tell those that had a meaning."""
+    if isinstance(request, list):
+        if request and isinstance(request[0], BaseModel):
+            for one in request:
+                yield from _taken_out(one, path)
+    elif isinstance(request, BaseModel):
+        if isinstance(request, RequestModel) and (extra := request.model_extra):
+            for name, value in extra.items():
+                if request._means_something(name, value):
+                    yield f"{path}{name}"
+            extra.clear()
+        for name in type(request).model_fields:
+            yield from _taken_out(getattr(request, name), f"{path}{name}.")
+
+
+_ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
+
+
+@contextmanager
+def ignored_fields() -> Iterator[list[str]]:
+    """The fields, as `messages.weight`, that `ignore` has removed within this block. Each once."""
+    found: list[str] = []
+    token = _ignored.set(found)
+    try:
+        yield found
+    finally:
+        _ignored.reset(token)
+
+
+def ignore(request: object) -> None:
+    """Remove from a request, or a list of such, what Corral does not have, so that nothing reads it."""
+    names = list(dict.fromkeys(_taken_out(request, "")))
+    told = _ignored.get()
+    if told is not None:
+        told += names
