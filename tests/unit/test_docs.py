@@ -132,7 +132,7 @@ def test_every_parameter_is_in_the_table() -> None:
     for row in re.findall(r"^\| `/.*", PARAMETERS, re.M):
         endpoints, *cells = (set(re.findall(r"`(\S+)`", cell)) for cell in row[1:-1].split("|"))
         for endpoint in endpoints:
-            before = columns.get(endpoint, [set(), set(), set()])
+            before = columns.get(endpoint, [set(), set(), set(), set()])
             columns[endpoint] = [a | b for a, b in zip(before, cells, strict=True)]
     for endpoint, names in _sampling_parameters().items():
         columns[endpoint][0] |= names
@@ -162,14 +162,15 @@ def _sampling_parameters() -> dict[str, set[str]]:
 
 
 def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:
-    """Those that are honoured, those that may not ask for anything, those that change nothing."""
+    """Those that are honoured, refused, ignored, and those that change nothing."""
     (operation,) = description["paths"][path].values()
-    found: list[set[str]] = [{one["name"] for one in operation.get("parameters", ())}, set(), set()]
+    honoured = {one["name"] for one in operation.get("parameters", ())}
+    found: list[set[str]] = [honoured, set(), set(), set()]
     if "requestBody" in operation:
         schema = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         fields = description["components"]["schemas"][schema.rpartition("/")[2]]["properties"]
         for name, field in fields.items():
-            kind = ["At other values, refused.", "Changes nothing."]
+            kind = ["At other values, refused.", "At other values, ignored.", "Changes nothing."]
             said = field.get("description")
             found[kind.index(said) + 1 if said in kind else 0].add(name)
     return found

@@ -74,7 +74,7 @@ class LlamaParams(GenerationParams):
         "samplers": (None, *map(list, dict.fromkeys(_ORDERS))),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})
-    INERT: ClassVar[frozenset[str]] = frozenset(
+    INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | frozenset(
         {name for one in LACKING.values() for name in one.details}
     )
 

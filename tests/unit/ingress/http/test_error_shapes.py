@@ -92,7 +92,7 @@ async def test_wrong_content_type(client: httpx.AsyncClient, path: str) -> None:
 @EVERY_POST
 async def test_unknown_field(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, json=EXAMPLES[path] | {"temprature": 1})
-    check(answer, path, 400, "temprature")
+    assert answer.headers["x-corral-ignored"] == "temprature"
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,6 @@ async def test_infill_with_other_files(client: httpx.AsyncClient, engine: Script
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        ("/completion", {"prompt": "x", "mirostat": 2}, "mirostat", "'mirostat' is not supported"),
         ("/completion", {"prompt": []}, "prompt", "empty"),
         ("/completion", {"prompt": [[]]}, "prompt", "empty"),
         ("/completion", {"prompt": [300]}, "prompt", "below 257"),

@@ -121,8 +121,6 @@ async def test_short_forms_and_fields_that_change_nothing_are_in_the_schemas(
     given = body["example"] | fields
     conforms(given, body["schema"])
     assert (await client.post(path, json=given)).status_code == 200
-    with pytest.raises(jsonschema.ValidationError):
-        conforms(given | {"temprature": 1}, body["schema"])
 
 
 async def test_the_pages(client: httpx.AsyncClient) -> None:
