@@ -35,7 +35,8 @@ Errors cross processes: every subclass hands all of its arguments, positionally,
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 
 class CorralError(Exception):
@@ -54,6 +55,11 @@ class CorralError(Exception):
     def param(self) -> str | None:
         """The request's field that is wrong, if it is one field."""
         return None
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """More about it, in fields of its own."""
+        return {}
 
     @property
     def retry_after_s(self) -> int | None:
@@ -86,6 +92,7 @@ class InvalidRequestError(CorralError):
 class PromptTooLongError(InvalidRequestError):
     """The prompt leaves no room for a single new token in a slot's context."""
 
+    type = "exceed_context_size_error"
     code = "context_length_exceeded"
 
     def __init__(
@@ -108,6 +115,12 @@ class PromptTooLongError(InvalidRequestError):
         param: str | None = self.args[2]
         return param
 
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """llama-server's fields."""
+        n_prompt, n_ctx_slot, *_ = self.args
+        return {"n_prompt_tokens": n_prompt, "n_ctx": n_ctx_slot}
+
 
 class TextTooLongError(PromptTooLongError):
     """A text to be embedded or ranked has more tokens than the model's context holds."""
@@ -115,7 +128,7 @@ class TextTooLongError(PromptTooLongError):
     @property
     def message(self) -> str:
         n_tokens, n_max, *_ = self.args
-        return f"A text has {n_tokens} tokens; this model takes {n_max} at once."
+        return f"The input is too large: a text has {n_tokens} tokens; this model takes {n_max} at once."
 
 
 class KeyLimitError(InvalidRequestError):
@@ -128,7 +141,7 @@ class AuthenticationError(CorralError):
     """No API key, or none that is valid here."""
 
     status = 401
-    type = "invalid_request_error"
+    type = "authentication_error"
     code = "invalid_api_key"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -188,6 +188,16 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of the prompt's tokens but for the first, if the request wants them: with its first token, or
     with its end if it generates none."""
+
+    @property
+    def without_end(self) -> TokenDelta:
+        """All but the end."""
+        return self if self.end is None else replace(self, end=None)
+
+    @property
+    def only_end(self) -> TokenDelta:
+        """Nothing but the end."""
+        return TokenDelta("", (), self.end)
 
     def then(self, later: TokenDelta) -> TokenDelta:
         """Both as one."""

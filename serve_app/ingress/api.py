@@ -76,11 +76,13 @@ def _add_middleware(app: FastAPI, access: Access, open_requests: OpenRequests) -
     app.add_middleware(AccessMiddleware, access=access, open_requests=open_requests)
     if access.ui:
         app.add_middleware(Page, switch=access.ui, network=access.network)
-    if access.cors_origins:  # before that: browsers ask what they may without a key
+    # A page that has a key may ask from anywhere.
+    origins = access.cors_origins or (("*",) if access.api_key_file else ())
+    if origins:  # before that: browsers ask what they may without a key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=access.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", IGNORED],
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import ModelNotFoundError
-from serve_app.ingress.openai.protocol import ModelCard
+from serve_app.ingress.openai.protocol import ModelCard, ModelMeta
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
     Accepted,
@@ -80,7 +80,21 @@ class ServedModel:
     @property
     def card(self) -> ModelCard:
         """Its entry in /v1/models."""
-        return ModelCard(id=self.id, created=self.created, n_ctx_slot=self.n_ctx_slot)
+        told = self.tokenizer
+        return ModelCard(
+            id=self.id,
+            aliases=sorted({self.id, *self.aliases}),
+            tags=sorted(self.tags),
+            meta=ModelMeta(
+                vocab_type=told.vocab_type,
+                n_vocab=told.n_vocab,
+                n_ctx=self.n_ctx_slot,
+                n_ctx_train=told.n_ctx_train,
+                n_embd=told.n_embd,
+            ),
+            created=self.created,
+            n_ctx_slot=self.n_ctx_slot,
+        )
 
 
 class Named(Protocol):

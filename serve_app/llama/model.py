@@ -110,6 +110,11 @@ class Model:
         return default if value is None else int(value)
 
     @property
+    def vocab_type(self) -> int:
+        """By llama.cpp's numbers, `llama_vocab_type`."""
+        return int(llama_cpp.llama_vocab_type(self._vocab))
+
+    @property
     def n_ctx_train(self) -> int:
         """The context length that the model was trained for, in tokens."""
         return self.meta_int("context_length", 2048)

@@ -90,6 +90,16 @@ class Tokenizer:
         return self._model.n_vocab
 
     @property
+    def vocab_type(self) -> int:
+        """By llama.cpp's numbers."""
+        return self._model.vocab_type
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Tokens that the model was trained for."""
+        return self._model.n_ctx_train
+
+    @property
     def vocabulary_key(self) -> bytes:
         """See `serve_app.llama.model.Model.vocabulary_key`."""
         return self._model.vocabulary_key
@@ -173,8 +183,11 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """A chat as text, up to where the assistant's turn begins. Raises InvalidRequestError if the
+        """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`, to
+        the end of the last turn. Raises InvalidRequestError if the
         chat template refuses the messages or knows no tools."""
         if tools and self.tool_format is None:
             raise InvalidRequestError(
@@ -182,7 +195,9 @@ class Tokenizer:
                 "understood here.",
                 "tools",
             )
-        return self._template.render(messages, tools, extra=extra)
+        return self._template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, extra=extra
+        )
 
     def encode_chat(
         self,
@@ -190,6 +205,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
         thinks: bool = True,
+        *,
+        add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, reasoning
         that the template begins is ended. What the template writes as control tokens becomes control
@@ -200,7 +217,7 @@ class Tokenizer:
             messages, tools = escapes.escape(list(messages)), escapes.escape(list(tools))
             # A variable's name is the template's word, and not a text.
             extra = {name: escapes.escape(value) for name, value in (extra or {}).items()}
-        text = self.render_chat(messages, tools, extra)
+        text = self.render_chat(messages, tools, extra, add_generation_prompt=add_generation_prompt)
         if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
             text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
         wants_bos = not (self.bos and text.startswith(self.bos))

@@ -81,7 +81,7 @@ def test_pickle_round_trip(error: CorralError) -> None:
         (
             errors.PromptTooLongError(9, 8, "prompt"),
             400,
-            "invalid_request_error",
+            "exceed_context_size_error",
             "context_length_exceeded",
             "prompt",
             None,
@@ -98,7 +98,7 @@ def test_pickle_round_trip(error: CorralError) -> None:
         (
             errors.AuthenticationError("x"),
             401,
-            "invalid_request_error",
+            "authentication_error",
             "invalid_api_key",
             None,
             None,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.protocol import CountTokensRequest, MessagesRequest
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import find
-from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.ingress.workers.worker import Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Messages:
 def messages(models: Models, body: bytes) -> Messages:
     """POST /v1/messages. Raises CorralError."""
     asked = parsed(MessagesRequest, body)
-    model = _model(models, asked)
+    model = find(models, asked.model)
     shown = asked.thinking is not None and asked.thinks and asked.thinking.display != "omitted"
     return Messages(preparation.chat(model, asked.as_chat(), 1, "messages"), shown)
 
@@ -32,12 +31,4 @@ def messages(models: Models, body: bytes) -> Messages:
 def count_tokens(models: Models, body: bytes) -> int:
     """POST /v1/messages/count_tokens. Raises CorralError."""
     asked = parsed(CountTokensRequest, body)
-    return len(preparation.chat_prompt(_model(models, asked), asked.as_chat()))
-
-
-def _model(models: Models, asked: CountTokensRequest) -> KnownModel:
-    """Raises InvalidRequestError if it cannot think and shall."""
-    model, thinking = find(models, asked.model), asked.thinking
-    if thinking is not None and thinking.type == "enabled" and not model.tokenizer.thinks:
-        raise InvalidRequestError("This model's chat template has no reasoning.", "thinking")
-    return model
+    return len(preparation.chat_prompt(find(models, asked.model), asked.as_chat()))

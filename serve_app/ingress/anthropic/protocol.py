@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.messages import Message, Texts, joined
@@ -135,17 +135,6 @@ class CountTokensRequest(RequestModel):
     def thinks(self) -> bool:
         """Whether the model may think."""
         return self.thinking is not None and self.thinking.type != "disabled"
-
-    @field_validator("messages")
-    @classmethod
-    def _refuse_prefill(cls, messages: list[Message]) -> list[Message]:
-        if messages[-1].role == "assistant":
-            raise InvalidRequestError(
-                "The last message is the assistant's: to begin an answer for the model (prefill) is "
-                "not supported.",
-                "messages",
-            )
-        return messages
 
     def as_chat(self) -> ChatCompletionRequest:
         """The same for OpenAI's chat. Raises InvalidRequestError."""

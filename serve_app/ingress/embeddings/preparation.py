@@ -12,7 +12,6 @@ from serve_app.ingress.embeddings.protocol import (
     LlamaEmbeddingRequest,
     RerankRequest,
 )
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.preparation import mixed_tokens
 from serve_app.ingress.model_registry import find
@@ -59,8 +58,9 @@ def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:
     return model.id, _checked(model, texts, "content"), asked.embd_normalize
 
 
-def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None]:
-    """POST /v1/rerank: the model's id, its texts and how many are wanted. Raises CorralError."""
+def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
+    """POST /v1/rerank: the model's id, its texts, how many are wanted, and whether as a list. Raises
+    CorralError."""
     asked = parsed(RerankRequest, body)
     model = find(models, asked.model)
     if not model.tokenizer.reranks:
@@ -70,14 +70,15 @@ def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None]:
             "model",
         )
     texts = [model.tokenizer.encode_pair(asked.query, text) for text in asked.documents]
-    return model.id, _checked(model, texts, "documents"), asked.top_n
+    return model.id, _checked(model, texts, "documents"), asked.top_n, asked.is_tei
 
 
-def _tokens(model: KnownModel, text: str | list[int]) -> tuple[int, ...]:
-    if isinstance(text, str):
-        return model.tokenizer.encode(text)
-    refuse_unknown_tokens(model, "input", text)
-    return tuple(text)
+def _tokens(model: KnownModel, text: str | list[int | str]) -> tuple[int, ...]:
+    return (
+        model.tokenizer.encode(text)
+        if isinstance(text, str)
+        else mixed_tokens(model, text, "input")
+    )
 
 
 def _check_makes_embeddings(model: KnownModel) -> None:

@@ -5,11 +5,13 @@ Sources: OpenAI's API reference, "Embeddings"; llama.cpp, tools/server/README.md
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AliasChoices,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
@@ -18,8 +20,8 @@ from pydantic import (
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.llama_server.protocol import Mixed, TokenId, several
-from serve_app.ingress.openai.protocol import Text, Tokens
+from serve_app.ingress.llama_server.protocol import Mixed, TokenId, plain, several
+from serve_app.ingress.openai.protocol import Text
 
 MAX_TEXTS = 2048
 """Texts in one request, as at OpenAI."""
@@ -29,8 +31,8 @@ _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 class EmbeddingsRequest(RequestModel):
     """POST /v1/embeddings."""
 
-    input: Text | Tokens | Annotated[list[Text], _Batch] | Annotated[list[Tokens], _Batch]
-    """A text, or a text's token ids; or several of either."""
+    input: Text | Annotated[list[Mixed | Text | TokenId], Field(min_length=1)]
+    """A text, or token ids and texts mixed; or several of either."""
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -44,21 +46,28 @@ class EmbeddingsRequest(RequestModel):
     @classmethod
     def _say_what_it_may_be(cls, value: object, check: ValidatorFunctionWrapHandler) -> object:
         try:
-            return check(value)
+            return check(plain(value))
         except ValidationError:
-            raise InvalidRequestError(
-                f"'input' must be a text, a list of token ids, or a list of up to {MAX_TEXTS} of "
-                "either; none may be empty.",
-                "input",
-            ) from None
+            raise _wrong_input() from None
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> EmbeddingsRequest:
+        if not all(self.texts) or len(self.texts) > MAX_TEXTS:
+            raise _wrong_input()
+        return self
 
     @property
-    def texts(self) -> list[str | list[int]]:
+    def texts(self) -> list[str | list[int | str]]:
         """One or several."""
-        if isinstance(self.input, str):
-            return [self.input]
-        numbers = [one for one in self.input if isinstance(one, int)]
-        return [numbers] if numbers else [one for one in self.input if not isinstance(one, int)]
+        return several(self.input)
+
+
+def _wrong_input() -> InvalidRequestError:
+    return InvalidRequestError(
+        f"'input' must be a text, a list of token ids, or a list of up to {MAX_TEXTS} of either; none may "
+        "be empty.",
+        "input",
+    )
 
 
 class LlamaEmbeddingRequest(RequestModel):
@@ -92,7 +101,23 @@ class RerankRequest(RequestModel):
     """POST /v1/rerank."""
 
     query: Text
-    documents: Annotated[list[Text], _Batch]
+    documents: Annotated[list[Text], _Batch] = Field(
+        validation_alias=AliasChoices("documents", "texts")
+    )
+    """As `texts`, the answer is a list, as from text-embeddings-inference."""
     top_n: Annotated[int, Field(ge=1)] | None = None
     """How many of the most relevant to give; all by default."""
     model: str | None = None
+    _is_tei: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_form(cls, data: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        made = make(data)
+        made._is_tei = isinstance(data, dict) and "texts" in data
+        return made
+
+    @property
+    def is_tei(self) -> bool:
+        """Whether the answer is a list."""
+        return self._is_tei

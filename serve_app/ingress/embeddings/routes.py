@@ -57,9 +57,11 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodie
     @app.post("/reranking", response_model=None)
     async def rerank(request: Request) -> Response:
         """How relevant documents are to a query, the most relevant first."""
-        model, texts, top_n = await bodies.read(request, preparation.rerank)
+        model, texts, top_n, is_tei = await bodies.read(request, preparation.rerank)
         scores = (await _embed(find(models, model), texts))[:, 0]
         ranked = np.argsort(-scores, kind="stable")[:top_n].tolist()
+        if is_tei:
+            return JSONResponse([{"index": i, "score": float(scores[i])} for i in ranked])
         results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
         used = serving.usage(_n_tokens(texts))
         return JSONResponse({"model": model, "object": "list", "usage": used, "results": results})

@@ -8,6 +8,7 @@ from typing import Any
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
+from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
@@ -78,7 +79,7 @@ def generation(
         sampling=sampling,
         stream=params.stream,
         include_usage=options is not None and options.include_usage,
-        timings=params.timings,
+        timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
         user=params.user,
         cache_salt=params.cache_salt,
         priority=params.priority,
@@ -106,15 +107,37 @@ def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: s
 
 def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. Raises InvalidRequestError."""
-    messages = [message.for_template() for message in body.messages]
+    turns, prefill = _prefill(body)
+    messages = [message.for_template() for message in turns]
     if model.defaults.system_prompt and not _has_system(messages):
         messages.insert(0, {"role": "system", "content": model.defaults.system_prompt})
     tools = body.tools_for_template()
     extra = {**model.defaults.chat_template_kwargs, **(body.chat_template_kwargs or {})}
     # Templates may leave out all but the contents.
-    n_chars = sum(len(message["content"]) for message in messages)
+    n_chars = sum(len(message["content"]) for message in messages) + len(prefill)
     refuse_far_too_long(model, "messages", n_chars)
-    return model.tokenizer.encode_chat(messages, tools, extra, body.may_think)
+    prompt = model.tokenizer.encode_chat(
+        messages,
+        tools,
+        extra,
+        body.may_think and not prefill,
+        add_generation_prompt=bool(prefill) or body.add_generation_prompt is not False,
+    )
+    return (*prompt, *model.tokenizer.tokenize(prefill, False, False)) if prefill else prompt
+
+
+def _prefill(body: ChatCompletionRequest) -> tuple[Sequence[ChatMessage], str]:
+    """The turns before an answer that the assistant's last message begins, and its text; all turns and
+    nothing, if there is none."""
+    last = body.messages[-1]
+    if last.role != "assistant" or last.tool_calls or not body.continues:
+        return body.messages, ""
+    before = body.messages[:-1]
+    if before and before[-1].role == "assistant":
+        raise InvalidRequestError(
+            "Two messages of the assistant at the end: only one can be continued.", "messages"
+        )
+    return before, last.text
 
 
 def _has_system(messages: Sequence[Mapping[str, Any]]) -> bool:

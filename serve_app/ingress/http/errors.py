@@ -29,6 +29,7 @@ def error_body(error: CorralError) -> dict[str, Any]:
             "type": error.type,
             "param": None if error.param is None else _cut(error.param),
             "code": error.code,
+            **error.details,
         }
     }
 

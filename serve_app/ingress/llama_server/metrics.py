@@ -16,6 +16,7 @@ from serve_app.types import ReplicaStats
 # By llama-server's name: the field of EngineStats, and what it is. Prometheus adds `_total`.
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Number of prompt tokens processed."),
+    "prompt_tokens_cached": ("cached_tokens", "Number of prompt tokens reused from the cache."),
     "prompt_seconds": ("prefill_s", "Prompt process time in seconds."),
     "tokens_predicted": ("generated_tokens", "Number of generation tokens processed."),
     "tokens_predicted_seconds": ("generation_s", "Predict process time in seconds."),

@@ -46,6 +46,31 @@ def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int |
     return [[one for one in prompt if not isinstance(one, list)]]
 
 
+def plain(prompt: object) -> object:
+    """The prompt with texts where llama-server's clients may send objects, as `{"prompt_string": "Hello"}`
+    and `{"content": [{"type": "text", "text": "Hello"}]}`. Raises InvalidRequestError for pictures."""
+    if isinstance(prompt, list):
+        return [one if isinstance(one, int | str) else plain(one) for one in prompt]
+    if not isinstance(prompt, dict):
+        return prompt
+    parts = prompt.get("content")
+    if prompt.get("multimodal_data") or (isinstance(parts, list) and not all(map(_is_text, parts))):
+        raise InvalidRequestError("These models read text only.", "prompt")
+    if isinstance(parts, list):
+        return "".join(part["text"] for part in parts)
+    return prompt.get("prompt_string", prompt)
+
+
+def _is_text(part: object) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
+
+
+def _is_token(key: object) -> bool:
+    return isinstance(key, str) and key.isdecimal()
+
+
 def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     """`token_bias` is a second form of `logit_bias`, and not a name of its own."""
     name_what_is_taken(schema, model)
@@ -68,7 +93,6 @@ class LlamaParams(GenerationParams):
         "id_slot": (None, -1),
         "cache_prompt": (None, True),
         "return_progress": (None, False),
-        "timings_per_token": (None, False),
         "post_sampling_probs": (None, False),
         "lora": (None, []),
         "samplers": (None, *map(list, dict.fromkeys(_ORDERS))),
@@ -97,10 +121,18 @@ class LlamaParams(GenerationParams):
     def _bias_in_pairs(cls, data: Any) -> Any:
         if isinstance(data, dict) and "token_bias" in data:
             raise InvalidRequestError("Unknown parameter: 'token_bias'.", "token_bias")
-        if isinstance(data, dict) and isinstance(data.get("logit_bias"), list):
-            data = dict(data)
-            data["token_bias"] = data.pop("logit_bias")
+        bias = data.get("logit_bias") if isinstance(data, dict) else None
+        if isinstance(bias, dict) and not all(_is_token(key) for key in bias):
+            bias = [[int(key) if _is_token(key) else key, value] for key, value in bias.items()]
+        if isinstance(bias, list):
+            data = {**data, "token_bias": bias}
+            del data["logit_bias"]
         return data
+
+    @field_validator("response_fields")
+    @classmethod
+    def _no_fields(cls, value: list[str] | None) -> list[str] | None:
+        return value or None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -136,6 +168,11 @@ class LlamaCompletionRequest(LlamaParams):
 
     prompt: Text | list[Mixed | Text | TokenId]
     """A text, or token ids and texts mixed; or several of either."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _plain(cls, value: object) -> object:
+        return plain(value)
 
     @model_validator(mode="after")
     def _check_prompts(self) -> LlamaCompletionRequest:

@@ -6,6 +6,7 @@ Source: llama.cpp, tools/server/README.md.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from serve_app import __version__
 from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.llama_server import metrics as llama_metrics
@@ -24,8 +24,11 @@ from serve_app.ingress.llama_server.preparation import Completion
 from serve_app.ingress.llama_server.serving import LlamaAnswer
 from serve_app.ingress.llama_server.slots import slots_of
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.openai.serving import BUILD
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.sampling import SamplingParams
+
+_STARTED_S = time.time()
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
@@ -100,7 +103,8 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         `missing` names the others. Operators are told where its file is."""
         path_of = str if request_context.current().is_operator else os.path.basename
         found = find(models, model)
-        defaults = serving.generation_settings(SamplingParams(), found.n_ctx_slot, found.id)
+        usual = SamplingParams(**found.defaults.sampling, max_tokens=found.defaults.max_tokens)
+        defaults = serving.generation_settings(usual, found.n_ctx_slot, found.id)
         slots = await slots_of(found)
         return {
             "missing": slots.missing,
@@ -119,8 +123,11 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             "chat_template": found.tokenizer.chat_template or "",
             "bos_token": found.tokenizer.bos,
             "eos_token": found.tokenizer.eos,
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"corral-{__version__}",
+            "modalities": {"vision": False, "video": False, "audio": False},
+            "build_info": BUILD,
+            "endpoint_slots": True,
+            "endpoint_props": False,
+            "endpoint_metrics": True,
             "is_sleeping": False,
         }
 
@@ -129,4 +136,5 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         """llama-server's metrics, summed over the replicas of the model."""
         answers = await find(models, model).engine.stats()
         text = llama_metrics.render(answers.found, len(answers.missing))
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        began = {"Process-Start-Time-Unix": str(int(_STARTED_S))}
+        return Response(text, headers=began, media_type=CONTENT_TYPE_LATEST)

@@ -117,11 +117,10 @@ class LlamaAnswer:
         found: Json = {}
         for path in self.asked.response_fields:
             value: Any = answer
-            *_, name = names = path.split("/")
-            for one in names:
+            for one in path.split("/"):
                 value = value.get(one, _MISSING) if isinstance(value, dict) else _MISSING
             if value is not _MISSING:
-                found[name] = value
+                found[path] = value
         return found
 
 
@@ -134,6 +133,38 @@ def _stop_type(end: SequenceEnd) -> str:
     return "limit" if end.reason == FinishReason.LENGTH else "eos"
 
 
+_OFF: Json = {
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
+    "adaptive_target": -1.0,
+    "adaptive_decay": 0.9,
+    "n_discard": 0,
+    "min_keep": 0,
+    "grammar_lazy": False,
+    "grammar_triggers": [],
+    "preserved_tokens": [],
+    "chat_format": "Content-only",
+    "reasoning_format": "none",
+    "reasoning_in_content": False,
+    "generation_prompt": "",
+    "speculative.types": "none",
+    "post_sampling_probs": False,
+    "backend_sampling": False,
+    "lora": [],
+}
+"""What llama-server tells of what Corral does not have: its values where it is off."""
+
+
 def generation_settings(
     sampling: SamplingParams, n_ctx_slot: int, model: str, asked: Completion | None = None
 ) -> Json:
@@ -143,6 +174,7 @@ def generation_settings(
     return {
         "n_ctx": n_ctx_slot,
         "model": model,
+        **_OFF,
         **sampling_fields.told(sampling, Api.OPENAI),
         "seed": -1 if sampling.seed is None else sampling.seed,
         "max_tokens": n_predict,
@@ -152,6 +184,7 @@ def generation_settings(
         "logit_bias": bias,
         "n_probs": sampling.logprobs or 0,
         "grammar": asked.grammar if asked else "",
+        "timings_per_token": bool(asked and asked.generation.timings),
         "samplers": list(CHAIN),
     }
 

@@ -55,6 +55,12 @@ def chat(models: Models, body: bytes) -> ChatCompletion:
     return ChatCompletion(found, bool(asked.logprobs))
 
 
+def input_tokens(models: Models, body: bytes) -> int:
+    """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
+    asked = parsed(ChatCompletionRequest, body)
+    return len(preparation.chat_prompt(find(models, asked.model), asked))
+
+
 def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...]]:
     if asked.suffix:
         before, after = str(asked.prompt), asked.suffix

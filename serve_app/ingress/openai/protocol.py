@@ -65,6 +65,8 @@ class GenerationParams(RequestModel):
     """A regular expression that the whole text must match."""
     timings: bool = False
     """Whether to tell, at the end, what the request waited for and how long; only with one answer."""
+    timings_per_token: bool = False
+    """llama-server's name for the same."""
     user: str | None = None
     """Whose request it is: slots are shared fairly among users."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -206,7 +208,7 @@ class NamedToolChoice(RequestModel):
 class NamedSchema(RequestModel):
     """`response_format.json_schema`."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(default={}, alias="schema")
     """A JSON schema; without one, any JSON value will do."""
@@ -219,6 +221,8 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """llama-server's: a JSON schema, with the type `json_object`."""
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
@@ -233,7 +237,9 @@ class ResponseFormat(RequestModel):
         """The schema that answers must validate against, if there is one."""
         if self.json_schema is not None:
             return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.schema_ is None else self.schema_
 
 
 class ChatCompletionRequest(GenerationParams):
@@ -266,6 +272,11 @@ class ChatCompletionRequest(GenerationParams):
     """False allows one call in a turn."""
     chat_template_kwargs: dict[str, Any] | None = None
     """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
+    add_generation_prompt: bool | None = None
+    """llama-server's: false leaves out what begins the assistant's turn."""
+    continue_final_message: bool | None = None
+    """vLLM's: whether the last message, if it is the assistant's, is the beginning of the answer. It is by
+    default, as at llama-server."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """llama-server's: `none` leaves reasoning and its tags in the content."""
 
@@ -277,6 +288,11 @@ class ChatCompletionRequest(GenerationParams):
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
         self.forced_tools()
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequestError(
+                "'add_generation_prompt' and 'continue_final_message' exclude each other.",
+                "continue_final_message",
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
         return self
@@ -285,6 +301,13 @@ class ChatCompletionRequest(GenerationParams):
     def n_logprobs(self) -> int | None:
         """See GenerationParams."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def continues(self) -> bool:
+        """Whether a last message of the assistant's begins the answer."""
+        if self.continue_final_message is None:
+            return self.add_generation_prompt is not False
+        return self.continue_final_message
 
     @property
     def may_think(self) -> bool:
@@ -338,10 +361,32 @@ class ChatCompletionRequest(GenerationParams):
         return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools]
 
 
+class InputTokens(BaseModel):
+    """POST /v1/chat/completions/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class ModelMeta(BaseModel):
+    """llama-server's `meta`."""
+
+    vocab_type: int
+    n_vocab: int
+    n_ctx: int
+    """As `n_ctx_slot`."""
+    n_ctx_train: int
+    n_embd: int
+
+
 class ModelCard(BaseModel):
     """One entry of /v1/models."""
 
     id: str
+    aliases: list[str]
+    """All names of the model; `*` is every name that no model has."""
+    tags: list[str]
+    meta: ModelMeta
     object: Literal["model"] = "model"
     created: int
     """Unix time at which the ingress started."""

@@ -16,7 +16,7 @@ from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.openai import preparation, serving
-from serve_app.ingress.openai.protocol import ModelCard, ModelList
+from serve_app.ingress.openai.protocol import InputTokens, ModelCard, ModelList
 from serve_app.ingress.openai.serving import Answer, Choice
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.types import GenerationRequest
@@ -62,6 +62,12 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
         ]
         answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
         return await _respond(model, wanted, started, answer)
+
+    @app.post("/v1/chat/completions/input_tokens")
+    @app.post("/chat/completions/input_tokens")
+    async def input_tokens(request: Request) -> InputTokens:
+        """How many tokens the prompt of such a chat has."""
+        return InputTokens(input_tokens=await bodies.read(request, preparation.input_tokens))
 
 
 def _add_models(app: FastAPI, models: Mapping[str, ServedModel]) -> None:

@@ -20,6 +20,8 @@ from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
+BUILD = f"b-corral-{__version__}"
+"""What llama-server calls its build: its clients look for the first letter."""
 
 
 @dataclass
@@ -60,25 +62,28 @@ class Choice:
     def opening(self) -> Json | None:
         """What comes before any text: a chat's says who speaks."""
         if self.kind == "chat":
-            return self._body({"delta": {"role": "assistant", "content": ""}}, None)
+            return self._body({"delta": {"role": "assistant", "content": None}}, None)
         return self._body({"text": self.echo}, None) if self.echo and not self.prompt else None
 
     def chunks(self, delta: TokenDelta) -> list[Json]:
-        """One delta's chunks; none if there is nothing to tell yet. The last one tells the end."""
+        """One delta's chunks; none if there is nothing to tell yet. The end has a chunk of its own, without
+        any text, as llama-server has it."""
         self.end = delta.end
         parts = self._split(delta)
         if self.kind == "text":
             lead = self.echo if self.prompt and not self._begun else ""
-            contents: list[Json] = [{"text": lead + delta.text}]
+            contents: list[Json] = [{"text": lead + delta.text}] if lead or parts else []
+            nothing: Json = {"text": ""}
         else:
             contents = [
                 {"delta": part if isinstance(part, dict) else {"content": part}} for part in parts
             ]
-            contents = contents or [{"delta": {}}]
-        if not parts and delta.end is None and not (self.piece and delta.logprobs):
-            return []
-        *others, last = contents
-        return [*(self._body(content, None) for content in others), self._body(last, delta)]
+            nothing = {"delta": {}}
+        if self.piece and delta.logprobs:
+            contents = contents or [nothing]
+        found = [self._body(content, None) for content in contents[:-1]]
+        found += [self._body(content, delta.without_end) for content in contents[-1:]]
+        return found if delta.end is None else [*found, self._body(nothing, delta.only_end)]
 
     def _split(self, delta: TokenDelta) -> list[str | Json]:
         """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
@@ -190,7 +195,11 @@ class Answer:
 
     def usage_chunk(self) -> Json:
         """The chunk that `stream_options.include_usage` asks for."""
-        return self._envelope(self._chunk_name, []) | {"usage": self.usage()}
+        chunk = self._envelope(self._chunk_name, []) | {"usage": self.usage()}
+        end = self.choices[0].end
+        if self.with_timings and end is not None:
+            chunk["timings"] = timings(end)
+        return chunk
 
     @property
     def _chunk_name(self) -> str:
@@ -205,7 +214,7 @@ class Answer:
             "object": object_name,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": f"corral-{__version__}",
+            "system_fingerprint": BUILD,
             "choices": choices,
         }
 

@@ -33,6 +33,7 @@ from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     ErrorResponse,
+    InputTokens,
     ModelCard,
     ModelList,
 )
@@ -69,6 +70,7 @@ ROUTES = {
         streams=True,
     ),
     "chat_completions": Route(d.ChatCompletion, ChatCompletionRequest, _CHAT, streams=True),
+    "input_tokens": Route(InputTokens, ChatCompletionRequest, _CHAT, asks_engine=False),
     "responses": Route(
         d.Response,
         ResponsesRequest,

@@ -47,6 +47,7 @@ class ByteTokenizer:
 
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
+    vocab_type, n_ctx_train = 2, 2048
     reranks = False
     tool_format: ToolFormat | None = hermes.FORMAT
     thinks = False
@@ -98,6 +99,8 @@ class ByteTokenizer:
         tools: list[dict[str, Any]],
         extra: dict[str, Any] | None = None,
         thinks: bool = True,
+        *,
+        add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         if messages[0]["content"] == "refuse":
             raise InvalidRequestError("The template refuses.", "messages")
@@ -115,6 +118,7 @@ Script = Sequence[TokenDelta | Exception | asyncio.Event]
 
 COUNTERS = (
     "prompt_tokens",
+    "cached_tokens",
     "generated_tokens",
     "generation_s",
     "batches",

@@ -44,18 +44,19 @@ async def test_chat_stream(client: httpx.AsyncClient) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [c["delta"] for c in choices] == [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": None},
         {"content": "Hel"},
         {"content": "lo"},
+        {},
     ]
-    assert [c["finish_reason"] for c in choices] == [None, None, "stop"]
+    assert [c["finish_reason"] for c in choices] == [None, None, None, "stop"]
 
 
 async def test_text_stream_with_usage(client: httpx.AsyncClient) -> None:
     body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage, done = events(await client.post("/v1/completions", json=body))
     assert done == "[DONE]"
-    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Hel", "lo"]
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Hel", "lo", ""]
     assert usage["choices"] == []
     assert usage["usage"]["total_tokens"] == 7
 
@@ -187,12 +188,54 @@ async def test_message_parts_and_roles(client: httpx.AsyncClient, engine: Script
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "tool_calls": None, "refusal": None},
+        {"role": "user", "content": "d"},
     ]
     await client.post("/v1/chat/completions", json={"messages": messages})
-    assert bytes(engine.requests[0].prompt) == b"system:Be brief.|user:ab|assistant:c"
+    assert bytes(engine.requests[0].prompt) == b"system:Be brief.|user:ab|assistant:c|user:d"
+
+
+BEGUN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, b"user:a|no reasoningb"),
+        ({"continue_final_message": True}, b"user:a|no reasoningb"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, b"user:a|no reasoningb"),
+        ({"add_generation_prompt": False}, b"user:a|assistant:b"),
+        ({"continue_final_message": False}, b"user:a|assistant:b"),
+    ],
+)
+async def test_the_assistants_last_message_begins_the_answer(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, bool], prompt: bytes
+) -> None:
+    await client.post("/v1/chat/completions", json={"messages": BEGUN, **fields})
+    assert bytes(engine.requests[0].prompt) == prompt
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"]
+)
+async def test_input_tokens(client: httpx.AsyncClient, engine: ScriptedEngine, path: str) -> None:
+    answer = await client.post(path, json=chat("Hello"))
+    assert answer.json() == {"object": "response.input_tokens", "input_tokens": len("user:Hello")}
+    assert engine.requests == []
 
 
 BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
+    (
+        "/v1/chat/completions",
+        chat(add_generation_prompt=True, continue_final_message=True),
+        "continue_final_message",
+        "exclude each other",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [*BEGUN, BEGUN[1]]},
+        "messages",
+        "Two messages of the assistant",
+    ),
     (
         "/v1/chat/completions",
         chat(functions=[{"name": "f"}]),

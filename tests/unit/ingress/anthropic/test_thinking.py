@@ -27,7 +27,9 @@ def _thinks(tokenizer: ByteTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     # As Qwen3's template does it.
     plain = tokenizer.encode_chat
 
-    def encode_chat(messages: Any, tools: Any, extra: Any = None, thinks: bool = True) -> Any:
+    def encode_chat(
+        messages: Any, tools: Any, extra: Any = None, thinks: bool = True, **_: Any
+    ) -> Any:
         asks = (extra or {}).get("enable_thinking")
         return (*plain(messages, tools, {}, thinks), *f"|{asks}".encode())
 

@@ -90,7 +90,6 @@ async def test_base64_holds_the_same_floats(client: httpx.AsyncClient) -> None:
         ({"input": []}, "input", "none may be empty"),
         ({"input": ["a", ""]}, "input", "none may be empty"),
         ({"input": [[1], []]}, "input", "none may be empty"),
-        ({"input": ["a", 1]}, "input", "must be a text, a list of token ids, or a list of up to"),
         ({"input": [1, 257]}, "input", "token ids of this model are below 257"),
         ({"input": [-1]}, "input", "must be a text, a list of token ids"),
         ({}, "input", "required"),

@@ -56,7 +56,7 @@ async def test_streamed_choices_have_their_index(client: httpx.AsyncClient) -> N
     reasons: list[Any] = [None, None, None]
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        texts[choice["index"]] += choice["delta"]["content"]
+        texts[choice["index"]] += choice["delta"].get("content") or ""
         reasons[choice["index"]] = choice["finish_reason"]
     assert (texts, reasons) == (["Hello"] * 3, ["stop"] * 3)
     assert usage["usage"]["completion_tokens"] == 3 * END.usage.completion_tokens
@@ -88,7 +88,7 @@ async def test_echo(client: httpx.AsyncClient) -> None:
     assert [c["text"] for c in answer["choices"]] == ["abHello", "cHello"]
     body = {"prompt": [104, 105], "echo": True, "stream": True}
     *chunks, _ = events(await client.post("/v1/completions", json=body))
-    assert [c["choices"][0]["text"] for c in chunks] == ["hi", "Hel", "lo"]
+    assert [c["choices"][0]["text"] for c in chunks] == ["hi", "Hel", "lo", ""]
 
 
 async def test_infill(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
@@ -106,7 +106,7 @@ async def test_chat_logprobs(
     if stream:
         chunks = [chunk["choices"][0] for chunk in events(response)[:-1]]
         content = [e for c in chunks if c["logprobs"] for e in c["logprobs"]["content"]]
-        assert "".join(c["delta"].get("content", "") for c in chunks) == "Hé"
+        assert "".join(c["delta"].get("content") or "" for c in chunks) == "Hé"
     else:
         content = response.json()["choices"][0]["logprobs"]["content"]
     assert engine.requests[0].sampling.logprobs == 2

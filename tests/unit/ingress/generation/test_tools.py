@@ -64,7 +64,7 @@ async def test_a_call_in_a_whole_answer(client: httpx.AsyncClient, engine: Scrip
 async def test_calls_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     engine.script = script(f"I will look.\n{CALL}\n{CALL}")
     opening, *choices = await streamed(client)
-    assert opening["delta"] == {"role": "assistant", "content": ""}
+    assert opening["delta"] == {"role": "assistant", "content": None}
     assert "".join(c["delta"].get("content", "") for c in choices) == "I will look."
     calls = [call for c in choices for call in c["delta"].get("tool_calls", [])]
     assert [call["index"] for call in calls] == [0, 1]
@@ -85,7 +85,7 @@ async def test_a_call_cut_short_is_shown_as_text(
 ) -> None:
     engine.script = script(CALL[:40], CUT)
     choices = await streamed(client)
-    assert "".join(c["delta"].get("content", "") for c in choices) == CALL[:40]
+    assert "".join(c["delta"].get("content") or "" for c in choices) == CALL[:40]
     assert choices[-1]["finish_reason"] == "length"
 
 

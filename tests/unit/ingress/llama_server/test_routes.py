@@ -157,7 +157,7 @@ async def test_response_fields(client: httpx.AsyncClient) -> None:
     fields = ["content", "generation_settings/n_predict", "nothing", "timings/no"]
     body = {"prompt": "x", "response_fields": fields}
     answer = (await client.post("/completion", json=body)).json()
-    assert answer == {"content": "Hello", "n_predict": -1}
+    assert answer == {"content": "Hello", "generation_settings/n_predict": -1}
 
 
 async def test_a_full_context_is_told(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
@@ -268,6 +268,7 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
     values = {name: float(value) for name, value in (line.split() for line in lines)}
     assert values == {
         "llamacpp:prompt_tokens_total": 4,
+        "llamacpp:prompt_tokens_cached_total": 4,
         "llamacpp:prompt_seconds_total": 1,
         "llamacpp:prompt_tokens_seconds": 4,
         "llamacpp:tokens_predicted_total": 4,

@@ -264,7 +264,6 @@ async def test_a_cut_response_is_incomplete(
             "input.0.message.content.0.type",
             "'input_text' or 'output_text'",
         ),
-        ({"content": "x" * N_CTX_SLOT}, "input", f"context holds {N_CTX_SLOT} tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.name", "Field required"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
@@ -307,3 +306,15 @@ async def test_a_failure_in_mid_stream_is_the_last_event(
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "cannot decode"}
+
+
+async def test_too_long_an_input_is_refused(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    error = (await client.post("/v1/responses", json=asked("x" * N_CTX_SLOT))).json()["error"]
+    assert (error["type"], error["code"]) == (
+        "exceed_context_size_error",
+        "context_length_exceeded",
+    )
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (N_CTX_SLOT + len("user:"), N_CTX_SLOT)
+    assert engine.requests == []
