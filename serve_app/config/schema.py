@@ -206,7 +206,7 @@ class DefaultsConfig(_Section):
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """For chats that begin without one."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """A Jinja template in the place of the file's, or `chatml`."""
+    """A Jinja template in the place of the file's, or a name that llama.cpp knows, as `chatml`."""
     chat_template_file: Path | None = None
     """A file with one, on the machine that reads the configuration."""
     chat_template_kwargs: dict[str, Any] = {}

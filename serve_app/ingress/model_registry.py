@@ -83,7 +83,7 @@ class ServedModel:
         told = self.tokenizer
         return ModelCard(
             id=self.id,
-            aliases=sorted({self.id, *self.aliases}),
+            aliases=sorted({self.id, *self.aliases} - {"*"}),
             tags=sorted(self.tags),
             meta=ModelMeta(
                 vocab_type=told.vocab_type,

@@ -12,6 +12,7 @@ from serve_app.llama.model import Model
 from serve_app.prompt import output_parser
 from serve_app.prompt.chat_template import ChatTemplate, Message
 from serve_app.prompt.escaping import ControlTokenEscaper
+from serve_app.prompt.named_template import NamedTemplate, names
 from serve_app.prompt.output_parser import DELIMITERS, OutputParser
 from serve_app.prompt.tool_calls import ToolFormat
 
@@ -32,21 +33,14 @@ _RECOMMENDED = {
     "penalty_last_n": "repeat_last_n",
     "penalty_repeat": "repeat_penalty",
 }
-CHATML = """{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\n' -}}
-{%- endif -%}"""
-"""The template of models that have none."""
 
 
 class Tokenizer:
     """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
 
     def __init__(self, path: str | os.PathLike[str], chat_template: str | None = None) -> None:
-        """`chat_template` takes the place of the file's; `chatml` is short for that one, which models
-        without any get, as from llama-server."""
+        """`chat_template` takes the place of the file's: a source, or a name that llama.cpp knows. Models
+        without any get `chatml`, as from llama-server."""
         self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
         self._escaper = ControlTokenEscaper(self._model.control_texts)
         self.bos = self._special(self._model.bos)
@@ -54,9 +48,13 @@ class Tokenizer:
         self.eos = self._special(self._model.eos)
         """The text of the token that ends one."""
         given = chat_template or self._model.chat_template
-        self.chat_template = CHATML if given in (None, "chatml") else given
-        """The chat template, as its source has it."""
-        self._template = ChatTemplate(self.chat_template, bos=self.bos, eos=self.eos)
+        self.chat_template = given or "chatml"
+        """The source of the chat template, or its name."""
+        self._template: ChatTemplate | NamedTemplate = (
+            NamedTemplate(self.chat_template)
+            if self.chat_template in names()
+            else ChatTemplate(self.chat_template, bos=self.bos, eos=self.eos)
+        )
         self.has_template = given is not None
         """Whether somebody has chosen that template."""
 

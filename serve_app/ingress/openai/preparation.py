@@ -31,6 +31,7 @@ class ChatCompletion:
 
     chat: Chat
     logprobs: bool
+    verbose: bool
 
 
 def completion(models: Models, body: bytes) -> Completion:
@@ -52,7 +53,7 @@ def chat(models: Models, body: bytes) -> ChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
     found = preparation.chat(find(models, asked.model), asked, asked.n or 1, "messages")
-    return ChatCompletion(found, bool(asked.logprobs))
+    return ChatCompletion(found, bool(asked.logprobs), asked.verbose)
 
 
 def input_tokens(models: Models, body: bytes) -> int:

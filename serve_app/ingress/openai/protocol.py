@@ -277,6 +277,8 @@ class ChatCompletionRequest(GenerationParams):
     continue_final_message: bool | None = None
     """vLLM's: whether the last message, if it is the assistant's, is the beginning of the answer. It is by
     default, as at llama-server."""
+    verbose: bool = False
+    """llama-server's: whether to tell the prompt as the model got it, in `__verbose`."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """llama-server's: `none` leaves reasoning and its tags in the content."""
 
@@ -384,7 +386,7 @@ class ModelCard(BaseModel):
 
     id: str
     aliases: list[str]
-    """All names of the model; `*` is every name that no model has."""
+    """All names of the model."""
     tags: list[str]
     meta: ModelMeta
     object: Literal["model"] = "model"

@@ -61,6 +61,8 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
             Choice(i, "chat", piece, chat.parser(model, asked.chat)) for i in range(wanted.n)
         ]
         answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
+        if asked.verbose:
+            answer.verbose = {"prompt": model.tokenizer.decode(asked.chat.prompt, special=True)}
         return await _respond(model, wanted, started, answer)
 
     @app.post("/v1/chat/completions/input_tokens")

@@ -144,6 +144,8 @@ class Answer:
     """How many of a prompt's choices are given, if not all."""
     with_timings: bool = False
     """Only with one choice."""
+    verbose: Json | None = None
+    """What `__verbose` tells."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def opening(self) -> list[Json]:
@@ -168,6 +170,8 @@ class Answer:
         end = self.choices[0].end
         if self.with_timings and end is not None:
             answer["timings"] = timings(end)
+        if self.verbose is not None:
+            answer["__verbose"] = self.verbose
         return answer
 
     def _best(
