@@ -15,7 +15,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long fuzz docs lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers fuzz docs lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -44,6 +44,9 @@ test-ui: $(READY)  ## Tests of the page in a real browser: Debian's Chromium, in
 test-long: $(READY)  ## What `test` leaves out, as it takes longer.
 	$(BIN)/pytest -m long tests/integration tests/unit
 	$(BIN)/pytest -m long tests/e2e
+
+test-peers: $(READY)  ## The same requests to llama-server, which is built at the first run, and to Corral: the answers must agree.
+	$(BIN)/pytest tests/peers
 
 fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 	$(BIN)/python -m tests.fuzz $(FUZZ)

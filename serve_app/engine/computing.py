@@ -165,6 +165,7 @@ class Computing:
         sequence, n_right = chunk.sequence, min(n_taken, n_confirmed)
         sequence.advance(n_right)
         sequence.proposer.fared(len(chunk.draft), n_confirmed)
+        self._counts.drafts += 1
         self._counts.drafted_tokens += len(chunk.draft)
         self._counts.accepted_tokens += n_right
         self._cache.drop_rows(sequence)

@@ -34,6 +34,7 @@ class Counts:
     cached_tokens: int = 0
     restored_tokens: int = 0
     generated_tokens: int = 0
+    drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     n_tokens_max: int = 0
@@ -70,6 +71,8 @@ class EngineStats:
     """Prompt tokens that were computed; those found in the cache are `cached_tokens`."""
     cached_tokens: int
     generated_tokens: int
+    drafts: int = 0
+    """Steps of sequences that were speculated."""
     drafted_tokens: int = 0
     """Guesses of speculation; of them, `accepted_tokens` were right, and are among the generated."""
     accepted_tokens: int = 0

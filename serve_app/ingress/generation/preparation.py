@@ -45,6 +45,8 @@ class Chat:
     """As chat templates read them."""
     thinks: bool
     """Whether reasoning is split off."""
+    prefill: str = ""
+    """What the request's last message, the assistant's, begins the answer with."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -102,6 +104,7 @@ def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: s
         generation(model, body, [prompt], n, sampling, prompt_field),
         body.tools_for_template(),
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
+        _prefill(body)[1],
     )
 
 

@@ -16,10 +16,11 @@ def timings(end: SequenceEnd) -> Json:
     """llama-server's `timings`, and what the request waited for besides."""
     usage, spent = end.usage, end.timings
     n_prompt = usage.prompt_tokens - usage.cached_tokens
+    n_predicted = usage.completion_tokens - spent.n_resumed
     return {
         "cache_n": usage.cached_tokens,
-        **_rates("prompt", n_prompt, spent.prefill_s),
-        **_rates("predicted", usage.completion_tokens - spent.n_resumed, spent.decode_s),
+        **_rates("prompt", n_prompt, n_prompt, spent.prefill_s),
+        **_rates("predicted", n_predicted, max(0, n_predicted - 1), spent.decode_s),
         "queue_ms": 1000 * spent.queue_s,
         "stalled_ms": 1000 * spent.stalled_s,
         "preempted_ms": 1000 * spent.preempted_s,
@@ -30,12 +31,13 @@ def timings(end: SequenceEnd) -> Json:
     }
 
 
-def _rates(name: str, n: int, seconds: float) -> Json:
+def _rates(name: str, n: int, n_timed: int, seconds: float) -> Json:
+    """Of `n` tokens, `n_timed` took this time: the first of an answer comes with its prompt."""
     return {
         f"{name}_n": n,
         f"{name}_ms": 1000 * seconds,
-        f"{name}_per_token_ms": 1000 * seconds / max(1, n),
-        f"{name}_per_second": n / seconds if seconds else 0.0,
+        f"{name}_per_token_ms": 1000 * seconds / n_timed if n_timed else 0.0,
+        f"{name}_per_second": n_timed / seconds if seconds else 0.0,
     }
 
 

@@ -58,7 +58,8 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
         started = generation.requests(answer_id, wanted)
         piece = model.tokenizer.piece if asked.logprobs else None
         choices = [
-            Choice(i, "chat", piece, chat.parser(model, asked.chat)) for i in range(wanted.n)
+            Choice(i, "chat", piece, chat.parser(model, asked.chat), asked.chat.prefill)
+            for i in range(wanted.n)
         ]
         answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
         if asked.verbose:

@@ -89,7 +89,11 @@ class Choice:
         """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
-        return [self._shaped(part) for part in chat.parts(self.parser, delta)]
+        parts = [self._shaped(part) for part in chat.parts(self.parser, delta)]
+        if self.echo and not self._begun:
+            self._begun = True
+            return [self.echo, *parts]
+        return parts
 
     def _shaped(self, part: Part) -> str | Json:
         if isinstance(part, Reasoning):

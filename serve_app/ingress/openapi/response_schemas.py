@@ -107,6 +107,7 @@ class Response(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     status: Literal["completed", "incomplete"]
     model: str
     output: list[Json]

@@ -154,6 +154,7 @@ class ResponseAnswer:
             "id": self.id,
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status in ("completed", "incomplete") else None,
             "status": status,
             "background": False,
             "error": error,

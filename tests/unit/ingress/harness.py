@@ -123,6 +123,7 @@ COUNTERS = (
     "generation_s",
     "batches",
     "busy_slots",
+    "drafts",
     "drafted_tokens",
     "accepted_tokens",
     "running",

@@ -56,7 +56,7 @@ async def test_a_whole_response(client: httpx.AsyncClient, engine: ScriptedEngin
     (request,) = engine.requests
     assert request.id.startswith("resp_")
     assert (bytes(request.prompt), request.client) == (b"user:Hi", "u")
-    assert body.pop("created_at") > 0
+    assert body.pop("completed_at") >= body.pop("created_at") > 0
     (message,) = body.pop("output")
     assert message.pop("id").startswith("msg_")
     part = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
@@ -119,6 +119,9 @@ async def test_a_streamed_response(client: httpx.AsyncClient) -> None:
         {"type": "response.output_item.done", "output_index": 0, "item": item},
     ]
     assert completed["type"] == "response.completed"
+    assert completed["response"].pop("completed_at") >= begun.pop("created_at")
+    assert begun.pop("completed_at") is None
+    del completed["response"]["created_at"]
     assert completed["response"] == begun | {
         "status": "completed",
         "output": [item],

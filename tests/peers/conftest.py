@@ -1,0 +1,54 @@
+"""llama-server and Corral, each started once, with the same file, the same slots and the same defaults."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loadtests.common.servers import corral_is_ready, is_healthy, running, write_config
+from loadtests.compare import llama_server
+from serve_app.demo_model import BUILTIN_MODEL
+from tests.peers.answers import Pair
+
+N_SLOTS, N_CTX_SLOT, N_PREDICT = 2, 256, 24
+DEFAULTS = {"temperature": 0.0, "seed": 42, "max_tokens": N_PREDICT}
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    server = llama_server.folder() / "llama-server"
+    if not llama_server.is_built():
+        server = llama_server.build(os.cpu_count() or 1)
+
+    def theirs(_: Path, port: int) -> list[str | Path]:
+        return [
+            *(server, "--model", BUILTIN_MODEL, "--port", str(port), "--alias", "model"),
+            *("--parallel", str(N_SLOTS), "--ctx-size", str(N_SLOTS * N_CTX_SLOT)),
+            *("--threads", "1", "--temp", "0", "--seed", "42", "--n-predict", str(N_PREDICT)),
+            *("--metrics", "--slots", "--no-warmup"),
+        ]
+
+    def ours(directory: Path, port: int) -> list[str | Path]:
+        engine = {"n_slots": N_SLOTS, "n_ctx_slot": N_CTX_SLOT, "threads": 1}
+        model = {
+            "id": "model",
+            "aliases": ["*"],
+            "source": {"builtin": True},
+            "defaults": DEFAULTS,
+            "engine": engine,
+        }
+        config = write_config(directory, [model], port)
+        return [sys.executable, "-m", "loadtests.compare.bare_server", config]
+
+    with (
+        running(theirs, is_healthy) as a,
+        running(ours, corral_is_ready) as b,
+        httpx.Client(base_url=a.url, timeout=60) as one,
+        httpx.Client(base_url=b.url, timeout=60) as other,
+    ):
+        yield Pair(one, other)
