@@ -98,6 +98,11 @@ class Tokenizer:
         return self._model.n_ctx_train
 
     @property
+    def eog_tokens(self) -> Sequence[int]:
+        """Those that end a text."""
+        return sorted(self._model.eog_tokens)
+
+    @property
     def vocabulary_key(self) -> bytes:
         """See `serve_app.llama.model.Model.vocabulary_key`."""
         return self._model.vocabulary_key

@@ -79,7 +79,7 @@ class Thinking(RequestModel):
 
     type: Literal["enabled", "adaptive", "disabled"]
     """`adaptive` is for any model: whether it thinks is its own business."""
-    budget_tokens: Annotated[int, Field(ge=1024)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
     """What reasoning should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""

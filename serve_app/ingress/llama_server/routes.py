@@ -65,6 +65,7 @@ async def _respond(models: Mapping[str, ServedModel], asked: Completion) -> Resp
             asked=asked,
             sampling=request.sampling,
             piece=model.tokenizer.piece,
+            eog=model.tokenizer.eog_tokens,
         )
         for i, request in enumerate(started)
     ]

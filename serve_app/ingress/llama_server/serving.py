@@ -34,6 +34,8 @@ class LlamaAnswer:
     asked: Completion
     sampling: SamplingParams
     piece: Piece
+    eog: Sequence[int]
+    """Tokens that end a text."""
     _text: list[str] = field(default_factory=list)
     _n_tokens: int = 0
 
@@ -54,22 +56,34 @@ class LlamaAnswer:
         self._text.append(delta.text)
         self._n_tokens += len(delta.token_ids)
         events: list[Json] = []
-        if delta.text or delta.logprobs or delta.end is None:
-            event = {
-                "index": self.index,
-                "content": delta.text,
-                "tokens": list(delta.token_ids),
-                "stop": False,
-                "id_slot": -1,
-                "tokens_predicted": self._n_tokens,
-                "tokens_evaluated": self.n_prompt,
-            }
-            if probabilities := self._probabilities(delta):
-                event["completion_probabilities"] = probabilities
-            events.append(event)
+        if delta.logprobs:
+            events += self._one_by_one(delta)
+        elif delta.text or delta.end is None:
+            events.append(self._event(delta.text, delta.token_ids))
         if delta.end is not None:
             events.append(self._selected(self._final("", [], delta.end)))
         return events
+
+    def _event(self, content: str, tokens: Sequence[int]) -> Json:
+        return {
+            "index": self.index,
+            "content": content,
+            "tokens": list(tokens),
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": self._n_tokens,
+            "tokens_evaluated": self.n_prompt,
+        }
+
+    def _one_by_one(self, delta: TokenDelta) -> list[Json]:
+        """An event for each token with its probability, as llama-server's clients expect it; the first one
+        has the text of all that came together."""
+        return [
+            self._event("" if i else delta.text, [token]) | {"completion_probabilities": [found]}
+            for i, (token, found) in enumerate(
+                zip(delta.token_ids, self._probabilities(delta), strict=False)
+            )
+        ]
 
     def _final(self, content: str, tokens: list[int], end: SequenceEnd) -> Json:
         usage = end.usage
@@ -83,7 +97,11 @@ class LlamaAnswer:
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": generation_settings(
-                self.sampling, self.n_ctx_slot, self.asked.generation.model, self.asked
+                self.sampling,
+                self.n_ctx_slot,
+                self.asked.generation.model,
+                self.asked,
+                self.eog if self.sampling.ignore_eos else (),
             ),
             "prompt": self.prompt,
             "has_new_line": "\n" in "".join(self._text),
@@ -166,11 +184,16 @@ _OFF: Json = {
 
 
 def generation_settings(
-    sampling: SamplingParams, n_ctx_slot: int, model: str, asked: Completion | None = None
+    sampling: SamplingParams,
+    n_ctx_slot: int,
+    model: str,
+    asked: Completion | None = None,
+    eog: Sequence[int] = (),
 ) -> Json:
-    """What a request is generated with, in llama-server's words."""
+    """What a request is generated with, in llama-server's words; without the tokens `eog`."""
     n_predict = -1 if sampling.max_tokens is None else sampling.max_tokens
-    bias = [{"token": t, "bias": b if b > float("-inf") else None} for t, b in sampling.logit_bias]
+    banned = sampling.logit_bias + tuple((token, float("-inf")) for token in eog)
+    bias = [{"token": t, "bias": b if b > float("-inf") else None} for t, b in banned]
     return {
         "n_ctx": n_ctx_slot,
         "model": model,

@@ -48,6 +48,7 @@ class ByteTokenizer:
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
     vocab_type, n_ctx_train = 2, 2048
+    eog_tokens = (256,)
     reranks = False
     tool_format: ToolFormat | None = hermes.FORMAT
     thinks = False

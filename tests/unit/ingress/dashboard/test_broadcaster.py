@@ -176,7 +176,7 @@ async def test_the_route(looked_at: Engine, models: dict[str, ServedModel]) -> N
     left.set()
     await serving
     start, event, *_ = got
-    headers = dict(start["headers"])
+    headers = {name.lower(): value for name, value in start["headers"]}
     assert headers[b"content-type"].startswith(b"text/event-stream")
     assert event["body"].startswith(b'data: {"')
     n_looks = looked_at.n_looks

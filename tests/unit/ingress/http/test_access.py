@@ -72,7 +72,7 @@ class Answer:
 
     @property
     def headers(self) -> dict[bytes, bytes]:
-        return dict(self._sent[0]["headers"])
+        return {name.lower(): value for name, value in self._sent[0]["headers"]}
 
 
 async def reading(answer: Answer) -> None:
