@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.messages import Message, Texts, joined
+from serve_app.ingress.anthropic.server_tools import WITHOUT_SERVER_TOOLS
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
@@ -115,7 +116,7 @@ class CountTokensRequest(RequestModel):
     """A name from /v1/models; the first of them if it is missing."""
     messages: Annotated[list[Message], Field(min_length=1)]
     system: Texts = Field(default=[])
-    tools: list[AnthropicTool] = Field(default=[])
+    tools: Annotated[list[AnthropicTool], WITHOUT_SERVER_TOOLS] = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     """Whether the model thinks before it answers, if its chat template has reasoning; without this, it is

@@ -21,6 +21,8 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     "cache_control": {"type": "ephemeral"},
 }
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+"""Run by Anthropic."""
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 USAGE = {
     "input_tokens": 2,
@@ -193,6 +195,15 @@ async def test_no_tools_are_shown_with_the_choice_none(
     assert bytes(engine.requests[0].prompt) == b"user:Hi"
 
 
+async def test_tools_of_anthropics_servers_are_left_out(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    for kind in ("web_search_20260209", "web_fetch_20250910", "code_execution_20250825"):
+        declared = [SEARCH | {"type": kind}, TOOL]
+        assert await prompt_of(client, engine, asked(tools=declared)) == "[get_weather]user:Hi"
+    assert await prompt_of(client, engine, asked(tools=[SEARCH])) == "user:Hi"
+
+
 async def test_strict_tools_are_a_grammar(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
@@ -267,7 +278,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked([{"type": "hologram"}]), "'hologram'"),
         (asked([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]), "turn of the user"),
         (asked(tools=[{"name": "f"}]), "input_schema: Field required"),
-        (asked(tools=[{"type": "web_search_20250305", "name": "w"}]), "Input should be 'custom'"),
+        (asked(tools=[{"type": "bash_20250124", "name": "bash"}]), "Input should be 'custom'"),
+        (asked(tools=[SEARCH], tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
+        (asked(tools=[SEARCH, TOOL], tool_choice={"type": "tool", "name": "web_search"}),
+         "no function 'web_search'"),
         (asked(tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
         (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "no"}), "no function 'no'"),
         (asked(tool_choice={"type": "tool"}), "'name' goes with"),

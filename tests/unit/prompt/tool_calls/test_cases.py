@@ -62,6 +62,18 @@ def glm(**values: str) -> str:
     return f"<tool_call>add\n{inner}</tool_call>"
 
 
+def kimi(*ids: str) -> str:
+    calls = "".join(
+        f"<|tool_call_begin|>{one}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for one in ids
+    )
+    return f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+
+
+def minimax(**values: str) -> str:
+    inner = "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in values.items())
+    return f'<minimax:tool_call>\n<invoke name="add">\n{inner}</invoke>\n</minimax:tool_call>'
+
+
 HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 L3_ADD = '{"name": "add", "parameters": {"a": 1, "b": "é"}}'
 M_ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
@@ -74,6 +86,15 @@ M_ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
         ("hermes", HERMES_ADD, [ADD]),
         ("hermes", HERMES_ADD.replace("é", "</tool_call>"),
          [ToolCall("add", '{"a": 1, "b": "</tool_call>"}')]),
+        ("kimi", kimi("now", "functions.now", "now:12"), [NOW, NOW, NOW]),
+        ("kimi", kimi("functions.a.b:1"), [ToolCall("a.b", "{}")]),
+        ("kimi", kimi(":1") + "x", [ToolCall(":1", "{}"), "x"]),
+        ("kimi", kimi(""), [kimi("")]),
+        ("kimi", kimi("now:0").replace("{}", "[]"), [kimi("now:0").replace("{}", "[]")]),
+        ("minimax", minimax(a="1", b="é"), [ADD]),
+        ("minimax", minimax(b="<b>\n1", flag="True", any='{"x": []}'),
+         one(b="<b>\n1", flag=True, any={"x": []})),
+        ("minimax", minimax(a="1").replace("</invoke>", "?"), [minimax(a="1").replace("</invoke>", "?")]),
         ("llama3", f"<|python_tag|>{L3_ADD}", [ADD]),
         ("llama3", '<|python_tag|> {"type": "function", "name": "now", "parameters": {}}', [NOW]),
         ("mistral-list", f'[TOOL_CALLS][{M_ADD[:-1]}, "id": "123456789"}}]', [ADD]),
