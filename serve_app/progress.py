@@ -68,5 +68,6 @@ def read(folder: Path) -> dict[str, Stage]:
     for path in paths:
         with suppress(OSError, ValueError, TypeError):
             told = json.loads(path.read_text())
-            found[told.pop("model")] = Stage(**told)
+            model_id = told.pop("model")
+            found[model_id] = Stage(**told)
     return found

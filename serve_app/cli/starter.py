@@ -2,9 +2,9 @@
 
     python -m serve_app.cli.starter CONFIG EVENTS
 
-Writes lines of JSON to the file descriptor EVENTS: `{"kind": ..., "text": ...}`. Kinds are `ray`, `logs` (text:
-Ray's session folder), `serve`, `deployed`, `running`, and `failed` (text: why). Ends in order on SIGINT, on
-SIGTERM, and when its standard input ends, as it does with the process that has started it.
+Writes lines of JSON to the file descriptor EVENTS: {"kind": ..., "text": ...}. Kinds are `ray`, `logs` (its
+text is Ray's folder), `serve`, `deployed`, `running`, and `failed` (its text says why). Ends in order on
+SIGINT, on SIGTERM, and when its standard input ends, as it does with the process that has started it.
 """
 
 from __future__ import annotations
