@@ -16,8 +16,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,10 @@ def _free_ports(n: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def main() -> None:
-    """Serve until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.one_machine", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("config", type=Path)
-    config: Path = parser.parse_args().config
+@contextmanager
+def prepared(config: Path) -> Iterator[None]:
+    """This process's environment is one machine's for this configuration of Serve. To be entered before Ray
+    is imported, which reads it; HAProxy's folder goes with the block."""
     # Private: who can write to HAProxy's socket decides where requests go. In /tmp, as sockets' paths
     # must be short.
     folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
@@ -120,9 +118,19 @@ def main() -> None:
         os.environ |= environment_of("one-machine.env")
         if haproxy_suits(config):
             os.environ |= haproxy_settings(folder, keys=has_keys(config))
-        _serve(config)
+        yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.one_machine", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("config", type=Path)
+    config: Path = parser.parse_args().config
+    with prepared(config):
+        _serve(config)
 
 
 def _serve(config: Path) -> None:

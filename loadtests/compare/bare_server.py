@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from serve_app.app import access, resolve
 from serve_app.config import schema
-from serve_app.config.model_files import cache_folder, locate
+from serve_app.config.model_files import locate
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
+from serve_app.folders import cache_folder
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.workers.pool import WorkerPool

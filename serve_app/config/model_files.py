@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from serve_app.config.schema import ModelSource
@@ -21,17 +20,12 @@ def locate(source: ModelSource) -> Path:
             raise ConfigError(f"source.path: there is no file {path} on this node")
         return path
     if source.repo_id is not None and source.filename is not None:
-        return _download(source.repo_id, source.filename)
+        return download(source.repo_id, source.filename)
     return BUILTIN_MODEL
 
 
-def cache_folder() -> Path:
-    """Where this user's programs keep what they could make again, on this node."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "corral"
-
-
-def _download(repo_id: str, filename: str) -> Path:
+def download(repo_id: str, filename: str) -> Path:
+    """A file of a Hugging Face repository, in this user's cache of such files. Raises ConfigError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from serve_app import progress
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.health import HangWatch
@@ -26,6 +27,7 @@ from serve_app.errors import (
     PromptTooLongError,
     TextTooLongError,
 )
+from serve_app.progress import Report
 from serve_app.types import GenerationRequest, RequestRecord, TokenDelta
 
 logger = logging.getLogger("corral.engine")
@@ -53,11 +55,17 @@ class Engine:
         self.prefixes = PrefixTransfer(options, self._loop.state_key, self._loop.run_between_steps)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], options: EngineOptions) -> Engine:
-        """An engine for a GGUF file. Raises ConfigError if it cannot be loaded or does not fit."""
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        options: EngineOptions,
+        report: Report = progress.nowhere,
+    ) -> Engine:
+        """An engine for a GGUF file; `report` is told how far its start is. Raises ConfigError if it cannot
+        be loaded or does not fit."""
         from serve_app.engine.backends.llama_cpp import LlamaBackend
 
-        return cls(lambda: LlamaBackend(path, options), options)
+        return cls(lambda: LlamaBackend(path, options, report), options)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's token ids, with BOS if the model wants it; control tokens are recognised."""

@@ -7,10 +7,10 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import llama_cpp
 from gguf import GGUFReader
@@ -45,6 +45,16 @@ _N_BLOCKS = 64
 _BLOCK_BYTES = 4096
 
 
+def _progress(on_loaded: Callable[[float], None]) -> Any:
+    """The callable as a callback of llama.cpp's."""
+
+    def loaded(part: float, _user_data: int | None) -> bool:
+        on_loaded(part)
+        return True  # go on
+
+    return llama_cpp.llama_progress_callback(loaded)
+
+
 class Model:
     """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
 
@@ -61,7 +71,9 @@ class Model:
         vocab_only: bool = False,
         load_mode: LoadMode = "auto",
         delimiters: Iterable[str] = (),
+        on_loaded: Callable[[float], None] | None = None,
     ) -> None:
+        """`on_loaded` is told, while the weights are loaded, which part of them is."""
         library.init()
         self.path = Path(path)
         if not self.path.is_file():
@@ -70,6 +82,10 @@ class Model:
         params.vocab_only = vocab_only
         params.n_gpu_layers = 0
         params.load_mode = _LOAD_MODES[load_mode]
+        if on_loaded is not None:
+            params.progress_callback = _progress(
+                on_loaded
+            )  # which ctypes keeps as long as `params`
         pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
             raise ConfigError(

@@ -19,10 +19,10 @@ import ray
 from numpy.typing import NDArray
 from ray import serve
 
-from serve_app import heap
+from serve_app import heap, progress
 from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
-from serve_app.config.model_files import cache_folder, locate
+from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
@@ -32,6 +32,7 @@ from serve_app.errors import (
     EngineFailedError,
     ModelReplacedError,
 )
+from serve_app.folders import cache_folder
 from serve_app.logs import forward_to_serve
 from serve_app.placement.machine import cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
@@ -74,7 +75,7 @@ class EngineReplica:
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
         )
-        self._engine = Engine.load(path, options)
+        self._engine = Engine.load(path, options, progress.to_folder(model.id))
         self._vocabulary_key = self._engine.vocabulary_key
         replica_id, node_id = _whereabouts()
         self._channels = Channels(node_id, replica_id)

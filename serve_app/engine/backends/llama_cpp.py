@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app import progress
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
@@ -31,6 +32,7 @@ from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
 from serve_app.llama.threads import Threads
+from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
 
@@ -60,13 +62,24 @@ class LlamaBackend:
     on this machine, or by what was measured at an earlier start.
     """
 
-    def __init__(self, path: str | os.PathLike[str], options: EngineOptions) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: EngineOptions,
+        report: Report = progress.nowhere,
+    ) -> None:
         if options.computing_cpus is not None:  # OpenMP's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
         if options.numa:
             library.init_numa(options.numa)
-        self.vocabulary = Model(path, load_mode=options.load_mode, delimiters=DELIMITERS)
+        self.vocabulary = Model(
+            path,
+            load_mode=options.load_mode,
+            delimiters=DELIMITERS,
+            on_loaded=lambda part: report(Stage("loading", part)),
+        )
         self._options = options
+        self._report = report
         self._embedder: Embedder | None = None
         self._kept_as: str | None = None
         """The name of the profile, if it is kept on disk."""
@@ -141,6 +154,7 @@ class LlamaBackend:
         if known is not None:
             self._kept_as = name
             return known
+        self._report(Stage("measuring", limit_s=options.profile_limit_s))
         choice, used = self._run_profilers(open_modes)
         if used < _ALONE:
             logger.warning(

@@ -1,0 +1,191 @@
+"""`corral ps`, `stats` and `top`: what `/v1/live` tells, as tables."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from serve_app.cli.client import Client, Json
+
+_RATE_FRAMES = 3
+"""Frames, one a second, after which rates mean something."""
+_SHOWN_EVENTS = 5
+
+
+def merged(target: Json, patch: Json) -> Json:
+    """A JSON merge patch (RFC 7396) applied to an object; neither is changed. What is null is not there."""
+    result = dict(target)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict):
+            before = result.get(key)
+            result[key] = merged(before if isinstance(before, dict) else {}, value)
+        else:
+            result[key] = value
+    return result
+
+
+def views(client: Client) -> Iterator[Json]:
+    """The whole view, about once a second, for as long as the server sends it. A stream ends after a
+    minute; the next one begins at once. Raises ServerError."""
+    while True:
+        view: Json = {}
+        for patch in client.events("/v1/live"):
+            view = merged(view, patch)
+            yield view
+
+
+def processes(view: Json) -> Table:
+    """A row for each replica: what it serves, and where."""
+    table = _table("model", "replica", "state", "slots", "context", "threads", "cores", "node")
+    for key, one in _replicas(view):
+        table.add_row(
+            one["model"],
+            key,
+            _state(one["state"]),
+            f"{one['running']}/{one['n_slots']}",
+            f"{one['n_ctx_slot']:,}",
+            str(one["threads"]),
+            _cores(one.get("cores")),
+            str(one["node"])[:8],
+        )
+    _add_missing(table, view)
+    return table
+
+
+def statistics(view: Json) -> Table:
+    """A row for each replica: how fast it is, and how long requests wait."""
+    table = _table(
+        "model",
+        "busy",
+        "waiting",
+        "tokens/s",
+        "prompt/s",
+        "cached",
+        "TTFT p50/p95",
+        "gap p50/p95",
+        "wait",
+    )
+    for _, one in _replicas(view):
+        table.add_row(
+            one["model"],
+            f"{one['running']}/{one['n_slots']}",
+            str(one["waiting"]),
+            f"{one['generated_per_s']:,.1f}",
+            f"{one['prompt_per_s']:,.0f}",
+            _share(one.get("hits")),
+            _quantiles(one["ttft"]),
+            _quantiles(one["itl"]),
+            f"{one['wait_s']:.1f} s",
+        )
+    _add_missing(table, view)
+    return table
+
+
+def screen(view: Json) -> RenderableType:
+    """What `corral top` shows."""
+    slots = _table("model", "replica", "slots")
+    for key, one in _replicas(view):
+        slots.add_row(one["model"], key, _slots(one["slots"].values()))
+    events = sorted(view.get("events", {}).values(), key=lambda event: event["n"])
+    lines = [Text(_event(event), style="dim") for event in events[-_SHOWN_EVENTS:]]
+    legend = Text("D decodes  P computes its prompt  K keeps a system prompt  . idle", style="dim")
+    return Group(statistics(view), slots, legend, *lines)
+
+
+def ps(client: Client, console: Console, *, as_json: bool) -> None:
+    """Print what runs, once. Raises ServerError."""
+    (view,) = islice(views(client), 1)
+    _print(console, view, processes(view), as_json=as_json)
+
+
+def stats(client: Client, console: Console, *, as_json: bool) -> None:
+    """Print the figures of a few seconds. Raises ServerError."""
+    *_, view = islice(views(client), _RATE_FRAMES)
+    _print(console, view, statistics(view), as_json=as_json)
+
+
+def top(client: Client, console: Console, n_frames: int | None) -> None:
+    """Show all of it until Ctrl-C, or so many times. Raises ServerError."""
+    with Live(console=console, screen=console.is_terminal and n_frames is None) as live:
+        for view in islice(views(client), n_frames):
+            live.update(screen(view), refresh=True)
+
+
+def _print(console: Console, view: Json, table: Table, *, as_json: bool) -> None:
+    if as_json:
+        console.out(json.dumps(view), highlight=False)
+    else:
+        console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _replicas(view: Json) -> list[tuple[str, Json]]:
+    return sorted(view.get("replicas", {}).items(), key=lambda pair: (pair[1]["model"], pair[0]))
+
+
+def _add_missing(table: Table, view: Json) -> None:
+    """A row for each model of which nothing answers yet."""
+    seen = {one["model"] for _, one in _replicas(view)}
+    for model, told in view.get("models", {}).items():
+        if model not in seen:
+            states = ", ".join(f"{n} {name.lower()}" for name, n in told["states"].items() if n)
+            table.add_row(model, states or "no replica")
+
+
+def _state(state: str) -> Text:
+    styles = {"up": "green", "draining": "yellow", "silent": "red"}
+    return Text(state, style=styles.get(state, ""))
+
+
+def _cores(cores: list[int] | None) -> str:
+    """`0-3, 8`; a dash if it has none of its own."""
+    if not cores:
+        return "-"
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _share(part: float | None) -> str:
+    return "-" if part is None else f"{part:.0%}"
+
+
+def _quantiles(found: list[float | None]) -> str:
+    """Median and p95, in the unit that reads best."""
+    return " / ".join("-" if ms is None else _duration(ms) for ms in found[:2])
+
+
+def _duration(ms: float) -> str:
+    return f"{ms / 1000:.2f} s" if ms >= 1000 else f"{ms:.0f} ms"
+
+
+def _slots(slots: Any) -> Text:
+    """A letter for each slot."""
+    letters = {"decode": ("D", "green"), "prefill": ("P", "yellow"), "pinned": ("K", "blue")}
+    return Text.assemble(*(letters.get(slot[0], (".", "dim")) for slot in slots))
+
+
+def _event(event: Json) -> str:
+    counts = Counter({event["kind"]: event["count"]})
+    told = ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in counts.items())
+    return f"{event['model']}: {told} {event.get('replica', '')}".rstrip()

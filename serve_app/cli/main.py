@@ -1,0 +1,368 @@
+"""The commands of `corral` and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+
+import typer
+
+from serve_app import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from serve_app.cli.client import Client
+
+app = typer.Typer(
+    name="corral",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    epilog="Example: `corral serve` in one terminal, and `corral chat` in another.",
+)
+_RUN, _LOOK, _MEASURE = "Serve", "Use and watch a server", "Measure"
+_FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Models = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A GGUF file, or a Hugging Face repository as OWNER/NAME or OWNER/NAME:QUANT. Without "
+        "one, the small built-in model.",
+        show_default=False,
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        envvar="CORRAL_HOST",
+        help="The address to listen on. 0.0.0.0 serves the network, and needs --api-key-file.",
+    ),
+]
+Port = Annotated[int, typer.Option(envvar="CORRAL_PORT", min=1, max=65535, help="The TCP port.")]
+Slots = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        envvar="CORRAL_SLOTS",
+        min=1,
+        show_default=False,
+        help="Requests of each model that run at once. By default, as many as suit cores and memory.",
+    ),
+]
+Context = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        envvar="CORRAL_CONTEXT",
+        min=2,
+        show_default=False,
+        help="Tokens of each slot, prompt and answer together. By default 4096, or what fits.",
+    ),
+]
+Threads = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        envvar="CORRAL_THREADS",
+        min=1,
+        show_default=False,
+        help="Threads that compute. By default, one for each physical core.",
+    ),
+]
+KeyFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        envvar="CORRAL_API_KEY_FILE",
+        metavar="FILE",
+        show_default=False,
+        help="A YAML file with the API keys that clients must send.",
+    ),
+]
+Anonymous = Annotated[
+    bool,
+    typer.Option(
+        "--allow-anonymous",
+        envvar="CORRAL_ALLOW_ANONYMOUS",
+        help="Serve everybody who reaches the address, without keys.",
+    ),
+]
+Url = Annotated[
+    str,
+    typer.Option(envvar="CORRAL_URL", help="The server: its address, with or without /v1."),
+]
+ApiKey = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        envvar="CORRAL_API_KEY",
+        show_default=False,
+        help="The key to send, if the server wants one.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's figures as JSON.")]
+_URL = "http://127.0.0.1:8000"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"corral {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def corral(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serves GGUF language models from CPU machines, behind the OpenAI API."""
+
+
+@app.command(rich_help_panel=_RUN)
+def serve(
+    models: Models = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    slots: Slots = None,
+    context: Context = None,
+    threads: Threads = None,
+    api_key_file: KeyFile = None,
+    allow_anonymous: Anonymous = False,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            envvar="CORRAL_CONFIG",
+            metavar="FILE",
+            show_default=False,
+            help="A configuration file with all of that, in the place of MODEL and the options above.",
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the lines of Ray and Serve, too.")
+    ] = False,
+) -> None:
+    """Serve models on this machine until Ctrl-C.
+
+    Examples:
+
+    * `corral serve` serves the small built-in model.
+    * `corral serve ~/models/qwen3-4b-q4_k_m.gguf --slots 10 --context 8192`
+    * `corral serve Qwen/Qwen3-4B-GGUF:Q4_K_M` downloads the file first.
+    * `corral serve MODEL.gguf --host 0.0.0.0 --api-key-file keys.yaml` serves the network.
+    * `corral serve --config serve_config.yaml`
+    """
+    from serve_app.cli import serve as server
+    from serve_app.cli.config_file import Options
+    from serve_app.errors import ConfigError
+
+    options = Options(
+        tuple(models or ()), host, port, slots, context, threads, api_key_file, allow_anonymous
+    )
+    if config is not None and options != Options():
+        _fail(
+            "--config names a file that says everything: give no MODEL and no other option with it."
+        )
+    try:
+        status = server.run(options, config, _console(), verbose=verbose)
+    except ConfigError as error:
+        _fail(str(error))
+    raise typer.Exit(status)
+
+
+@app.command("config", rich_help_panel=_RUN)
+def print_config(
+    models: Models = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    slots: Slots = None,
+    context: Context = None,
+    threads: Threads = None,
+    api_key_file: KeyFile = None,
+    allow_anonymous: Anonymous = False,
+) -> None:
+    """Print the configuration file that `corral serve` would use with the same options.
+
+    Example: `corral config MODEL.gguf > serve_config.yaml`, change it, and `corral serve --config
+    serve_config.yaml`.
+    """
+    from serve_app.cli import config_file
+    from serve_app.errors import ConfigError
+
+    options = config_file.Options(
+        tuple(models or ()), host, port, slots, context, threads, api_key_file, allow_anonymous
+    )
+    try:
+        typer.echo(config_file.text(config_file.document(options)), nl=False)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+@app.command(rich_help_panel=_RUN)
+def check(
+    file: Annotated[Path, typer.Argument(help="A configuration file.")],
+) -> None:
+    """Check a configuration file without starting anything.
+
+    Example: `corral check serve_config.yaml`
+    """
+    from serve_app.config import schema
+    from serve_app.errors import ConfigError
+
+    try:
+        found = schema.load(file)
+    except ConfigError as error:
+        _fail(str(error))
+    typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in found.models)}")
+
+
+@app.command(rich_help_panel=_LOOK)
+def chat(
+    prompt: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="Answer this, and end.", show_default=False),
+    ] = None,
+    url: Url = _URL,
+    api_key: ApiKey = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="The model. By default, the server's first.", show_default=False),
+    ] = None,
+    system: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A system prompt.", show_default=False),
+    ] = None,
+    max_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Most tokens of an answer.", show_default=False),
+    ] = None,
+    temperature: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            min=0, max=2, help="0 takes the likeliest token each time.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Chat in the terminal with this server, or any other that speaks the OpenAI API.
+
+    Examples:
+
+    * `corral chat`
+    * `corral chat "Write a haiku about barns." --max-tokens 64`
+    * `corral chat --url https://llm.example --api-key "$KEY" --model qwen3-4b`
+    """
+    from serve_app.cli.chat import Conversation, ask, converse
+    from serve_app.cli.client import ServerError
+
+    client, console = _client(url, api_key), _console()
+    wanted = {"max_tokens": max_tokens, "temperature": temperature}
+    sampling = {name: value for name, value in wanted.items() if value is not None}
+    try:
+        if model is None:
+            model = next(iter(client.models()), None)
+        if model is None:
+            _fail(f"{client.url} serves no model.")
+        conversation = Conversation(model, system, sampling)
+        if prompt is None:
+            converse(client, conversation, console)
+        else:
+            ask(client, conversation, prompt, console)
+    except ServerError as error:
+        _fail(str(error))
+
+
+@app.command(rich_help_panel=_LOOK)
+def ps(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """List the models and replicas of a server.
+
+    Example: `corral ps --url http://10.0.0.7:8000 --api-key "$KEY"`
+    """
+    from serve_app.cli import live
+    from serve_app.cli.client import ServerError
+
+    try:
+        live.ps(_client(url, api_key), _console(), as_json=as_json)
+    except ServerError as error:
+        _fail(str(error))
+
+
+@app.command(rich_help_panel=_LOOK)
+def stats(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Print how fast a server is and how long requests wait, measured over a few seconds.
+
+    Example: `corral stats --json`
+    """
+    from serve_app.cli import live
+    from serve_app.cli.client import ServerError
+
+    try:
+        live.stats(_client(url, api_key), _console(), as_json=as_json)
+    except ServerError as error:
+        _fail(str(error))
+
+
+@app.command(rich_help_panel=_LOOK)
+def top(
+    url: Url = _URL,
+    api_key: ApiKey = None,
+    frames: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="End after so many seconds.", show_default=False),
+    ] = None,
+) -> None:
+    """Show what a server does, once a second, until Ctrl-C.
+
+    Example: `corral top`
+    """
+    from serve_app.cli import live
+    from serve_app.cli.client import ServerError
+
+    try:
+        live.top(_client(url, api_key), _console(), frames)
+    except ServerError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        return
+
+
+@app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure the engine alone, without HTTP: tokens a second by the number of sequences.
+
+    The options are those of `python -m loadtests.engine`. Without --model, it measures the built-in model.
+
+    Example: `corral bench --model MODEL.gguf --modes batched --sequences 1,4,16`
+    """
+    from serve_app.cli import tools
+
+    raise typer.Exit(tools.bench(context.args))
+
+
+@app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
+def capacity(context: typer.Context) -> None:
+    """Find how many users a server holds within an SLO.
+
+    The options are those of `python -m loadtests.load.capacity`. Without --url and --configs, it asks the
+    server at port 8000 of this machine; without --slo, it demands a first token within 2 s and 150 ms
+    between tokens, of 95 in 100.
+
+    Example: `corral capacity --slo ttft_p95=2s,itl_p95=150ms --url http://127.0.0.1:8000`
+    """
+    from serve_app.cli import tools
+
+    raise typer.Exit(tools.capacity(context.args))
+
+
+def _client(url: str, api_key: str | None) -> Client:
+    from serve_app.cli.client import Client
+
+    return Client(url, api_key)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,181 @@
+"""What `corral serve` says: bars on a terminal, lines elsewhere, and a summary when it serves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from serve_app.cli.client import Json
+from serve_app.progress import Stage
+
+LITTLE_CONTEXT = 4096
+"""Tokens of a slot below which chats soon run out of room."""
+
+
+class Screen(AbstractContextManager["Screen"]):
+    """Says each thing once. For one thread."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._bars: dict[str, TaskID] = {}
+        self._began: dict[str, float] = {}
+        self._said: set[str] = set()
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Screen:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, name: str) -> None:
+        """What is done now, of unknown length; it takes the place of the step before."""
+        if not self._console.is_terminal:
+            self._say_once(f"{name} ...")
+        elif "step" in self._bars:
+            self._progress.update(self._bars["step"], description=name)
+        else:
+            self._bars["step"] = self._progress.add_task(name, total=None)
+
+    def stage(self, model: str, stage: Stage) -> None:
+        """How far a model's engine is."""
+        most = "" if stage.limit_s is None else f" batches, {stage.limit_s:.0f} s at most"
+        name = f"{model}: {stage.name}{most}"
+        if not self._console.is_terminal:
+            self._say_once(f"{name} ...")
+            return
+        if (bar := self._bars.get(model)) is None:
+            bar = self._bars[model] = self._progress.add_task(name, total=1.0)
+        began = self._began.setdefault(name, self._clock())
+        done = stage.done
+        if stage.limit_s:
+            done = min(0.99, (self._clock() - began) / stage.limit_s)
+        self._progress.update(bar, description=name, completed=done)
+
+    def clear(self) -> None:
+        """Take all bars away."""
+        for bar in self._bars.values():
+            self._progress.remove_task(bar)
+        self._bars.clear()
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the summary is about."""
+
+    host: str
+    port: int
+    key_file: Path | None
+    allow_anonymous: bool
+    log: Path
+    ray_logs: str
+
+    @property
+    def address(self) -> str:
+        """Where this machine reaches it."""
+        return f"http://{local_name(self.host)}:{self.port}"
+
+
+def local_name(host: str) -> str:
+    """The host as programs of this machine ask it."""
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def summary(
+    served: Served, models: Sequence[Json], trained: Callable[[str], int | None]
+) -> list[str]:
+    """The lines that are said at the end. `models` is what `/v1/stats` tells of them; `trained` is how many
+    tokens a model was trained for, if that is known."""
+    lines = [f"Address   {served.address}/v1    {_who(served)}"]
+    if served.host in ("0.0.0.0", "::"):
+        lines.append(
+            f"          http://{socket.gethostname()}:{served.port}/v1    from other machines"
+        )
+    lines.append(f"Page      {served.address}/    for browsers of this machine")
+    for model in models:
+        lines += _model_lines(model, trained)
+    lines.append(f"Logs      {_short(served.log)}; Ray's own in {served.ray_logs}")
+    lines.append("Ctrl-C stops it. Talk to it: corral chat. Watch it: corral top.")
+    return lines
+
+
+def _who(served: Served) -> str:
+    if served.key_file is not None:
+        return f"with an API key of {_short(served.key_file)}"
+    if served.allow_anonymous:
+        return "no key: everybody who reaches this address may use it"
+    return "this machine only; --api-key-file with --host 0.0.0.0 opens it to others"
+
+
+def _model_lines(model: Json, trained: Callable[[str], int | None]) -> list[str]:
+    replicas = model["replicas"]
+    engine = replicas[0]["engine"]
+    n_slots, n_ctx_slot = engine["n_slots"], engine["n_ctx_slot"]
+    times = f"{len(replicas)} replicas, each " if len(replicas) > 1 else ""
+    sizes = f"{times}{n_slots} slots x {n_ctx_slot:,} tokens, {engine['threads']} threads"
+    lines = [f"Model     {model['id']}: {sizes}", f"          {replicas[0]['placement']}"]
+    if n_ctx_slot < LITTLE_CONTEXT:
+        lines += [
+            f"          {line}" for line in _little(n_slots, n_ctx_slot, trained(model["id"]))
+        ]
+    return lines
+
+
+def _little(n_slots: int, n_ctx_slot: int, n_ctx_train: int | None) -> list[str]:
+    """Why a slot has so few tokens, and what would give more."""
+    if n_ctx_train is not None and n_ctx_train <= n_ctx_slot:
+        return [f"{n_ctx_slot:,} tokens are all that this model was trained for."]
+    most = min(LITTLE_CONTEXT, n_ctx_train or LITTLE_CONTEXT)
+    fewer = max(1, n_slots * n_ctx_slot // most)
+    room = max(n_ctx_slot, n_slots * n_ctx_slot // fewer)
+    warning = [
+        f"Warning: {n_ctx_slot:,} tokens, prompt and answer together, are few: long chats will not fit."
+    ]
+    if fewer < n_slots and room > n_ctx_slot:
+        warning.append(f"--slots {fewer} --context {min(room, most)} takes the same memory;")
+    warning.append(
+        "In a --config FILE, engine.cache_type_k and cache_type_v: q8_0 hold nearly twice as many tokens."
+    )
+    return warning
+
+
+def _short(path: Path) -> str:
+    """With `~` for the home folder."""
+    home = os.path.expanduser("~")  # noqa: PTH111
+    text = str(path)
+    return "~" + text.removeprefix(home) if text.startswith(home + "/") else text

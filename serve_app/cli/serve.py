@@ -1,0 +1,316 @@
+"""`corral serve`: starts a server for one machine, and says how far it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import yaml
+from rich.console import Console
+
+from serve_app import folders, progress
+from serve_app.cli import config_file, screen
+from serve_app.cli.client import Client, Json, ServerError
+from serve_app.cli.config_file import Options
+from serve_app.cli.screen import Screen, Served
+from serve_app.errors import ConfigError
+
+_LOOK_EVERY_S = 0.2
+_LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
+_TOLD_LINES = 15
+"""Of the log's end, where the server ends without a word."""
+STEPS = {
+    "ray": "Starting Ray",
+    "serve": "Starting the server",
+    "deployed": "Starting the model's processes",
+}
+
+
+@dataclass
+class _Progress:
+    """What is known of the start."""
+
+    answers: bool = False
+    """Whether the address does."""
+    problem: str | None = None
+    ray_logs: str = "/tmp/ray"
+    kinds: set[str] = field(default_factory=set)
+
+
+class Stopped(Exception):  # noqa: N818
+    """A signal asks this program to end."""
+
+
+def run(options: Options, config: Path | None, console: Console, *, verbose: bool) -> int:
+    """Serve until Ctrl-C or SIGTERM; the exit status. Raises ConfigError for what cannot be served."""
+    folder = Path(tempfile.mkdtemp(prefix="corral-run-"))
+    try:
+        if config is None:
+            config = folder / "serve_config.yaml"
+            config.write_text(config_file.text(config_file.document(options)))
+        content = read(config)
+        with _signals(), Screen(console) as shown:
+            _download(content, shown)
+            return _Server(config, content, folder, shown, verbose=verbose).run()
+    except Stopped:
+        return 0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read(config: Path) -> Json:
+    """A configuration file; its fields are the server's affair. Raises ConfigError."""
+    try:
+        content = yaml.safe_load(config.expanduser().read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{config}: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
+        raise ConfigError(f"{config}: applications[0].args is missing")
+    return content
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM and Ctrl-C raise Stopped."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise Stopped
+
+    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _args(content: Json) -> Json:
+    (first, *_) = content["applications"] or [{}]
+    args = first.get("args") if isinstance(first, dict) else None
+    return args if isinstance(args, dict) else {}
+
+
+def _download(content: Json, shown: Screen) -> None:
+    """Files of Hugging Face's that are not here yet, with its own bars. Raises ConfigError."""
+    for model in _args(content).get("models") or ():
+        source = model.get("source") if isinstance(model, dict) else None
+        if not isinstance(source, dict) or not source.get("repo_id") or not source.get("filename"):
+            continue
+        from huggingface_hub import try_to_load_from_cache
+
+        from serve_app.config.model_files import download
+
+        repo_id, filename = str(source["repo_id"]), str(source["filename"])
+        if not isinstance(try_to_load_from_cache(repo_id, filename), str):
+            shown.say(f"Downloading {filename} of {repo_id} ...")
+            download(repo_id, filename)
+
+
+class _Server:
+    """The process that serves, and what it tells."""
+
+    def __init__(
+        self, config: Path, content: Json, folder: Path, shown: Screen, *, verbose: bool
+    ) -> None:
+        self._config, self._folder, self._shown = config, folder, shown
+        self._verbose = verbose
+        http: Mapping[str, Any] = content.get("http_options") or {}
+        ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
+        self._sources = {
+            str(model.get("id")): model.get("source")
+            for model in _args(content).get("models") or ()
+            if isinstance(model, dict)
+        }
+        port = int(http.get("port") or 8000)
+        host = str(http.get("host") or "127.0.0.1")
+        key_file = ingress.get("api_key_file")
+        self._served = Served(
+            host=host,
+            port=port,
+            key_file=None if key_file is None else Path(str(key_file)).expanduser(),
+            allow_anonymous=bool(ingress.get("allow_anonymous")),
+            log=folders.cache_folder() / "logs" / f"server-{port}.log",
+            ray_logs="",
+        )
+        self._client = Client(self._served.address, _any_key(self._served.key_file), timeout_s=5)
+        self._known = _Progress()
+
+    def run(self) -> int:
+        """Until the server ends, or Stopped."""
+        reading, writing = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "serve_app.cli.starter", self._config, str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[writing],
+            env=os.environ | {progress.FOLDER: str(self._folder), "RAY_USAGE_STATS_ENABLED": "0"},
+            start_new_session=True,  # Ctrl-C is for this process, which passes it on
+        )
+        os.close(writing)
+        assert process.stdout is not None
+        log = threading.Thread(target=self._keep_log, args=(process.stdout,), daemon=True)
+        log.start()
+        try:
+            self._follow(process, reading)
+            status = process.wait()
+        except Stopped:
+            self._shown.clear()
+            self._shown.say("Stopping: running answers may end first ...")
+            _end(process)
+            return 0
+        finally:
+            os.close(reading)
+            _end(process)
+            log.join(timeout=5)
+        self._shown.clear()
+        self._shown.say(self._known.problem or self._last_lines())
+        self._shown.say(f"The server has ended. Its log: {self._served.log}")
+        return status or 1
+
+    def _follow(self, process: subprocess.Popen[bytes], events: int) -> None:
+        """Tell how far the start is, until all models are served or the process has ended."""
+        self._shown.step("Loading Ray's libraries")
+        lines = _Lines(events)
+        while process.poll() is None:
+            for event in lines.read(_LOOK_EVERY_S):
+                self._take(event)
+            if "deployed" in self._known.kinds and self._look():
+                return
+
+    def _take(self, event: Json) -> None:
+        kind, text = event["kind"], event["text"]
+        self._known.kinds.add(kind)
+        if kind == "failed":
+            self._known.problem = _problem(text)
+        elif kind == "logs":
+            self._known.ray_logs = f"{text}/logs"
+        elif kind in STEPS and not self._known.answers:
+            self._shown.step(STEPS[kind])
+
+    def _look(self) -> bool:
+        """Ask the server. Returns whether it has said all."""
+        for model, stage in progress.read(self._folder).items():
+            self._shown.stage(model, stage)
+        try:
+            if not self._known.answers:
+                self._client.get("/health")
+                self._known.answers = True
+                self._shown.say(f"{self._served.address} answers; models are still loading.")
+                self._shown.step("Waiting for the models")
+            models = self._client.get("/v1/stats")["models"]
+        except ServerError:
+            return False
+        if not all(model["replicas"] for model in models):
+            return False
+        self._shown.clear()
+        served = Served(**{**_fields(self._served), "ray_logs": self._known.ray_logs})
+        for line in screen.summary(served, models, self._trained):
+            self._shown.say(line)
+        return True
+
+    def _trained(self, model_id: str) -> int | None:
+        """How many tokens a model was trained for; None if its file is not here."""
+        from serve_app.config.model_files import locate
+        from serve_app.config.schema import ModelSource
+        from serve_app.llama.model import Model
+
+        try:
+            source = ModelSource.model_validate(self._sources[model_id])
+            return Model(locate(source), vocab_only=True).n_ctx_train
+        except (ConfigError, KeyError, ValueError):
+            return None
+
+    def _keep_log(self, lines: IO[bytes]) -> None:
+        """What the server's processes print goes to a file that is begun anew when it is large."""
+        self._served.log.parent.mkdir(parents=True, exist_ok=True)
+        handler = RotatingFileHandler(
+            self._served.log, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8"
+        )
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\n")
+            handler.emit(logging.makeLogRecord({"msg": text}))
+            if self._verbose:
+                print(text, flush=True)
+        handler.close()
+
+    def _last_lines(self) -> str:
+        try:
+            return "\n".join(
+                self._served.log.read_text(errors="replace").splitlines()[-_TOLD_LINES:]
+            )
+        except OSError:
+            return ""
+
+
+def _fields(served: Served) -> dict[str, Any]:
+    return {name: getattr(served, name) for name in served.__dataclass_fields__}
+
+
+class _Lines:
+    """JSON lines from a pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def read(self, timeout_s: float) -> list[Json]:
+        """Those that have come, after so long at most."""
+        if not self._selector.select(timeout_s):
+            return []
+        data = os.read(self._descriptor, 2**16)
+        if not data:  # the writer is gone; its exit says the rest
+            self._selector.unregister(self._descriptor)
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGINT, and wait. A second Ctrl-C kills it."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait()
+    except Stopped:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _any_key(key_file: Path | None) -> str | None:
+    """A key that may look at the server: an operator's, if there is one."""
+    if key_file is None:
+        return None
+    try:
+        keys = yaml.safe_load(key_file.read_text())["keys"]
+        return str(sorted(keys, key=lambda key: not key.get("admin"))[0]["key"])
+    except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, AttributeError):
+        return None  # the server says what is wrong with the file
+
+
+def _problem(message: str) -> str:
+    """What Serve says of a failed start, without the tracebacks."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    for line in reversed(lines):
+        _, found, rest = line.partition("ConfigError: ")
+        if found:
+            return rest
+    return "\n".join(lines[-3:]) if lines else "The application could not be started."

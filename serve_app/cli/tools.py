@@ -1,0 +1,50 @@
+"""Commands that measure, as programs of `loadtests` with what newcomers would leave out."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from serve_app.cli.client import DEFAULT_URL
+from serve_app.demo_model import BUILTIN_MODEL
+
+_SLO = "ttft_p95=2s,itl_p95=150ms"
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """`python -m loadtests.engine`, of the built-in model where none is given; its exit status."""
+    given = [*arguments]
+    if not _has(given, "--model", "-h", "--help"):
+        given += ["--model", str(BUILTIN_MODEL)]
+    return _run("loadtests.engine", given)
+
+
+def capacity(arguments: Sequence[str]) -> int:
+    """`python -m loadtests.load.capacity`; its exit status."""
+    given = [*arguments]
+    if not _has(given, "-h", "--help"):
+        if not _has(given, "--url", "--configs"):
+            given += ["--url", DEFAULT_URL]
+        if not _has(given, "--slo"):
+            given += ["--slo", _SLO]
+    return _run("loadtests.load.capacity", given, needs=("locust", "httpx"))
+
+
+def _has(arguments: Sequence[str], *names: str) -> bool:
+    return any(argument.partition("=")[0] in names for argument in arguments)
+
+
+def _run(module: str, arguments: Sequence[str], needs: Sequence[str] = ()) -> int:
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        typer.echo(
+            f"This needs {' and '.join(missing)}, which Corral brings along if asked: "
+            "pip install 'corral[load]'",
+            err=True,
+        )
+        return 1
+    return subprocess.run([sys.executable, "-P", "-m", module, *arguments], check=False).returncode

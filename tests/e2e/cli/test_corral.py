@@ -1,0 +1,137 @@
+"""`corral serve` with the built-in model, and the commands that ask it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtests.common import processes, servers
+from loadtests.common.processes import with_default_signals
+from tests.e2e.conftest import SETTINGS, START_TIMEOUT_S, wait_until
+
+CORRAL = [sys.executable, "-P", "-m", "serve_app.cli"]
+
+
+def corral(*arguments: str) -> str:
+    """What a command prints."""
+    done = subprocess.run([*CORRAL, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class Started:
+    """A `corral serve`, in a folder of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.port = servers.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        environment = {"XDG_RUNTIME_DIR": str(folder), "XDG_CACHE_HOME": str(folder)}
+        command = [*CORRAL, "serve", "--port", str(self.port), *arguments]
+        self.process = servers.start(command, folder, SETTINGS | environment)
+
+    @property
+    def said(self) -> str:
+        return (self.folder / servers.LOG).read_text(errors="replace")
+
+    @property
+    def log(self) -> Path:
+        """What Ray and Serve have printed."""
+        return self.folder / "corral/logs" / f"server-{self.port}.log"
+
+    def wait_for(self, text: str) -> None:
+        """Until it says so."""
+        wait_until(
+            lambda: text in self.said or self.process.poll() is not None,
+            START_TIMEOUT_S,
+            lambda: f"{text} in\n{self.said}",
+        )
+        assert text in self.said
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    # Ray puts sockets in here, whose paths must be short.
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Started]:
+    started = Started(folder, "--slots", "4")
+    try:
+        started.wait_for("Ctrl-C stops it.")
+        yield started
+    finally:
+        processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
+
+
+def test_the_start_is_said_in_a_few_lines(server: Started) -> None:
+    lines = server.said.splitlines()
+    assert f"{server.url} answers; models are still loading." in lines
+    summary = lines[next(i for i, line in enumerate(lines) if line.startswith("Address")) :]
+    assert [line.partition(" ")[0] for line in summary if not line.startswith(" ")] == [
+        *("Address", "Page", "Model", "Logs", "Ctrl-C"),
+    ]
+    assert summary[0].startswith(f"Address   {server.url}/v1    this machine only")
+    assert "corral-demo: 4 slots x 2,048 tokens" in summary[2]
+    assert len(lines) < 20
+    assert "ServeController" not in server.said
+    assert "ServeController" in server.log.read_text()
+
+
+def test_chat_ps_stats_and_top(server: Started) -> None:
+    answer = corral("chat", "Hi", "--max-tokens", "8", "--temperature", "0", "--url", server.url)
+    assert answer.strip()
+    assert "corral-demo" in corral("ps", "--url", server.url)
+    view = json.loads(corral("stats", "--json", "--url", server.url))
+    (replica,) = view["replicas"].values()
+    assert (replica["n_slots"], replica["n_ctx_slot"], replica["state"]) == (4, 2048, "up")
+    assert "...." in corral("top", "--frames", "1", "--url", server.url)
+
+
+def test_ctrl_c_ends_every_process(server: Started) -> None:
+    assert processes.tagged(server.folder, "raylet")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(servers.STOP_TIMEOUT_S) == 0
+    wait_until(
+        lambda: not processes.tagged(server.folder, ""),
+        servers.STOP_TIMEOUT_S,
+        lambda: str(processes.tagged(server.folder, "")),
+    )
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_leaves_nothing_behind(folder: Path) -> None:
+    started = Started(folder)
+    try:
+        started.wait_for("Starting the server")
+        os.kill(started.process.pid, signal.SIGKILL)
+        wait_until(
+            lambda: not processes.tagged(folder, ""),
+            servers.STOP_TIMEOUT_S,
+            lambda: str(processes.tagged(folder, "")),
+        )
+    finally:
+        processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_a_configuration_that_cannot_work_ends_with_one_line(folder: Path) -> None:
+    config = folder / "config.yaml"
+    config.write_text(corral("config", "--threads", "4096"))
+    command = with_default_signals(*CORRAL, "serve", "--config", str(config))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert done.returncode == 1
+    assert "models (corral-demo): 4096 threads" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr

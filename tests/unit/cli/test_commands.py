@@ -1,0 +1,329 @@
+"""The commands, by Typer's runner: options, help, errors, and what they print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from serve_app import __version__
+from serve_app.cli import serve as server
+from serve_app.cli import tools
+from serve_app.cli.config_file import Options
+from serve_app.cli.main import app
+from serve_app.config import schema
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.errors import ConfigError
+from tests.unit.cli.conftest import Told
+
+RUN = CliRunner()
+COMMANDS = {"serve", "config", "check", "chat", "ps", "stats", "top", "bench", "capacity"}
+
+
+def output(*arguments: str, status: int = 0, **environment: str) -> str:
+    """What a command prints, on both channels."""
+    done = RUN.invoke(app, [*arguments], env={"COLUMNS": "200", "NO_COLOR": "1", **environment})
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    group = typer.main.get_command(app)
+    commands: dict[str, Any] = group.commands  # type: ignore[attr-defined]
+    assert set(commands) == COMMANDS
+    for name, command in commands.items():
+        assert "Example" in command.help, name
+        assert f"corral {name}" in command.help, name
+
+
+def test_help_lists_the_commands() -> None:
+    said = output("--help")
+    assert all(f" {name} " in said for name in COMMANDS)
+    assert output("--version") == f"corral {__version__}\n"
+
+
+def test_help_imports_nothing_that_is_slow() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from serve_app.cli.main import app\n"
+        "assert CliRunner().invoke(app, ['serve', '--help']).exit_code == 0\n"
+        "slow = {'ray', 'fastapi', 'llama_cpp', 'numpy', 'huggingface_hub', 'yaml'}\n"
+        "print(sorted(slow & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_completion_completes() -> None:
+    said = output(_CORRAL_COMPLETE="complete_bash", COMP_WORDS="corral c", COMP_CWORD="1").split()
+    assert said == ["config", "check", "chat", "capacity"]
+
+
+def test_config_prints_what_serve_would_use(tmp_path: Path) -> None:
+    model, keys = tmp_path / "m.Q4_0.gguf", tmp_path / "keys.yaml"
+    model.touch()
+    keys.touch()
+    sizes = ["--slots", "3", "--context", "512", "--threads", "2", "--port", "8123"]
+    access = ["--host", "0.0.0.0", "--api-key-file", str(keys)]
+    file = tmp_path / "config.yaml"
+    file.write_text(output("config", str(model), str(model), *sizes, *access))
+    found = schema.load(file)
+    assert [one.id for one in found.models] == ["m.Q4_0", "m.Q4_0-2"]
+    for one in found.models:
+        assert one.source.path == model
+        assert (one.engine.n_slots, one.engine.n_ctx_slot, one.engine.threads) == (3, 512, 2)
+    assert found.ingress.api_key_file == keys
+    assert yaml.safe_load(file.read_text())["http_options"] == {"host": "0.0.0.0", "port": 8123}
+
+
+def test_config_of_nothing_is_the_built_in_model(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(output("config"))
+    (model,) = schema.load(file).models
+    assert model.source.builtin
+    assert model.engine == schema.EngineConfig()
+    theirs = yaml.safe_load(Path("serve_config.yaml").read_text())
+    ours = yaml.safe_load(file.read_text())
+    assert ours["http_options"] == theirs["http_options"]
+    for name in ("name", "route_prefix", "import_path"):
+        assert ours["applications"][0][name] == theirs["applications"][0][name]
+
+
+def test_options_come_from_the_environment_too() -> None:
+    said = output("config", CORRAL_PORT="9123", CORRAL_SLOTS="5", CORRAL_ALLOW_ANONYMOUS="1")
+    found = yaml.safe_load(said)
+    assert found["http_options"]["port"] == 9123
+    args = found["applications"][0]["args"]
+    assert args["models"][0]["engine"] == {"n_slots": 5}
+    assert args["ingress"] == {"allow_anonymous": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config", "no.gguf"], "There is no file no.gguf."),
+        (["config", "--api-key-file", "no.yaml"], "--api-key-file: there is no file no.yaml."),
+        (["serve", "no.gguf"], "There is no file no.gguf."),
+        (["serve", "--config", "no.yaml"], "no.yaml: [Errno 2]"),
+        (["serve", "m.gguf", "--config", "no.yaml"], "--config names a file that says everything"),
+        (["serve", "--port", "1", "--config", "no.yaml"], "--config names a file that says"),
+        (["check", "no.yaml"], "no.yaml: [Errno 2]"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: list[str], message: str) -> None:
+    said = output(*arguments, status=1)
+    assert said.startswith(message)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["config", "--slots", "many"]])
+def test_options_of_the_wrong_kind_are_refused(arguments: list[str]) -> None:
+    assert "Invalid value" in output(*arguments, status=2)
+
+
+def test_check_names_the_models_or_what_is_wrong(tmp_path: Path) -> None:
+    assert output("check", "serve_config.yaml") == (
+        "serve_config.yaml is valid. Models: corral-demo\n"
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(Path("serve_config.yaml").read_text().replace("engine: {}", "engine: {x: 1}"))
+    assert "models.0.engine.x: Extra inputs are not permitted" in output(
+        "check", str(file), status=1
+    )
+
+
+def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Options, Path | None, bool]] = []
+
+    def run(options: Options, config: Path | None, _console: object, *, verbose: bool) -> int:
+        seen.append((options, config, verbose))
+        return 3
+
+    monkeypatch.setattr(server, "run", run)
+    output("serve", "a.gguf", "b.gguf", "--context", "64", "-v", status=3)
+    output("serve", "--config", "c.yaml", status=3)
+    assert seen == [
+        (Options(models=("a.gguf", "b.gguf"), context=64), None, True),
+        (Options(), Path("c.yaml"), False),
+    ]
+
+
+def test_a_configuration_without_applications_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("models: []")
+    with pytest.raises(ConfigError, match="applications"):
+        server.read(file)
+
+
+def chunk(finish: str | None = None, **delta: str) -> dict[str, Any]:
+    return {"choices": [{"delta": delta, "finish_reason": finish}]}
+
+
+def test_chat_answers_one_prompt(told: Told) -> None:
+    told.json("/v1/models", {"data": [{"id": "first"}, {"id": "second"}]})
+    told.stream(
+        "/v1/chat/completions",
+        chunk(role="assistant"),
+        chunk(reasoning_content="Hm."),
+        chunk(content="Hello, "),
+        chunk(content="**you**"),
+        chunk("stop"),
+        {"choices": [], "usage": {"completion_tokens": 4}},
+    )
+    arguments = ["--url", f"{told.url}/v1", "--api-key", "secret", "--max-tokens", "9"]
+    assert output("chat", "Hi", "--system", "Be kind.", *arguments) == "Hello, **you**\n"
+    path, headers, body = told.asked[-1]
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer secret"
+    assert body == {
+        "model": "first",
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "Hi"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 9,
+    }
+
+
+def test_chat_converses(told: Told) -> None:
+    told.json("/v1/models", {"data": [{"id": "m"}]})
+    told.stream("/v1/chat/completions", chunk(content="Yes."), chunk("stop"))
+    lines = "One?\nTwo?\n/model\n/new\nThree?\n/nonsense\n/quit\n"
+    done = RUN.invoke(app, ["chat", "--url", told.url, "--model", "m"], input=lines)
+    assert done.exit_code == 0, done.output
+    said = [[m["content"] for m in body["messages"]] for _, _, body in told.asked if body]
+    assert said == [["One?"], ["One?", "Yes.", "Two?"], ["Three?"]]
+    assert "/system TEXT" in done.output
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "message"),
+    [
+        (401, {"error": {"message": "No."}}, "No. (give a key: --api-key, or CORRAL_API_KEY)"),
+        (503, {"error": {"message": "Not yet."}}, "Not yet. (HTTP 503)"),
+        (500, {"error": "plain"}, "plain (HTTP 500)"),
+        (200, ["no object"], "answered with JSON that is no object"),
+    ],
+)
+def test_what_a_server_refuses_is_said(
+    status: int, content: object, message: str, told: Told
+) -> None:
+    told.json("/v1/models", content, status)
+    assert message in output("chat", "Hi", "--url", told.url, status=1)
+
+
+def test_an_error_within_a_stream_is_said(told: Told) -> None:
+    told.stream("/v1/chat/completions", chunk(content="a"), {"error": {"message": "It broke."}})
+    said = output("chat", "Hi", "--url", told.url, "--model", "m", status=1)
+    assert "It broke.\n" in said
+
+
+@pytest.mark.parametrize("command", ["chat", "ps", "stats", "top"])
+def test_a_server_that_is_not_there_is_said(command: str) -> None:
+    said = output(command, "--url", "http://127.0.0.1:9", status=1)
+    assert said.startswith("No server answers at http://127.0.0.1:9: ")
+
+
+def replica(**changed: object) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "state": "up",
+        "node": "0123456789abcdef",
+        "cores": [0, 1, 2, 5],
+        "threads": 4,
+        "n_slots": 8,
+        "n_ctx_slot": 4096,
+        "running": 2,
+        "waiting": 1,
+        "wait_s": 1.25,
+        "generated_per_s": 81.04,
+        "prompt_per_s": 512.0,
+        "hits": 0.5,
+        "ttft": [120.0, 2500.0, 3000.0, 10],
+        "itl": [24.6, None, None, 10],
+        "slots": {"0": ["decode", 1, 1, 1, 0], "1": ["prefill", 0, 1, 0, 9], "2": ["idle"]},
+        **changed,
+    }
+
+
+def test_ps_and_stats_are_tables_of_what_live_tells(told: Told) -> None:
+    models = {"m": {"states": {}}, "n": {"states": {"STARTING": 1, "RUNNING": 0}}}
+    view = {"models": models, "replicas": {"r1": replica()}, "events": {}}
+    later = {"replicas": {"r1": {"running": 3, "cores": None, "hits": None}}}
+    told.stream("/v1/live", view, later)
+    header, row, missing = output("ps", "--url", told.url).splitlines()
+    assert header.split() == [
+        *("model", "replica", "state", "slots", "context", "threads", "cores", "node"),
+    ]
+    assert row.split() == ["m", "r1", "up", "2/8", "4,096", "4", "0-2,", "5", "01234567"]
+    assert missing.split() == ["n", "1", "starting"]
+    told.stream("/v1/live", view, later, {"replicas": {"r1": {"waiting": 4}}})
+    _, row, _ = output("stats", "--url", told.url).splitlines()
+    figures = "m 3/8 4 81.0 512 - 120 ms / 2.50 s 25 ms / - 1.2 s"
+    assert row.split() == figures.split()
+    shown = json.loads(output("stats", "--url", told.url, "--json"))
+    assert shown["replicas"]["r1"]["waiting"] == 4
+    assert "cores" not in shown["replicas"]["r1"]
+
+
+def test_top_shows_slots_and_what_happened(told: Told) -> None:
+    event = {"n": 7, "at": 1.0, "kind": "preempted", "model": "m", "replica": "r1", "count": 2}
+    view = {"models": {"m": {"states": {}}}, "replicas": {"r1": replica()}, "events": {"7": event}}
+    told.stream("/v1/live", view, {"at": 2})
+    said = output("top", "--url", told.url, "--frames", "2")
+    assert "DP." in said
+    assert "m: 2 preempted r1" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "given"),
+    [
+        (["bench"], "loadtests.engine", ["--model", str(BUILTIN_MODEL)]),
+        (
+            ["bench", "--model", "x", "--rounds", "1"],
+            "loadtests.engine",
+            ["--model", "x", "--rounds", "1"],
+        ),
+        (["bench", "--help"], "loadtests.engine", ["--help"]),
+        (
+            ["capacity", "--seconds", "5"],
+            "loadtests.load.capacity",
+            ["--seconds", "5", "--url", "http://127.0.0.1:8000", "--slo", tools._SLO],
+        ),
+        (
+            ["capacity", "--configs", "a.yaml", "--slo=itl_p50=1s"],
+            "loadtests.load.capacity",
+            ["--configs", "a.yaml", "--slo=itl_p50=1s"],
+        ),
+    ],
+)
+def test_measurements_get_what_newcomers_leave_out(
+    arguments: list[str], module: str, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def run(module: str, arguments: Sequence[str], needs: Sequence[str] = ()) -> int:
+        seen.append((module, [*arguments]))
+        return 0
+
+    monkeypatch.setattr(tools, "_run", run)
+    output(*arguments)
+    assert seen == [(module, given)]
+
+
+def test_measurements_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tools._run("loadtests.engine", [], needs=("json", "no_such_module")) == 1
+    assert "pip install 'corral[load]'" in capsys.readouterr().err
+
+
+def test_bench_is_the_program_itself() -> None:
+    assert tools.bench(["--help"]) == 0

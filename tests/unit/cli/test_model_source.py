@@ -1,0 +1,86 @@
+"""What MODEL means on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import model_source
+from serve_app.cli.model_source import NamedModel, chosen, named
+from serve_app.errors import ConfigError
+
+FILES = (
+    "README.md",
+    "Qwen3-4B-Q4_K_M.gguf",
+    "Qwen3-4B-Q8_0.gguf",
+    "Qwen3-4B-IQ4_XS.gguf",
+    "mmproj-Qwen3-4B-Q8_0.gguf",
+    "Qwen3-4B-BF16-00001-of-00002.gguf",
+    "Qwen3-4B-BF16-00002-of-00002.gguf",
+)
+
+
+def test_nothing_is_the_built_in_model() -> None:
+    assert named(None) == NamedModel("corral-demo", {"builtin": True})
+
+
+def test_a_file_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my model (v2).Q4_0.gguf"
+    path.touch()
+    monkeypatch.chdir(tmp_path)
+    assert named(path.name) == NamedModel("my-model-v2-.Q4_0", {"path": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nothing.gguf", "There is no file nothing.gguf."),
+        ("./nothing", "There is no file ./nothing."),
+        ("/a/b/c.gguf", "There is no file /a/b/c.gguf."),
+        ("qwen", "qwen is neither a GGUF file nor a Hugging Face repository"),
+        ("a/b/c", "a/b/c is neither"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        named(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "filename"),
+    [
+        ("Qwen/Qwen3-4B-GGUF", "Qwen3-4B-Q4_K_M.gguf"),
+        ("Qwen/Qwen3-4B-GGUF:q8_0", "Qwen3-4B-Q8_0.gguf"),
+        ("Qwen/Qwen3-4B-GGUF:IQ4_XS", "Qwen3-4B-IQ4_XS.gguf"),
+        ("Qwen/Qwen3-4B-GGUF:some-other.gguf", "some-other.gguf"),
+    ],
+)
+def test_a_repository_is_asked_for_its_files(
+    model: str, filename: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "_files", lambda repo_id: [*FILES])
+    found = named(model)
+    assert found.source == {"repo_id": "Qwen/Qwen3-4B-GGUF", "filename": filename}
+    assert found.id == filename.removesuffix(".gguf")
+
+
+def test_the_only_file_needs_no_name() -> None:
+    assert chosen(["x/odd-name.gguf", "mmproj-x.gguf"], "a/b", None) == "x/odd-name.gguf"
+
+
+@pytest.mark.parametrize(
+    ("files", "quant", "message"),
+    [
+        (FILES, "Q5_K_M", "It has: Qwen3-4B-BF16-00001-of-00002.gguf, .*, Qwen3-4B-Q8_0.gguf$"),
+        (FILES, "Q4_K", "choose a file by its quantisation"),
+        (FILES, "BF16", "is one of several parts"),
+        (("README.md", "mmproj-a.gguf"), None, "a/b holds no GGUF file"),
+        (("a-Q2_K.gguf", "a-Q3_K_S.gguf"), None, "It has: a-Q2_K.gguf, a-Q3_K_S.gguf$"),
+    ],
+)
+def test_what_a_repository_has_not_is_refused(
+    files: tuple[str, ...], quant: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen(files, "a/b", quant)

@@ -1,0 +1,228 @@
+"""What `corral serve` says, without a server."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from serve_app import progress
+from serve_app.cli import chat, screen, serve
+from serve_app.cli.screen import Screen, Served
+from serve_app.progress import Stage
+
+
+def served(**changed: Any) -> Served:
+    fields: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 8000,
+        "key_file": None,
+        "allow_anonymous": False,
+        "log": Path("/logs/server-8000.log"),
+        "ray_logs": "/tmp/ray/session/logs",
+    }
+    return Served(**(fields | changed))
+
+
+def model(n_slots: int, n_ctx_slot: int, n_replicas: int = 1) -> dict[str, Any]:
+    engine = {"n_slots": n_slots, "n_ctx_slot": n_ctx_slot, "threads": 4}
+    replicas = [{"engine": engine, "placement": "because"}] * n_replicas
+    return {"id": "m", "replicas": replicas}
+
+
+def test_the_summary_says_where_who_and_what() -> None:
+    lines = screen.summary(served(), [model(8, 4096)], lambda _: None)
+    assert lines[0].startswith("Address   http://127.0.0.1:8000/v1    this machine only")
+    assert lines[1].startswith("Page      http://127.0.0.1:8000/ ")
+    assert lines[2:4] == ["Model     m: 8 slots x 4,096 tokens, 4 threads", "          because"]
+    assert lines[4] == "Logs      /logs/server-8000.log; Ray's own in /tmp/ray/session/logs"
+    assert not any("Warning" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("access", "said"),
+    [
+        ({"key_file": Path("/keys.yaml")}, "with an API key of /keys.yaml"),
+        ({"allow_anonymous": True}, "no key: everybody"),
+    ],
+)
+def test_the_summary_says_who_may_come_in(access: dict[str, Any], said: str) -> None:
+    first, second, *_ = screen.summary(served(host="0.0.0.0", **access), [], lambda _: None)
+    assert first.startswith("Address   http://127.0.0.1:8000/v1")
+    assert said in first
+    assert second.endswith(":8000/v1    from other machines")
+
+
+def test_replicas_are_counted() -> None:
+    lines = screen.summary(served(), [model(8, 4096, 2)], lambda _: None)
+    assert "Model     m: 2 replicas, each 8 slots x 4,096 tokens, 4 threads" in lines
+
+
+@pytest.mark.parametrize(
+    ("n_slots", "n_ctx_slot", "trained", "said"),
+    [
+        (8, 2048, 2048, "2,048 tokens are all that this model was trained for."),
+        (8, 2048, 32768, "--slots 4 --context 4096 takes the same memory;"),
+        (8, 1024, None, "--slots 2 --context 4096 takes the same memory;"),
+        (3, 2048, 32768, "--slots 1 --context 4096 takes the same memory;"),
+        (8, 1024, 2048, "--slots 4 --context 2048 takes the same memory;"),
+        (1, 1024, 8192, "cache_type_v: q8_0"),
+    ],
+)
+def test_little_context_is_a_warning_with_a_way_out(
+    n_slots: int, n_ctx_slot: int, trained: int | None, said: str
+) -> None:
+    lines = screen.summary(served(), [model(n_slots, n_ctx_slot)], lambda _: trained)
+    assert any(said in line for line in lines), lines
+    warned = any("Warning: " in line for line in lines)
+    assert warned is (trained != n_ctx_slot)
+    if n_slots == 1:
+        assert not any("--slots" in line for line in lines)
+
+
+def test_without_a_terminal_each_step_is_a_line() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    with Screen(console) as shown:
+        shown.step("Starting Ray")
+        shown.step("Starting Ray")
+        shown.stage("m", Stage("loading", 0.5))
+        shown.stage("m", Stage("loading", 1.0))
+        shown.stage("m", Stage("measuring", limit_s=27.0))
+        shown.clear()
+        shown.say("A line that is longer than the console is wide stays one [line].")
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "Starting Ray ...",
+        "m: loading ...",
+        "m: measuring batches, 27 s at most ...",
+        "A line that is longer than the console is wide stays one [line].",
+    ]
+
+
+def test_on_a_terminal_there_are_bars() -> None:
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with Screen(console, clock=lambda: now[0]) as shown:
+        shown.step("Starting Ray")
+        shown.step("Starting the server")
+        shown.stage("m", Stage("loading", 0.25))
+        step, loading = shown._progress.tasks
+        assert (step.description, step.total) == ("Starting the server", None)
+        assert (loading.description, loading.completed) == ("m: loading", 0.25)
+        shown.stage("m", Stage("measuring", limit_s=20.0))
+        now[0] = 5.0
+        shown.stage("m", Stage("measuring", limit_s=20.0))
+        assert shown._progress.tasks[1].completed == 0.25
+        now[0] = 50.0
+        shown.stage("m", Stage("measuring", limit_s=20.0))
+        assert shown._progress.tasks[1].completed == 0.99
+        shown.clear()
+        assert shown._progress.tasks == []
+
+
+def test_progress_goes_to_a_file_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(progress.FOLDER, str(tmp_path))
+    report = progress.to_folder("org/model")
+    report(Stage("loading", 0.5))
+    assert progress.read(tmp_path) == {"org/model": Stage("loading", 0.5)}
+    report(Stage("loading", 0.6))  # at once: not worth a write
+    assert progress.read(tmp_path) == {"org/model": Stage("loading", 0.5)}
+    report(Stage("loading", 1.0))
+    assert progress.read(tmp_path) == {"org/model": Stage("loading", 1.0)}
+    report(Stage("measuring", limit_s=3.0))
+    assert progress.read(tmp_path) == {"org/model": Stage("measuring", limit_s=3.0)}
+    (tmp_path / "broken.json").write_text("{")
+    assert list(progress.read(tmp_path)) == ["org/model"]
+
+
+def test_nobody_is_told_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(progress.FOLDER, raising=False)
+    assert progress.to_folder("m") is progress.nowhere
+    monkeypatch.setenv(progress.FOLDER, "/no/such/folder")
+    progress.to_folder("m")(Stage("loading"))
+
+
+def test_lines_come_as_they_are_written() -> None:
+    reading, writing = os.pipe()
+    lines = serve._Lines(reading)
+    assert lines.read(0) == []
+    os.write(writing, b'{"kind": "ray"}\n{"kind": ')
+    assert lines.read(1) == [{"kind": "ray"}]
+    os.write(writing, b'"serve"}\n')
+    assert lines.read(1) == [{"kind": "serve"}]
+    os.close(writing)
+    assert lines.read(1) == []
+    assert lines.read(0) == []
+    os.close(reading)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("Traceback\n  File x\nserve_app.errors.ConfigError: models (m): bad\n", "models (m): bad"),
+        ("one\ntwo\n\nthree\nfour", "two\nthree\nfour"),
+        ("", "The application could not be started."),
+    ],
+)
+def test_a_failed_start_is_said_without_tracebacks(message: str, said: str) -> None:
+    assert serve._problem(message) == said
+
+
+def test_an_operators_key_looks_at_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(json.dumps({"keys": [{"key": "a"}, {"key": "b", "admin": True}]}))
+    assert serve._any_key(file) == "b"
+    file.write_text("keys: 3")
+    assert serve._any_key(file) is None
+    assert serve._any_key(None) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "[::1]"), ("10.0.0.7", "10.0.0.7")],
+)
+def test_the_address_is_one_that_this_machine_reaches(host: str, name: str) -> None:
+    assert screen.local_name(host) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "done"),
+    [
+        ("a", ""),
+        ("a\n\nb", "a\n\n"),
+        ("```\na\n\nb", ""),
+        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
+        ("a\n\nb\n\n", "a\n\nb\n\n"),
+    ],
+)
+def test_markdown_is_rendered_by_whole_blocks(text: str, done: str) -> None:
+    assert chat.split_blocks(text) == (done, text.removeprefix(done))
+
+
+def test_markdown_on_a_terminal_is_rendered() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with chat.MarkdownWriter(console) as writer:
+        for piece in ("Hm", "."):
+            writer.write("reasoning", piece)
+        for piece in ("# Ti", "tle\n\nSome **bo", "ld** text\n\n- a\n- b"):
+            writer.write("text", piece)
+    shown = Console(file=io.StringIO(), width=60)
+    shown.print(console.file.getvalue())  # type: ignore[attr-defined]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "**" not in said.replace("Some **bo", "")
+    assert "Title" in said
+    assert " • " in said
+
+
+def test_an_answer_is_summed_up() -> None:
+    answer = chat.Answer("text", n_tokens=11, finish="length", first_s=0.5, took_s=2.5)
+    assert (
+        answer.summary
+        == "11 tokens, 5.0 tokens/s, first after 0.50 s, cut off: no room for more tokens"
+    )
