@@ -1,4 +1,4 @@
-"""What the site has beside the files of docs/: the navigation's last section, and ARCHITECTURE.md as a page."""
+"""What the site has beside docs/: the navigation's last section, and ARCHITECTURE.md as a page."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftError
-from serve_app.llama import cuts, library
+from serve_app.llama import library
 from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
+from serve_app.llama.sampling import cuts
 from serve_app.llama.threads import FEW_ROWS, Threads
 
 Row = tuple[int, int, int, bool]

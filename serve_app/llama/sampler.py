@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.errors import ConstraintError
-from serve_app.llama import cuts
-from serve_app.llama.adjustments import Adjustments
-from serve_app.llama.chain import Chain
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Context
+from serve_app.llama.sampling import cuts
+from serve_app.llama.sampling.adjustments import Adjustments
+from serve_app.llama.sampling.chain import Chain
 from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 

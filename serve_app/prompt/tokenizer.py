@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.llama import chat_templates
 from serve_app.llama.model import Model
 from serve_app.prompt import output_parser
 from serve_app.prompt.chat_template import ChatTemplate, Message
 from serve_app.prompt.escaping import ControlTokenEscaper
-from serve_app.prompt.named_template import NamedTemplate, names
+from serve_app.prompt.named_template import NamedTemplate
 from serve_app.prompt.output_parser import DELIMITERS, OutputParser
 from serve_app.prompt.tool_calls import ToolFormat
 
@@ -52,7 +53,7 @@ class Tokenizer:
         """The source of the chat template, or its name."""
         self._template: ChatTemplate | NamedTemplate = (
             NamedTemplate(self.chat_template)
-            if self.chat_template in names()
+            if self.chat_template in chat_templates.names()
             else ChatTemplate(self.chat_template, bos=self.bos, eos=self.eos)
         )
         self.has_template = given is not None

@@ -320,8 +320,8 @@ def test_haproxy_counts_the_requests_of_each_key_where_there_are_keys(tmp_path: 
         subprocess.run([CLUSTER / "haproxy", "-f", config], env=environment, check=True)
         rules[rate] = [line for line in config.read_text().splitlines() if "sc0" in line]
     assert not rules[""]
-    _track, refusal = rules["200"]
-    assert refusal.endswith("if { sc0_http_req_rate gt 400 }")
+    _track, unlogged, refusal = rules["200"]
+    assert all(rule.endswith("if { sc0_http_req_rate gt 200 }") for rule in (unlogged, refusal))
     (told,) = [word for word in shlex.split(refusal) if word.startswith("{" + '"error"')]
     assert json.loads(told)["error"]["code"] == RateLimitError.code
 

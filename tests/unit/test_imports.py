@@ -124,6 +124,7 @@ def test_only_the_llama_package_imports_llama_cpp() -> None:
 def test_ray_is_known_in_few_places_only() -> None:
     assert {module for module, _ in offenders("serve_app", "ray")} == {
         "serve_app.app",
+        "serve_app.cli.starter",
         "serve_app.config.schema",
         "serve_app.replica.kv_transfer",
         "serve_app.replica.metrics",

@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from loadtests.engine.sampling.whole_chain import WholeChain
-from serve_app.llama import chain, cuts
-from serve_app.llama.candidates import Candidates
 from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampling import chain, cuts
+from serve_app.llama.sampling.candidates import Candidates
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.llama.candidates import Candidates
 from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampling.candidates import Candidates
 from serve_app.sampling import CHAIN, PARAMETERS, SamplingParams
 
 LOGITS = np.array([4.0, 3.5, 2.0, 1.0, 0.5, 0.0, -1.0, -6.0], np.float32)

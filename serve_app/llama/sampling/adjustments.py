@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama import library
-from serve_app.llama.candidates import Candidates
 from serve_app.llama.context import Context
+from serve_app.llama.sampling.candidates import Candidates
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]

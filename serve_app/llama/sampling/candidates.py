@@ -9,7 +9,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.llama import cuts, library
+from serve_app.llama import library
+from serve_app.llama.sampling import cuts
 
 # llama.cpp's `llama_token_data`.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])

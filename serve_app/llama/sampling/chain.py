@@ -11,10 +11,10 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.llama import cuts
-from serve_app.llama.candidates import Candidates, Room
 from serve_app.llama.context import Context
-from serve_app.llama.cuts import Cut
+from serve_app.llama.sampling import cuts
+from serve_app.llama.sampling.candidates import Candidates, Room
+from serve_app.llama.sampling.cuts import Cut
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
