@@ -7,7 +7,7 @@ llama-server's routes tell and docs/api/parameters.md's table all come from thes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -112,6 +112,29 @@ class SamplingParams:
         Interval(ge=-2, le=2),
         sampler="penalties",
     )
+    dry_multiplier: float = parameter(
+        0.0,
+        "How much DRY makes tokens less likely that would repeat a sequence; 0 switches it off.",
+        Interval(ge=0, le=100),
+        sampler="dry",
+    )
+    dry_base: float = parameter(
+        1.75,
+        "The base of DRY's penalty: by how much it grows with each token more that is repeated.",
+        Interval(ge=0, le=100),
+    )
+    dry_allowed_length: int = parameter(
+        2, "Repeated sequences of so many tokens cost nothing.", Interval(ge=0, le=_INT_MAX)
+    )
+    dry_penalty_last_n: int = parameter(
+        -1,
+        "How many last tokens DRY looks at, prompt included; 0 switches it off, -1 means the whole "
+        "context.",
+        Interval(ge=-1, le=_INT_MAX),
+    )
+    dry_sequence_breakers: tuple[StopString, ...] = parameter(
+        ("\n", ":", '"', "*"), "Strings at which repeated sequences end.", _MOST_STOPS
+    )
     top_n_sigma: float = parameter(
         -1.0,
         "Keeps tokens whose logit is at most so many standard deviations of all logits below the highest "
@@ -147,12 +170,46 @@ class SamplingParams:
         _SHARE,
         sampler="min_p",
     )
+    xtc_probability: float = parameter(
+        0.0,
+        "How often XTC leaves out the most likely tokens; 0 switches it off.",
+        _SHARE,
+        sampler="xtc",
+    )
+    xtc_threshold: float = parameter(
+        0.1,
+        "XTC leaves out all tokens with at least this probability but the least likely of them; above 0.5 "
+        "it is off.",
+        _SHARE,
+    )
+    min_keep: int = parameter(
+        0, "Samplers leave at least so many tokens.", Interval(ge=0, le=_INT_MAX)
+    )
     temperature: float = parameter(
         0.8,
         "Divides the logits; 0 picks the most likely token.",
         Interval(ge=0, le=100),
         also={Api.RESPONSES: Taken(Interval(ge=0, le=2)), Api.ANTHROPIC: Taken(_SHARE)},
         sampler="temperature",
+    )
+    dynatemp_range: float = parameter(
+        0.0,
+        "The temperature follows the entropy, so far up and down; 0 leaves it as it is.",
+        Interval(ge=0, le=100),
+    )
+    dynatemp_exponent: float = parameter(
+        1.0, "How the temperature follows the entropy.", Interval(ge=0, le=100)
+    )
+    mirostat: int = parameter(
+        0,
+        "1 or 2: that version of Mirostat draws in the place of all samplers from top_n_sigma to XTC.",
+        Interval(ge=0, le=2),
+    )
+    mirostat_tau: float = parameter(
+        5.0, "The surprise, in bits, that Mirostat aims at.", Interval(ge=0, le=100)
+    )
+    mirostat_eta: float = parameter(
+        0.1, "How fast Mirostat learns, from 0 to 1.", Interval(ge=0, le=1)
     )
     seed: int | None = parameter(
         None,
@@ -167,6 +224,9 @@ class SamplingParams:
     )
     ignore_eos: bool = parameter(False, "Whether to go on where the model would end.")
 
+    samplers: tuple[str, ...] | None = None
+    """llama-server's names of those that are used, in their order; None for all in the usual one.
+    Penalties and DRY come first, wherever they stand."""
     # What requests do not give as it is: their protocols make it of several fields.
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, value added to its logit); -inf bans the token."""
@@ -183,7 +243,17 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether the last tokens change anything."""
         penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
-        return self.repeat_last_n != 0 and penalties != (1, 0, 0)
+        return self.uses("penalties") and self.repeat_last_n != 0 and penalties != (1, 0, 0)
+
+    @property
+    def counts_repeats(self) -> bool:
+        """Whether DRY changes anything."""
+        is_on = self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
+        return self.uses("dry") and is_on
+
+    def uses(self, sampler: str) -> bool:
+        """Whether this one, by llama-server's name, is among the samplers."""
+        return self.samplers is None or sampler in self.samplers
 
 
 def _declared() -> tuple[Parameter, ...]:
@@ -200,22 +270,41 @@ CHAIN = tuple(dict.fromkeys(one.sampler for one in PARAMETERS if one.sampler is 
 """llama-server's names of Corral's samplers, in their order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lacking:
-    """A parameter of llama-server's that switches on a sampler that Corral does not have."""
-
-    off: float
-    """The value that leaves it off."""
-    details: tuple[str, ...] = ()
-    """Parameters that change nothing as long as it is off."""
-
-
-LACKING = {
-    "dynatemp_range": Lacking(0, ("dynatemp_exponent",)),
-    "dry_multiplier": Lacking(
-        0, ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
-    ),
-    "xtc_probability": Lacking(0, ("xtc_threshold",)),
-    "mirostat": Lacking(0, ("mirostat_tau", "mirostat_eta")),
-    "tfs_z": Lacking(1),
+_OTHER_NAMES = {
+    "top-k": "top_k",
+    "top-p": "top_p",
+    "nucleus": "top_p",
+    "typical": "typ_p",
+    "typical_p": "typ_p",
+    "typical-p": "typ_p",
+    "typ-p": "typ_p",
+    "typ": "typ_p",
+    "min-p": "min_p",
+    "temp": "temperature",
+    "top-n-sigma": "top_n_sigma",
 }
+_LETTERS = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+}
+
+
+def samplers_by(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Samplers by their names, or by a string of letters; those that nobody knows are left out, as at
+    llama-server.
+
+    Source: llama.cpp, `common_sampler_types_from_names` and `common_sampler_types_from_chars` in
+    common/sampling.cpp.
+    """
+    if isinstance(names, str):
+        found = [_LETTERS.get(letter, "") for letter in names]
+    else:
+        found = [_OTHER_NAMES.get(name, name) for name in names]
+    return tuple(name for name in dict.fromkeys(found) if name in CHAIN)

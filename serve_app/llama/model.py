@@ -126,6 +126,11 @@ class Model:
         return default if value is None else int(value)
 
     @property
+    def vocabulary(self) -> Any:
+        """llama.cpp's pointer to it."""
+        return self._vocab
+
+    @property
     def vocab_type(self) -> int:
         """By llama.cpp's numbers, `llama_vocab_type`."""
         return int(llama_cpp.llama_vocab_type(self._vocab))

@@ -47,6 +47,22 @@ GENERATING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": HI, "max_tokens": 64}),
     ("/v1/responses", {"input": "Hello", "max_output_tokens": 64}),
 ]
+SAMPLED = [
+    {},
+    {"top_k": 5},
+    {"samplers": ["temperature", "top_k"], "top_k": 3},
+    {"samplers": "kt"},
+    {"min_p": 0.2, "min_keep": 3},
+    {"typical_p": 0.6},
+    {"top_n_sigma": 1.5},
+    {"xtc_probability": 0.7, "xtc_threshold": 0.1},
+    {"dynatemp_range": 0.5, "dynatemp_exponent": 1.2},
+    {"mirostat": 1},
+    {"mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2},
+    {"dry_multiplier": 2, "dry_allowed_length": 1, "ignore_eos": True},
+    {"dry_multiplier": 2, "dry_sequence_breakers": ["a"], "ignore_eos": True},
+    {"repeat_penalty": 1.5, "presence_penalty": 0.5, "ignore_eos": True},
+]
 STREAMED = [(path, body) for path, body in GENERATING if not isinstance(body.get("prompt"), list)]
 OTHERS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/health", None),
@@ -169,3 +185,14 @@ def test_what_is_refused(pair: Pair, path: str, body: dict[str, Any]) -> None:
     assert ours.status == theirs.status == 400
     assert differences(theirs.body, ours.body) == []
     assert ours.body["error"]["type"] == theirs.body["error"]["type"]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("sampling", SAMPLED, ids=repr)
+def test_samplers_draw_alike(pair: Pair, sampling: dict[str, Any], seed: int) -> None:
+    body = {"prompt": "Tell me a story", "temperature": 1.3, "seed": seed, **sampling}
+    theirs, ours = pair.ask("POST", "/completion", body)
+    assert (theirs.status, ours.status) == (200, 200)
+    assert ours.body["content"] == theirs.body["content"]
+    told = [one.body["generation_settings"] for one in (theirs, ours)]
+    assert told[1]["samplers"] == told[0]["samplers"]

@@ -16,23 +16,12 @@ from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
 from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.ingress.openai.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationParams, Text
-from serve_app.sampling import CHAIN, LACKING, SamplingParams
+from serve_app.sampling import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
 Mixed = list[TokenId | Text]
 """Token ids and texts, side by side."""
 Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
-
-_REST = ("top_k", "typ_p", "top_p", "min_p")
-_ORDERS: tuple[tuple[str, ...], ...] = (
-    CHAIN,
-    ("penalties", "dry", "top_n_sigma", *_REST, "xtc", "temperature"),
-    ("penalties", "dry", *_REST, "xtc", "temperature"),
-    ("dry", *_REST, "xtc", "temperature"),
-    ("penalties", *_REST, "temperature"),
-)
-"""`samplers` that ask for Corral's own order: with samplers that it lacks and are off, llama-server's
-default, and without those that are off, those that older clients send."""
 
 
 def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int | str]]:
@@ -84,23 +73,20 @@ class LlamaParams(GenerationParams):
     model_config = ConfigDict(json_schema_extra=_describe)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{name: (None, sampler.off) for name, sampler in LACKING.items()},
+        "tfs_z": (None, 1),
+        "adaptive_target": (None, -1),
         "penalize_nl": (None, False),
         "n_indent": (None, 0),
         "n_cache_reuse": (None, 0),
-        "min_keep": (None, 0),
         "t_max_predict_ms": (None, 0),
         "id_slot": (None, -1),
         "cache_prompt": (None, True),
         "return_progress": (None, False),
         "post_sampling_probs": (None, False),
         "lora": (None, []),
-        "samplers": (None, *map(list, dict.fromkeys(_ORDERS))),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})
-    INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | frozenset(
-        {name for one in LACKING.values() for name in one.details}
-    )
+    INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"adaptive_decay"}
 
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""

@@ -152,22 +152,9 @@ def _stop_type(end: SequenceEnd) -> str:
 
 
 _OFF: Json = {
-    "dynatemp_range": 0.0,
-    "dynatemp_exponent": 1.0,
-    "xtc_probability": 0.0,
-    "xtc_threshold": 0.1,
-    "dry_multiplier": 0.0,
-    "dry_base": 1.75,
-    "dry_allowed_length": 2,
-    "dry_penalty_last_n": -1,
-    "dry_sequence_breakers": ["\n", ":", '"', "*"],
-    "mirostat": 0,
-    "mirostat_tau": 5.0,
-    "mirostat_eta": 0.1,
     "adaptive_target": -1.0,
     "adaptive_decay": 0.9,
     "n_discard": 0,
-    "min_keep": 0,
     "grammar_lazy": False,
     "grammar_triggers": [],
     "preserved_tokens": [],
@@ -208,7 +195,7 @@ def generation_settings(
         "n_probs": sampling.logprobs or 0,
         "grammar": asked.grammar if asked else "",
         "timings_per_token": bool(asked and asked.generation.timings),
-        "samplers": list(CHAIN),
+        "samplers": list(CHAIN if sampling.samplers is None else sampling.samplers),
     }
 
 

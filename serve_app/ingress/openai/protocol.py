@@ -18,7 +18,7 @@ from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.prompt import grammars
-from serve_app.sampling import Api, SamplingParams, StopString, StopStrings
+from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_CHOICES = 32
@@ -63,6 +63,11 @@ class GenerationParams(RequestModel):
     """llama-server's: a JSON schema that the text must validate against."""
     regex: Annotated[str, Field(min_length=1)] | None = None
     """A regular expression that the whole text must match."""
+    samplers: (
+        Annotated[str, Field(max_length=64)] | Annotated[list[str], Field(max_length=64)] | None
+    ) = None
+    """llama-server's: the samplers that are used, in their order, by their names or as a string of their
+    letters. Penalties and DRY come first all the same."""
     timings: bool = False
     """Whether to tell, at the end, what the request waited for and how long; only with one answer."""
     timings_per_token: bool = False
@@ -129,6 +134,7 @@ class GenerationParams(RequestModel):
         Raises InvalidRequestError."""
         return SamplingParams(
             **{**defaults.sampling, **given(self, Api.OPENAI)},
+            samplers=None if self.samplers is None else samplers_by(self.samplers),
             logit_bias=tuple(
                 (token, float("-inf") if bias == -100 else bias)
                 for token, bias in (self.logit_bias or {}).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,11 +37,13 @@ class Adjustments:
         self._tokens = np.unique(self._biased)
         self._has_twice = self._tokens.size < self._biased.size
         self._known = set(self._tokens.tolist())
-        self._penalties = _penalties(context, params)
-        if self._penalties:
-            for token in prompt[-_window(context, params) :]:
-                _accept(self._penalties, token)
-            self._concern(prompt[-_window(context, params) :])
+        self._by_history = [
+            one for one in (_penalties(context, params), _dry(context, params)) if one
+        ]
+        if self._by_history:
+            for token in (last := prompt[-_window(context, params) :]):
+                self._tell(token)
+            self._concern(last)
 
     def __bool__(self) -> bool:
         """Whether any token is concerned yet."""
@@ -59,9 +62,10 @@ class Adjustments:
                 np.add.at(logits, self._biased, self._bias)
             else:  # the same, sooner
                 logits[self._biased] += self._bias
-            if self._penalties:
+            if self._by_history:
                 candidates = Candidates(tokens, logits[tokens])
-                candidates.apply(self._penalties)
+                for one in self._by_history:
+                    candidates.apply(one)
                 logits[tokens] = candidates.logits
             yield
         finally:
@@ -69,9 +73,13 @@ class Adjustments:
 
     def accept(self, token: int) -> None:
         """The token was picked: the penalties look at it from now on."""
-        if self._penalties:
-            _accept(self._penalties, token)
+        if self._by_history:
+            self._tell(token)
             self._concern([token])
+
+    def _tell(self, token: int) -> None:
+        for one in self._by_history:
+            _accept(one, token)
 
     def _concern(self, tokens: Sequence[int]) -> None:
         new = sorted(set(tokens) - self._known)
@@ -81,9 +89,9 @@ class Adjustments:
 
     def close(self) -> None:
         """Free llama.cpp's part. Idempotent."""
-        if self._penalties:
-            llama_cpp.llama_sampler_free(self._penalties)
-            self._penalties = None
+        for one in self._by_history:
+            llama_cpp.llama_sampler_free(one)
+        self._by_history = []
 
 
 def _logit_bias(context: Context, params: SamplingParams) -> list[tuple[int, float]]:
@@ -98,15 +106,36 @@ def _penalties(context: Context, params: SamplingParams) -> Any:
         return None
     return llama_cpp.llama_sampler_init_penalties(
         context.model.n_vocab,
-        _window(context, params),
+        _last_n(context, params.repeat_last_n),
         params.repeat_penalty,
         params.frequency_penalty,
         params.presence_penalty,
     )
 
 
+def _dry(context: Context, params: SamplingParams) -> Any:
+    """llama.cpp's sampler; None if it would change nothing."""
+    if not params.counts_repeats:
+        return None
+    breakers = [text.encode() for text in params.dry_sequence_breakers]
+    return llama_cpp.llama_sampler_init_dry(
+        context.model.vocabulary,
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        _last_n(context, params.dry_penalty_last_n),
+        (ctypes.c_char_p * len(breakers))(*breakers),
+        len(breakers),
+    )
+
+
 def _window(context: Context, params: SamplingParams) -> int:
-    """How many last tokens count: all that there can be for -1, which llama.cpp does not read so."""
-    if params.repeat_last_n < 0:
-        return context.n_ctx_slot
-    return min(params.repeat_last_n, context.n_ctx_slot)
+    """How many last tokens any of them looks at."""
+    asked = [params.repeat_last_n] if params.penalises else []
+    asked += [params.dry_penalty_last_n] if params.counts_repeats else []
+    return max(_last_n(context, n) for n in asked)
+
+
+def _last_n(context: Context, n: int) -> int:
+    """All that there can be for -1, which llama.cpp does not read so."""
+    return context.n_ctx_slot if n < 0 else min(n, context.n_ctx_slot)

@@ -15,7 +15,7 @@ from serve_app.llama.context import Context
 from serve_app.llama.sampling import cuts
 from serve_app.llama.sampling.candidates import Candidates, Room
 from serve_app.llama.sampling.cuts import Cut
-from serve_app.sampling import SamplingParams
+from serve_app.sampling import CHAIN, SamplingParams
 
 Logits = NDArray[np.float32]
 
@@ -23,6 +23,10 @@ Logits = NDArray[np.float32]
 _FEW = 64
 # llama.cpp reads this seed as "draw one"; ours are always explicit.
 _RANDOM_SEED = 0xFFFFFFFF
+# As llama.cpp has it: above, XTC leaves nothing out.
+_MOST_THRESHOLD = 0.5
+# Tokens that Mirostat 1 estimates with: llama-server's number.
+_MIROSTAT_M = 100
 
 
 class Chain:
@@ -96,6 +100,8 @@ def _parts(
     is_small = n_vocab <= cuts.SMALL
     if params.temperature <= 0:
         return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
+    if _is_unusual(params):
+        return cuts.none, _unusual(params, n_vocab), 0
     links = _links(params)
     if params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
         return cuts.none, links, 0
@@ -123,6 +129,47 @@ def _links(params: SamplingParams) -> list[llama_cpp.llama_sampler_p]:
     links.append(llama_cpp.llama_sampler_init_temp(params.temperature))
     links.append(llama_cpp.llama_sampler_init_dist(_seed(params)))
     return links
+
+
+def _is_unusual(params: SamplingParams) -> bool:
+    """Whether llama.cpp does it all: nobody has shown which cut would give the same draw."""
+    uses_xtc = params.xtc_probability > 0 and params.xtc_threshold <= _MOST_THRESHOLD
+    return any(
+        (params.samplers, params.mirostat, uses_xtc, params.min_keep > 1, params.dynatemp_range > 0)
+    )
+
+
+def _unusual(params: SamplingParams, n_vocab: int) -> list[llama_cpp.llama_sampler_p]:
+    """The samplers in the order that is asked for, and the draw.
+
+    Source: llama.cpp, `common_sampler_init` in common/sampling.cpp.
+    """
+    seed = _seed(params)
+    if params.mirostat:
+        tau, eta = params.mirostat_tau, params.mirostat_eta
+        draw = (
+            llama_cpp.llama_sampler_init_mirostat(n_vocab, seed, tau, eta, _MIROSTAT_M)
+            if params.mirostat == 1
+            else llama_cpp.llama_sampler_init_mirostat_v2(seed, tau, eta)
+        )
+        return [llama_cpp.llama_sampler_init_temp(params.temperature), draw]
+    keep, delta = max(1, params.min_keep), params.dynatemp_range
+    makers: dict[str, Callable[[], llama_cpp.llama_sampler_p]] = {
+        "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma),
+        "top_k": lambda: llama_cpp.llama_sampler_init_top_k(params.top_k),
+        "typ_p": lambda: llama_cpp.llama_sampler_init_typical(params.typical_p, keep),
+        "top_p": lambda: llama_cpp.llama_sampler_init_top_p(params.top_p, keep),
+        "min_p": lambda: llama_cpp.llama_sampler_init_min_p(params.min_p, keep),
+        "xtc": lambda: llama_cpp.llama_sampler_init_xtc(
+            params.xtc_probability, params.xtc_threshold, keep, seed
+        ),
+        "temperature": lambda: llama_cpp.llama_sampler_init_temp_ext(
+            params.temperature, delta, params.dynatemp_exponent
+        ),
+    }
+    names = CHAIN if params.samplers is None else params.samplers
+    links = [makers[name]() for name in names if name in makers]
+    return [*links, llama_cpp.llama_sampler_init_dist(seed)]
 
 
 def _seed(params: SamplingParams) -> int:

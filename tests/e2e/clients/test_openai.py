@@ -109,9 +109,13 @@ async def test_16_streams_at_once_each_get_their_own(corral: Corral, client: ope
 def test_clients_see_errors_as_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'none' does not exist"):
         client.completions.create(model="none", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="'store' is not supported") as bad:
-        client.completions.create(model="big", prompt="x", extra_body={"store": True})
-    assert bad.value.param == "store"
+    with pytest.raises(openai.BadRequestError, match="'grammar'|grammar: ") as bad:
+        client.completions.create(model="big", prompt="x", extra_body={"grammar": "root ::= ("})
+    assert bad.value.param == "grammar"
+    raw = client.completions.with_raw_response.create(
+        model="big", prompt="x", max_tokens=1, extra_body={"nobody": "knows"}
+    )
+    assert raw.headers["x-corral-ignored"] == "nobody"
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as too_long:
             client.completions.create(model="big", prompt=[1] * 2048, stream=stream)

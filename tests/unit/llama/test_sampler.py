@@ -74,6 +74,10 @@ KEPT = {
     "top_k": (replace(ALL, top_k=3), {0, 1, 2}),
     "top_p": (replace(ALL, top_p=float(SHARES[:2].sum()) + 0.01), {0, 1, 2}),
     "min_p": (replace(ALL, min_p=math.exp(-2.25)), {0, 1, 2}),
+    "typ_p before": (replace(ALL, top_k=3, samplers=("top_k", "temperature")), {0, 1, 2}),
+    "not used": (replace(ALL, top_k=3, samplers=("temperature",)), {*range(8)}),
+    "top_k, min_keep": (replace(ALL, top_k=0, min_p=1, min_keep=3), {0, 1, 2}),
+    "xtc": (replace(ALL, xtc_probability=1, xtc_threshold=0.2), {*range(1, 8)}),
     "logit_bias": (replace(ALL, logit_bias=((0, -math.inf), (7, -math.inf))), {*range(1, 7)}),
 }
 """By the parameter that is set: what it leaves."""
@@ -97,11 +101,13 @@ def names(chain: Any) -> list[str]:
 
 def test_the_chain_has_the_samplers_in_the_declared_order() -> None:
     reached: dict[str, Any] = {
-        one.name: 0.25 for one in PARAMETERS if one.sampler and one.type is float
+        one.name: 0.25
+        for one in PARAMETERS
+        if one.sampler and one.type is float and one.sampler != "dry"  # needs a vocabulary
     }
-    declared = {"typical": "typ_p", "temp": "temperature"}
+    declared = {"typical": "typ_p", "temp": "temperature", "temp_ext": "temperature"}
     one = sampler(SamplingParams(**reached))
     chain = one._chain
-    found = ["penalties", *names(chain._first), *names(chain._others)]
+    found = ["penalties", "dry", *names(chain._first), *names(chain._others)]
     one.close()
     assert [declared.get(name, name) for name in found] == [*CHAIN, "dist"]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from annotated_types import Interval, MaxLen
 
-from serve_app.sampling import LACKING, PARAMETERS, Api, Bounds, Parameter
+from serve_app.sampling import CHAIN, PARAMETERS, Api, Bounds, Parameter
 from tests.unit.ingress.harness import ScriptedEngine
 
 TURN = {"role": "user", "content": "x"}
@@ -31,6 +31,8 @@ TAKEN = [
 
 def another(parameter: Parameter) -> Any:
     """A value that is not the default."""
+    if parameter.name == "mirostat":
+        return 2
     of_types = {float: 0.25, int: 3, int | None: 3, bool: not parameter.default}
     return of_types.get(parameter.type, ["x"])
 
@@ -114,5 +116,19 @@ async def test_a_response_tells_what_it_was_made_with(client: httpx.AsyncClient)
     assert {name: body[name] for name in given} == given
 
 
-def test_nothing_is_declared_and_lacking() -> None:
-    assert {one.name for one in PARAMETERS} & set(LACKING) == set()
+@pytest.mark.parametrize(
+    ("samplers", "used"),
+    [
+        ("kpt", ("top_k", "top_p", "temperature")),
+        ("edskypmxt", CHAIN),
+        ("t?tk", ("temperature", "top_k")),
+        (["top-k", "typical", "temp", "nobody"], ("top_k", "typ_p", "temperature")),
+        ([], ()),
+    ],
+)
+async def test_samplers_by_names_and_by_letters(
+    client: httpx.AsyncClient, engine: ScriptedEngine, samplers: Any, used: tuple[str, ...]
+) -> None:
+    answer = await client.post("/completion", json={"prompt": "x", "samplers": samplers})
+    assert engine.requests[0].sampling.samplers == used
+    assert answer.json()["generation_settings"]["samplers"] == list(used)
