@@ -109,7 +109,7 @@ async def test_16_streams_at_once_each_get_their_own(corral: Corral, client: ope
 def test_clients_see_errors_as_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'none' does not exist"):
         client.completions.create(model="none", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="'grammar'|grammar: ") as bad:
+    with pytest.raises(openai.BadRequestError, match="grammar: ") as bad:
         client.completions.create(model="big", prompt="x", extra_body={"grammar": "root ::= ("})
     assert bad.value.param == "grammar"
     raw = client.completions.with_raw_response.create(
