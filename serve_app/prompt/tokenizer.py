@@ -54,6 +54,16 @@ class Tokenizer:
         return str(self._model.path)
 
     @property
+    def model(self) -> Model:
+        """The model's file: its metadata, and no weights."""
+        return self._model
+
+    @property
+    def can_infill(self) -> bool:
+        """Whether the model has tokens for `encode_infill`."""
+        return self._model.infill_tokens is not None
+
+    @property
     def chat_template(self) -> str | None:
         """The model's chat template, as its file has it."""
         return self._model.chat_template
