@@ -95,13 +95,14 @@ def generate(models: Models, body: bytes) -> Asked | Load:
         return _asked(model, asked, found, context=False)
     request = asked.as_chat(_turns(asked), [], can_think=model.tokenizer.thinks)
     prompt = _after_context(model, asked, preparation.chat_prompt(model, request))
-    XX
+    found = _untemplated(model, asked, request, prompt, thinks=True)
+    return _asked(model, asked, found, context=True)
 
 
 def show(models: Models, body: bytes) -> str:
     """POST /api/show: the model's id. Raises CorralError."""
     asked = parsed(OllamaShowRequest, body)
-    return names.find(models, asked.model or asked.name).id
+    return names.find(models, asked.name if asked.model is None else asked.model).id
 
 
 def _load(model: KnownModel, asked: GenerationRequest) -> Load:
