@@ -23,6 +23,7 @@ from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.ollama import routes as ollama_routes
 from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
@@ -34,9 +35,11 @@ from serve_app.types import ReplicaStats
 PREPARATIONS = (
     *(
         f"serve_app.ingress.{protocol}.preparation"
-        for protocol in ("anthropic", "embeddings", "llama_server", "openai", "responses")
+        for protocol in ("anthropic", "embeddings", "llama_server", "ollama", "openai", "responses")
     ),
     "serve_app.ingress.embeddings.serving",
+    "serve_app.ingress.ollama.catalogue",
+    "serve_app.ingress.ollama.embeddings",
 )
 """The modules whose functions workers run."""
 
@@ -68,6 +71,7 @@ def build_api(
     anthropic_routes.add(app, models, bodies)
     responses_routes.add(app, models, bodies)
     embedding_routes.add(app, models, bodies)
+    ollama_routes.add(app, models, bodies)
     spec.install(app)
     return app
 

@@ -37,6 +37,9 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
+# More than names of metadata have.
+_NAME_BYTES = 256
+
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
@@ -120,6 +123,18 @@ class Model:
         llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return buffer.value.decode(errors="replace")
 
+    def metadata(self) -> dict[str, str]:
+        """All metadata but arrays, as text."""
+        found: dict[str, str] = {}
+        name = ctypes.create_string_buffer(_NAME_BYTES)
+        for i in range(llama_cpp.llama_model_meta_count(self.pointer)):
+            llama_cpp.llama_model_meta_key_by_index(self.pointer, i, name, len(name))
+            key = name.value.decode(errors="replace")
+            value = self.meta(key)
+            if value is not None:
+                found[key] = value
+        return found
+
     def meta_int(self, key: str, default: int) -> int:
         """The metadata value at `{architecture}.key` as an integer, or the default."""
         value = self.meta(f"{self.meta('general.architecture')}.{key}")
@@ -202,8 +217,13 @@ class Model:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its tensors; 0 with `vocab_only`."""
+        """Bytes of its tensors."""
         return int(llama_cpp.llama_model_size(self.pointer))
+
+    @property
+    def n_params(self) -> int:
+        """Numbers in its tensors."""
+        return int(llama_cpp.llama_model_n_params(self.pointer))
 
     def fingerprint(self) -> bytes:
         """32 bytes that tell this file's content from other models', wherever it lies.

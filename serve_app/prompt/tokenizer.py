@@ -84,6 +84,16 @@ class Tokenizer:
         return {name: _number(text) for name, text in found.items() if text is not None}
 
     @property
+    def model(self) -> Model:
+        """The model's file: its metadata, and no weights."""
+        return self._model
+
+    @property
+    def can_infill(self) -> bool:
+        """Whether the model has tokens for `encode_infill`."""
+        return self._model.infill_tokens is not None
+
+    @property
     def n_vocab(self) -> int:
         """Token ids are 0 to n_vocab - 1."""
         return self._model.n_vocab

@@ -69,6 +69,12 @@ class Page:
             return None
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in ("", "/"):
-            return "index.html"
+            return "index.html" if _takes_html(Headers(scope=scope)) else None
         folder, _, name = path.removeprefix("/").partition("/")
         return name if folder == "ui" else None
+
+
+def _takes_html(headers: Headers) -> bool:
+    """Not so Ollama's clients, which look here whether a server is running."""
+    accepted = headers.get("accept", "*/*")
+    return "text/html" in accepted or "*/*" in accepted

@@ -38,12 +38,12 @@ def embeddings(models: Models, body: bytes) -> Embedding:
     """POST /v1/embeddings. Raises CorralError."""
     asked = parsed(EmbeddingsRequest, body)
     model = find(models, asked.model)
-    _check_makes_embeddings(model)
+    check_makes_embeddings(model)
     n_embd = model.tokenizer.n_embd
     if asked.dimensions is not None and asked.dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
-    texts = _checked(model, [_tokens(model, text) for text in asked.texts], "input")
+    texts = checked(model, [_tokens(model, text) for text in asked.texts], "input")
     return Embedding(
         model.id, texts, asked.dimensions, asked.encoding_format or "float", asked.user
     )
@@ -53,9 +53,9 @@ def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:
     """POST /embedding: the model's id, the texts and the kind of norm. Raises CorralError."""
     asked = parsed(LlamaEmbeddingRequest, body)
     model = find(models, asked.model)
-    _check_makes_embeddings(model)
+    check_makes_embeddings(model)
     texts = [mixed_tokens(model, text, "content") for text in asked.texts]
-    return model.id, _checked(model, texts, "content"), asked.embd_normalize
+    return model.id, checked(model, texts, "content"), asked.embd_normalize
 
 
 def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
@@ -70,7 +70,7 @@ def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
             "model",
         )
     texts = [model.tokenizer.encode_pair(asked.query, text) for text in asked.documents]
-    return model.id, _checked(model, texts, "documents"), asked.top_n, asked.is_tei
+    return model.id, checked(model, texts, "documents"), asked.top_n, asked.is_tei
 
 
 def _tokens(model: KnownModel, text: str | list[int | str]) -> tuple[int, ...]:
@@ -81,14 +81,15 @@ def _tokens(model: KnownModel, text: str | list[int | str]) -> tuple[int, ...]:
     )
 
 
-def _check_makes_embeddings(model: KnownModel) -> None:
+def check_makes_embeddings(model: KnownModel) -> None:
+    """Raises InvalidRequestError for a model that ranks instead."""
     if model.tokenizer.reranks:
         raise InvalidRequestError(
             f"The model {model.id!r} ranks, and makes no embeddings: use /v1/rerank.", "model"
         )
 
 
-def _checked(model: KnownModel, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
+def checked(model: KnownModel, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
     """Raises TextTooLongError, or InvalidRequestError for too many tokens in all."""
     longest = max(map(len, texts))
     if longest > model.n_ctx_slot:

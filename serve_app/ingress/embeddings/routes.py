@@ -27,7 +27,7 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
     async def embeddings(request: Request) -> Response:
         """Texts as vectors of length 1, OpenAI's way."""
         asked = await bodies.read(request, preparation.embeddings)
-        vectors = await _embed(find(models, asked.model), asked.texts, asked.user)
+        vectors = await embed(find(models, asked.model), asked.texts, asked.user)
         found = Found(
             asked.model,
             vectors[:, : asked.dimensions],
@@ -41,7 +41,7 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
     async def embedding(request: Request) -> Response:
         """Texts as vectors, llama-server's way."""
         model, texts, norm = await bodies.read(request, preparation.llama_embedding)
-        vectors = await _embed(find(models, model), texts)
+        vectors = await embed(find(models, model), texts)
         found = Found(model, vectors, _n_tokens(texts), norm=norm)
         return _written(await bodies.work(serving.llama, found.packed()))
 
@@ -58,7 +58,7 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodie
     async def rerank(request: Request) -> Response:
         """How relevant documents are to a query, the most relevant first."""
         model, texts, top_n, is_tei = await bodies.read(request, preparation.rerank)
-        scores = (await _embed(find(models, model), texts))[:, 0]
+        scores = (await embed(find(models, model), texts))[:, 0]
         ranked = np.argsort(-scores, kind="stable")[:top_n].tolist()
         if is_tei:
             return JSONResponse([{"index": i, "score": float(scores[i])} for i in ranked])
@@ -67,8 +67,9 @@ def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodie
         return JSONResponse({"model": model, "object": "list", "usage": used, "results": results})
 
 
-async def _embed(model: ServedModel, texts: Texts, user: str | None = None) -> Vectors:
-    """Raises KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
+async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Vectors:
+    """The texts' vectors, charged to the caller. Raises KeyLimitError or RateLimitError for what that one
+    may not, and what the engine does."""
     caller = request_context.current()
     caller.admit(texts)
     vectors = await model.engine.embed(texts, caller.client(user))

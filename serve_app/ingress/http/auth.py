@@ -20,7 +20,7 @@ from serve_app.errors import BodyEndedError, CorralError, NoRoomError, SlowReque
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.addresses import network_of
 from serve_app.ingress.http.api_keys import RETRY_S, Accounts
-from serve_app.ingress.http.limits.bodies import BodyLimits, BodyReader, replay
+from serve_app.ingress.http.limits.bodies import BodyLimits, BodyReader, is_unread, replay
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.limits.turnstile import Turnstile
 from serve_app.ingress.http.network import NetworkPolicy
@@ -148,7 +148,7 @@ class AccessMiddleware:
         self, caller: Caller, scope: Scope, headers: Headers, receive: Receive
     ) -> list[bytes] | None:
         """Its pieces: none for routes that take none, or are none; None if the client has left."""
-        if scope["method"] != "POST" or not _is_routed(scope):
+        if scope["method"] != "POST" or not _takes_body(scope):
             return []
         return await self._bodies.read(caller.holder, headers, receive)
 
@@ -159,8 +159,12 @@ def _may_wait(scope: Scope, headers: Headers) -> bool:
     return declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
 
 
-def _is_routed(scope: Scope) -> bool:
-    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
+def _takes_body(scope: Scope) -> bool:
+    """Whether there is a route for it, and that route reads bodies."""
+    for route in scope["app"].routes:
+        if route.matches(scope)[0] is Match.FULL:
+            return not is_unread(getattr(route, "endpoint", None))
+    return False
 
 
 def _closing(error: CorralError) -> dict[str, str]:

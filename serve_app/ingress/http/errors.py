@@ -1,4 +1,4 @@
-"""Errors as clients expect them: OpenAI's, and on Anthropic's routes, Anthropic's."""
+"""Errors as clients expect them: OpenAI's, and on Anthropic's and Ollama's routes, theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
+from serve_app.errors import (
+    CorralError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    QueueFullError,
+)
 from serve_app.ingress.http import json_body, request_context
 
 logger = logging.getLogger("corral.ingress")
@@ -44,11 +49,23 @@ _ANTHROPIC_TYPES = {
 }
 
 
+_OLLAMA_FULL = 503
+"""Ollama's status where the queue is full."""
+
+
 def anthropic_error_body(error: CorralError, status: int) -> dict[str, Any]:
     """Anthropic's error object. Source: Anthropic's API reference, "Errors"."""
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(status, otherwise)
     return {"type": "error", "error": {"type": kind, "message": _cut(error.message)}}
+
+
+def ollama_error_body(error: CorralError) -> dict[str, Any]:
+    """Ollama's error object. Clients look for its words where a model is missing. Source: ollama,
+    server/routes.go."""
+    if isinstance(error, ModelNotFoundError):
+        return {"error": _cut(f"model '{error.args[0]}' not found")}
+    return {"error": _cut(error.message)}
 
 
 def _cut(text: str) -> str:
@@ -77,13 +94,20 @@ def response(
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     """The answer to a request that failed; with the error's own status, unless another is given."""
-    status = status or error.status
+    path = _path(request).removeprefix(request.scope.get("root_path", ""))
+    is_ollamas = f"{path}/".startswith("/api/")
+    if status is None:
+        is_full = is_ollamas and isinstance(error, QueueFullError)
+        status = _OLLAMA_FULL if is_full else error.status
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    path = _path(request).removeprefix(request.scope.get("root_path", ""))
-    is_anthropics = f"{path}/".startswith("/v1/messages/")
-    body = anthropic_error_body(error, status) if is_anthropics else error_body(error)
+    if is_ollamas:
+        body = ollama_error_body(error)
+    elif f"{path}/".startswith("/v1/messages/"):
+        body = anthropic_error_body(error, status)
+    else:
+        body = error_body(error)
     return JSONResponse(body, status, headers)
 
 

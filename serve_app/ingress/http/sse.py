@@ -70,13 +70,17 @@ class EventStream(StreamingResponse):
     """The answer to an HTTP request, which no proxy shall hold back, or take for dead."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], ping_interval_s: float | None = None, ping: bytes = PING
+        self,
+        events: AsyncIterator[bytes],
+        ping_interval_s: float | None = None,
+        ping: bytes = PING,
+        media_type: str = "text/event-stream",
     ) -> None:
         """`ping` is sent whenever nothing was sent for so many seconds; 0 and less: never; None: as the
         application's `state.sse_ping_interval_s` says."""
         super().__init__(
             events,
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         self._interval_s = ping_interval_s

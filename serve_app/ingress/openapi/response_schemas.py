@@ -2,7 +2,8 @@
 
 Nothing is checked against these at run time; tests compare them with real answers.
 
-Sources: OpenAI's and Anthropic's API references; llama.cpp, tools/server/README.md.
+Sources: OpenAI's and Anthropic's API references; llama.cpp, tools/server/README.md; ollama,
+api/types.go.
 """
 
 from __future__ import annotations
@@ -216,3 +217,78 @@ class Prompt(BaseModel):
     """A chat as text."""
 
     prompt: str
+
+
+class OllamaEnd(BaseModel):
+    """What the last line of an answer tells; durations are in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] = "stop"
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_cached_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+    logprobs: list[Json] = []
+
+
+class OllamaSaid(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[Json] = []
+
+
+class OllamaChat(OllamaEnd):
+    """Ollama's answer to a chat, or a line of it."""
+
+    message: OllamaSaid
+
+
+class OllamaCompletion(OllamaEnd):
+    """Ollama's answer to a prompt, or a line of it."""
+
+    response: str
+    thinking: str = ""
+    context: list[int] = []
+
+
+class OllamaVectors(BaseModel):
+    """Ollama's embeddings."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+
+
+class OllamaVector(BaseModel):
+    """Ollama's embedding of one text."""
+
+    embedding: list[float]
+
+
+class OllamaModelInfo(BaseModel):
+    """What a model is and can do."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    license: str
+    details: Json
+    model_info: Json
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaModels(BaseModel):
+    """Models, as Ollama lists them."""
+
+    models: list[Json]

@@ -29,6 +29,14 @@ from serve_app.ingress.llama_server.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
+from serve_app.ingress.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaErrorResponse,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -55,6 +63,8 @@ class Route:
     """A body that the built-in model answers."""
     streams: bool = False
     """Whether `stream` asks for server-sent events."""
+    line: Any = None
+    """The type of a line, if the answer comes as newline-delimited JSON unless `stream` is false."""
     asks_engine: bool = True
     """Whether it fails without one."""
 
@@ -115,6 +125,24 @@ ROUTES = {
     "apply_template": Route(
         d.Prompt, ApplyTemplateRequest, {"messages": [_ASKED]}, asks_engine=False
     ),
+    "ollama_chat": Route(
+        d.OllamaChat,
+        OllamaChatRequest,
+        {"messages": [_ASKED], "stream": False},
+        line=d.OllamaChat,
+    ),
+    "ollama_generate": Route(
+        d.OllamaCompletion,
+        OllamaGenerateRequest,
+        {"prompt": "Tell me a story.", "stream": False},
+        line=d.OllamaCompletion,
+    ),
+    "ollama_embed": Route(d.OllamaVectors, OllamaEmbedRequest, {"input": ["A fox."]}),
+    "ollama_embeddings": Route(d.OllamaVector, OllamaEmbeddingsRequest, {"prompt": "A fox."}),
+    "ollama_show": Route(d.OllamaModelInfo, OllamaShowRequest, {}, asks_engine=False),
+    "ollama_tags": Route(d.OllamaModels, asks_engine=False),
+    "ollama_ps": Route(d.OllamaModels, asks_engine=False),
+    "ollama_version": Route(dict[Literal["version"], str], asks_engine=False),
     "list_models": Route(ModelList, asks_engine=False),
     "get_model": Route(ModelCard, asks_engine=False),
     "stats": Route(Json, asks_engine=False),
@@ -210,6 +238,8 @@ def _content(about: Route, schemas: Json) -> Json:
     if about.answer is None:
         return {"text/event-stream": _EVENTS}
     content = {"application/json": {"schema": _schema(about.answer, schemas)}}
+    if about.line is not None:
+        content["application/x-ndjson"] = {"schema": _schema(about.line, schemas)}
     return content | {"text/event-stream": _EVENTS} if about.streams else content
 
 
@@ -228,8 +258,9 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
         given |= {404}
     if ROUTES[route.name].asks_engine:
         given |= {503}
-    is_anthropics = route.path.startswith("/v1/messages")
-    schema = _schema(AnthropicErrorResponse if is_anthropics else ErrorResponse, schemas)
+    shapes = {"/v1/messages": AnthropicErrorResponse, "/api/": OllamaErrorResponse}
+    of_path = (shape for path, shape in shapes.items() if route.path.startswith(path))
+    schema = _schema(next(of_path, ErrorResponse), schemas)
     return {
         str(status): {
             "description": _STATUSES[status],

@@ -34,12 +34,18 @@ class Bodies:
         self._log_again_at = 0.0
 
     async def read(
-        self, request: Request, prepare: Callable[[Models, bytes], T], *, optional: bool = False
+        self,
+        request: Request,
+        prepare: Callable[[Models, bytes], T],
+        *,
+        optional: bool = False,
+        any_type: bool = False,
     ) -> T:
-        """What a worker makes of the request's body, of JSON unless it is `optional` and empty. Raises
-        CorralError."""
+        """What a worker makes of the request's body, of JSON unless it is `optional` and empty; with
+        `any_type`, whatever its header says. Raises CorralError."""
         pieces = [piece async for piece in request.stream() if piece]  # `body()` would copy all
-        if not _is_json(request.headers.get("content-type", "")) and (pieces or not optional):
+        is_json = any_type or _is_json(request.headers.get("content-type", ""))
+        if not is_json and (pieces or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
         return await self.work(prepare, *pieces)
 

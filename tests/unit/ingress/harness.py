@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -42,6 +43,31 @@ def said(message: dict[str, Any]) -> str:
     return "".join([reasoning, message["content"], *called])
 
 
+class ByteModelFile:
+    """What a model's file says."""
+
+    path = Path(__file__)
+    n_bytes = 1_500_000
+    n_params = 1_520_000_000
+    pooling: str | None = None
+    is_causal = True
+
+    def metadata(self) -> dict[str, str]:
+        return {
+            "general.architecture": "bytes",
+            "general.file_type": "15",
+            "general.license": "mit",
+            "general.version": "2.5",
+            "bytes.context_length": "32768",
+            "bytes.rope.freq_base": "10000.000000",
+            "tokenizer.ggml.add_bos_token": "false",
+            "tokenizer.chat_template": "{{ messages }}",
+        }
+
+    def fingerprint(self) -> bytes:
+        return bytes(range(32))
+
+
 class ByteTokenizer:
     """One token for each byte; a chat is its contents joined."""
 
@@ -53,6 +79,10 @@ class ByteTokenizer:
     tool_format: ToolFormat | None = hermes.FORMAT
     thinks = False
     output_parser = Tokenizer.output_parser
+    can_infill = True
+
+    def __init__(self) -> None:
+        self.model = ByteModelFile()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -216,6 +246,12 @@ def events(response: httpx.Response) -> list[Any]:
     assert all(line.startswith("data: ") for line in lines)
     bodies = [line.removeprefix("data: ") for line in lines]
     return [body if body == "[DONE]" else json.loads(body) for body in bodies]
+
+
+def ndjson(response: httpx.Response) -> list[dict[str, Any]]:
+    """A stream's lines."""
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in response.text.removesuffix("\n").split("\n")]
 
 
 def named_events(response: httpx.Response) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
@@ -193,6 +194,21 @@ async def _received(receive: Receive) -> Message:
         return await receive()
     except Exception:  # Serve's way to say that the client left before it had sent all
         return {"type": "http.disconnect"}
+
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
+_UNREAD = "reads_no_body"
+
+
+def unread(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that does not look at bodies: none is received for it, however large."""
+    setattr(endpoint, _UNREAD, True)
+    return endpoint
+
+
+def is_unread(endpoint: object) -> bool:
+    """Whether it is marked so."""
+    return getattr(endpoint, _UNREAD, False) is True
 
 
 def replay(pieces: Sequence[bytes], receive: Receive) -> Receive:

@@ -34,8 +34,24 @@ def browser(access: Access, host: str = "127.0.0.1") -> httpx.AsyncClient:
 async def test_who_gets_the_page(switch: Switch, host: str, status: int) -> None:
     access = Access(allow_anonymous=True, ui=switch)
     async with browser(access, host) as client:
-        for path in ("/", "/ui/app.js"):
-            assert (await client.get(path)).status_code == status
+        assert (await client.get("/ui/app.js")).status_code == status
+        answer = await client.get("/")
+        assert answer.status_code == 200
+        assert (answer.text == "Ollama is running") is (status == 404)
+
+
+async def test_who_wants_no_page_hears_that_the_server_is_running() -> None:
+    """As Ollama's clients do, which accept JSON."""
+    async with browser(Access()) as client:
+        for accepted, kind in (
+            ("text/html,application/xhtml+xml,*/*;q=0.8", "text/html"),
+            ("*/*", "text/html"),
+            ("application/json", "text/plain"),
+        ):
+            answer = await client.get("/", headers={"Accept": accepted})
+            assert answer.headers["content-type"].startswith(kind)
+            head = await client.head("/", headers={"Accept": accepted})
+            assert (head.status_code, head.content) == (200, b"")
 
 
 async def test_the_page_needs_no_key_and_the_api_does(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_statuses(method: str, path: str, operation: dict[str, Any]) -> None:
     assert given - others <= {"200", "400", "401", "404", "429", "500", "503"}
     assert ({"400", "404"} <= given) or method == "get"
     shape = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+    shape = "OllamaErrorResponse" if path.startswith("/api/") else shape
     for status in given - {"200"}:
         (content,) = operation["responses"][status]["content"].values()
         assert content["schema"] == {"$ref": f"#/components/schemas/{shape}"}

@@ -1,0 +1,211 @@
+"""Turns bodies of Ollama's requests into what the engine and the answer need. Runs in workers."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from serve_app.errors import InvalidRequestError, PromptTooLongError
+from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation.preparation import Chat
+from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
+from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.ollama import messages, names
+from serve_app.ingress.ollama.protocol import (
+    GenerationRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from serve_app.ingress.openai.messages import ChatMessage
+from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
+from serve_app.ingress.workers.worker import KnownModel, Models
+
+_NUM_KEEP = 4
+"""Ollama's: so many first tokens stay when a prompt is cut."""
+_ANSWERS_SHARE = 4
+"""A prompt that is cut leaves one part in so many of the context to the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A request that asks for nothing but a model that is loaded, or not."""
+
+    name: str
+    """The model's, as it was asked."""
+    reason: Literal["load", "unload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is left of a body that asks for an answer."""
+
+    name: str
+    """The model's, as it was asked."""
+    chat: Chat
+    shows_thinking: bool
+    logprobs: bool
+    has_context: bool
+    """Whether the answer tells the conversation's tokens."""
+
+
+def chat(models: Models, body: bytes) -> Asked | Load:
+    """POST /api/chat. Raises CorralError."""
+    asked = parsed(OllamaChatRequest, body)
+    model = names.find(models, asked.model)
+    if not asked.messages:
+        return _load(model, asked)
+    _check_capabilities(model, asked, has_tools=bool(asked.tools))
+    turns = messages.as_chat(asked.messages)
+    request = asked.as_chat(turns, asked.tools, can_think=model.tokenizer.thinks)
+    try:
+        found = preparation.chat(model, request, 1, "messages")
+    except PromptTooLongError:
+        if not asked.truncates:
+            raise
+        fitting = _last_turns(model, asked, request, turns)
+        found = preparation.chat(model, fitting, 1, "messages")
+    return _asked(model, asked, found, context=False)
+
+
+def generate(models: Models, body: bytes) -> Asked | Load:
+    """POST /api/generate. Raises CorralError."""
+    asked = parsed(OllamaGenerateRequest, body)
+    model = names.find(models, asked.model)
+    if not asked.prompt:
+        return _load(model, asked)
+    messages.refuse_images(asked.images)
+    if asked.raw and (asked.template or asked.system or asked.context):
+        raise InvalidRequestError("raw mode does not support template, system, or context", "raw")
+    if asked.template:
+        raise InvalidRequestError(
+            "template: Ollama's templates are not rendered here. Send the whole prompt, with raw: true.",
+            "template",
+        )
+    _check_capabilities(model, asked)
+    if asked.suffix:
+        return _asked(model, asked, _infill(model, asked), context=False)
+    if asked.raw:
+        encode = model.tokenizer.encode
+        prompt = tokenize_checked(model, "prompt", len(asked.prompt), encode, asked.prompt)
+        found = _untemplated(model, asked, asked.as_completion(), prompt, thinks=False)
+        return _asked(model, asked, found, context=False)
+    request = asked.as_chat(_turns(asked), [], can_think=model.tokenizer.thinks)
+    prompt = _after_context(model, asked, preparation.chat_prompt(model, request))
+    found = _untemplated(model, asked, request, prompt, thinks=True)
+    return _asked(model, asked, found, context=True)
+
+
+def show(models: Models, body: bytes) -> str:
+    """POST /api/show: the model's id. Raises CorralError."""
+    asked = parsed(OllamaShowRequest, body)
+    return names.find(models, asked.name if asked.model is None else asked.model).id
+
+
+def _load(model: KnownModel, asked: GenerationRequest) -> Load:
+    return Load(_name(model, asked), "unload" if asked.unloads else "load")
+
+
+def _name(model: KnownModel, asked: GenerationRequest) -> str:
+    """As it was asked, if it was."""
+    return names.displayed(model.id) if asked.model is None else asked.model
+
+
+def _asked(model: KnownModel, asked: GenerationRequest, found: Chat, *, context: bool) -> Asked:
+    shows_thinking = asked.think is not False
+    return Asked(_name(model, asked), found, shows_thinking, asked.logprobs, context)
+
+
+def _check_capabilities(
+    model: KnownModel, asked: GenerationRequest, *, has_tools: bool = False
+) -> None:
+    """Raises InvalidRequestError, in Ollama's words, which clients look for."""
+    if asked.think and not model.tokenizer.thinks:
+        raise InvalidRequestError(f'"{_name(model, asked)}" does not support thinking', "think")
+    if has_tools and model.tokenizer.tool_format is None:
+        raise InvalidRequestError(f'"{_name(model, asked)}" does not support tools', "tools")
+
+
+def _last_turns(
+    model: KnownModel,
+    asked: GenerationRequest,
+    request: ChatCompletionRequest,
+    turns: Sequence[ChatMessage],
+) -> ChatCompletionRequest:
+    """The request without its oldest turns, so that there is room for it and an answer: from a turn of the
+    user's on, and what the system said before that. Raises PromptTooLongError if not even the last one
+    fits."""
+    starts = [place for place, turn in enumerate(turns) if turn.role == "user"]
+
+    def from_(start: int) -> ChatCompletionRequest:
+        told = [turn for turn in turns[:start] if turn.role in ("system", "developer")]
+        return request.model_copy(update={"messages": [*told, *turns[start:]]})
+
+    def fits(start: int) -> bool:
+        try:
+            return len(preparation.chat_prompt(model, from_(start))) <= _room(model, asked)
+        except PromptTooLongError:
+            return False
+
+    found = bisect.bisect_left(starts, True, key=fits)
+    return from_(starts[min(found, len(starts) - 1)]) if starts else request
+
+
+def _room(model: KnownModel, asked: GenerationRequest) -> int:
+    """Tokens that a prompt may have that is cut."""
+    for_answer = max(1, model.n_ctx_slot // _ANSWERS_SHARE)
+    return model.n_ctx_slot - min(asked.options.max_tokens or for_answer, for_answer)
+
+
+def _turns(asked: OllamaGenerateRequest) -> list[ChatMessage]:
+    system = [ChatMessage(role="system", content=asked.system)] if asked.system else []
+    return [*system, ChatMessage(role="user", content=asked.prompt)]
+
+
+def _after_context(
+    model: KnownModel, asked: OllamaGenerateRequest, prompt: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The prompt as the conversation's next turn. What begins a text is there already."""
+    if not asked.context:
+        return prompt
+    refuse_unknown_tokens(model, "context", asked.context)
+    begins = model.tokenizer.encode("")
+    if begins and prompt[: len(begins)] == begins:
+        prompt = prompt[len(begins) :]
+    return (*asked.context, *prompt)
+
+
+def _infill(model: KnownModel, asked: OllamaGenerateRequest) -> Chat:
+    if not model.tokenizer.can_infill:
+        raise InvalidRequestError(f'"{_name(model, asked)}" does not support insert', "suffix")
+    texts = asked.prompt, asked.suffix
+    encode = model.tokenizer.encode_infill
+    prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
+    whole = asked.model_copy(update={"truncate": False})  # its parts must stay where they are
+    return _untemplated(model, whole, asked.as_completion(), prompt, thinks=False)
+
+
+def _untemplated(
+    model: KnownModel,
+    asked: GenerationRequest,
+    params: GenerationParams,
+    prompt: tuple[int, ...],
+    *,
+    thinks: bool,
+) -> Chat:
+    """The answer to these tokens, cut if they must and may be."""
+    if len(prompt) >= model.n_ctx_slot and asked.truncates:
+        prompt = _cut(prompt, _room(model, asked), asked.options.num_keep)
+    sampling = params.sampling(asked.options.max_tokens, model.defaults)
+    sampling = dataclasses.replace(sampling, logprobs=asked.n_logprobs)
+    found = preparation.generation(model, params, [prompt], 1, sampling, "prompt")
+    return Chat(found, (), thinks)
+
+
+def _cut(prompt: tuple[int, ...], room: int, num_keep: int | None) -> tuple[int, ...]:
+    """Its first tokens and its last ones, as Ollama cuts."""
+    n_keep = min(_NUM_KEEP if num_keep is None or num_keep < 0 else num_keep, room // 2)
+    return prompt[:n_keep] + prompt[len(prompt) - (room - n_keep) :]

@@ -1,0 +1,248 @@
+"""The types of Ollama's requests, and their translation to OpenAI's chat.
+
+Source: ollama, api/types.go and docs/api.md.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.ollama.messages import OllamaMessage, OllamaModel, OllamaTool
+from serve_app.ingress.ollama.options import Options
+from serve_app.ingress.openai.messages import ChatMessage
+from serve_app.ingress.openai.protocol import (
+    MAX_LOGPROBS,
+    CacheSalt,
+    ChatCompletionRequest,
+    GenerationParams,
+    NamedSchema,
+    PingInterval,
+    ResponseFormat,
+)
+
+# Go's durations: `5m`, `1h30m`, `-1s`.
+_DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[-+]?0")
+_NUMBER = re.compile(r"\d+(?:\.\d*)?")
+
+
+class GenerationRequest(OllamaModel):
+    """What chats and completions share."""
+
+    model: str | None = None
+    """A model's name, with or without a tag; the first of /api/tags if it is missing."""
+    stream: bool | None = None
+    """Whether the answer comes in lines, as it is made; it does by default."""
+    format: Any = None
+    """What the answer is: `json` for any JSON object, or a JSON schema that it validates against."""
+    options: Options = Field(default_factory=Options)
+    keep_alive: float | str | None = None
+    """Models stay loaded. Without a prompt, 0 is answered as unloading, and all else as loading."""
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    """Whether the model thinks before it answers; one that can does by default."""
+    truncate: bool | None = None
+    """Whether a prompt that is too long is cut; it is by default."""
+    shift: bool | None = None
+    """Whether to go on when the context is full, up to `num_predict`, with its oldest tokens dropped.
+    Without this, `engine.context_shift` counts."""
+    logprobs: bool = False
+    """Whether to tell every token's log probability."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    """And those of so many most likely tokens."""
+    user: str | None = None
+    """Not Ollama's: whose request it is. Slots are shared fairly among users."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    """vLLM's: lower ones get a slot first."""
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a space, which stands
+    before the next line's JSON; 0 and -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _null_is_none(cls, value: object) -> object:
+        return {} if value is None else value
+
+    @field_validator("format")
+    @classmethod
+    def _check_format(cls, value: object) -> object:
+        if value in (None, "", "json") or isinstance(value, dict):
+            return value or None
+        raise InvalidRequestError('format: expected "json" or a valid JSON Schema object', "format")
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _check_duration(cls, value: object) -> object:
+        if isinstance(value, str) and not _DURATION.fullmatch(value):
+            raise InvalidRequestError(f"keep_alive: {value[:100]!r} is no duration", "keep_alive")
+        return value
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer comes in lines."""
+        return self.stream is not False
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model need not stay loaded."""
+        if isinstance(self.keep_alive, str):
+            return not any(float(number) for number in _NUMBER.findall(self.keep_alive))
+        return self.keep_alive == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a prompt that is too long is cut."""
+        return self.truncate is not False
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """See GenerationParams."""
+        return self.top_logprobs if self.logprobs else None
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that the answer must validate against, if there is one."""
+        return {"type": "object"} if self.format == "json" else self.format
+
+    def params(self) -> dict[str, Any]:
+        """OpenAI's fields of all requests."""
+        most = self.options.max_tokens
+        return {
+            "stream": self.streams,
+            "max_tokens": most,
+            "context_shift": self.shift if most is not None or not self.shift else None,
+            "n_keep": self.options.num_keep,
+            "user": self.user,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "sse_ping_interval": self.sse_ping_interval,
+            **self.options.sampling(),
+        }
+
+    def as_chat(
+        self, messages: list[ChatMessage], tools: list[OllamaTool], *, can_think: bool
+    ) -> ChatCompletionRequest:
+        """The request with these turns as OpenAI has it. Raises InvalidRequestError."""
+        schema, response_format = self.schema_of_answer(), None
+        if schema is not None:
+            response_format = ResponseFormat(
+                type="json_schema", json_schema=NamedSchema(name="format", schema=schema)
+            )
+        return ChatCompletionRequest(
+            messages=messages,
+            tools=[tool.as_tool() for tool in tools],
+            response_format=response_format,
+            logprobs=self.logprobs,
+            top_logprobs=self.n_logprobs,
+            chat_template_kwargs=self._template_kwargs(can_think),
+            **self.params(),
+        )
+
+    def as_completion(self) -> GenerationParams:
+        """The request without a chat template as OpenAI has it, all but the prompt."""
+        return GenerationParams(json_schema=self.schema_of_answer(), **self.params())
+
+    def _template_kwargs(self, can_think: bool) -> dict[str, Any]:
+        """What chat templates are told of thinking, in the names that they have for it."""
+        if self.think is None:
+            return {"enable_thinking": True} if can_think else {}
+        level = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        return {"enable_thinking": bool(self.think), **level}
+
+
+class OllamaChatRequest(GenerationRequest):
+    """POST /api/chat."""
+
+    messages: list[OllamaMessage] = Field(default=[])
+    """None: the model is loaded, which it is anyway."""
+    tools: list[OllamaTool] = Field(default=[])
+    """Functions that the model may call."""
+
+    @field_validator("messages", "tools", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: object) -> object:
+        return [] if value is None else value
+
+
+class OllamaGenerateRequest(GenerationRequest):
+    """POST /api/generate."""
+
+    prompt: str = ""
+    """Empty: the model is loaded, which it is anyway."""
+    suffix: str = ""
+    """The text after the answer, for models with infill tokens."""
+    system: str = ""
+    """The system prompt."""
+    template: str = ""
+    """Refused: Ollama's templates are not rendered here. `raw` takes prompts that are."""
+    raw: bool = False
+    """Whether the prompt is taken as it is, without the chat template."""
+    context: list[Annotated[int, Field(ge=0)]] = Field(default=[])
+    """What an earlier answer told as `context`: the conversation so far, as tokens."""
+    images: list[Any] | None = None
+    """Refused: these models read text."""
+
+    @field_validator("prompt", "suffix", "system", "template", mode="before")
+    @classmethod
+    def _null_is_empty_text(cls, value: object) -> object:
+        return "" if value is None else value
+
+    @field_validator("context", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: object) -> object:
+        return [] if value is None else value
+
+
+class OllamaEmbedRequest(OllamaModel):
+    """POST /api/embed."""
+
+    model: str | None = None
+    """A model's name, with or without a tag; the first of /api/tags if it is missing."""
+    input: str | list[str] | None = None
+    """A text, or several."""
+    truncate: bool | None = None
+    """Whether texts that are too long are cut; they are by default."""
+    dimensions: int | None = None
+    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    keep_alive: float | str | None = None
+    """Changes nothing."""
+    user: str | None = None
+    """Not Ollama's: whose texts these are. The engine is shared fairly among clients."""
+
+    @property
+    def texts(self) -> list[str]:
+        """One or several; none if there is no text."""
+        if isinstance(self.input, str):
+            return [self.input] if self.input else []
+        return self.input or []
+
+
+class OllamaEmbeddingsRequest(OllamaModel):
+    """POST /api/embeddings."""
+
+    model: str | None = None
+    """A model's name, with or without a tag; the first of /api/tags if it is missing."""
+    prompt: str = ""
+    """A text."""
+    keep_alive: float | str | None = None
+    """Changes nothing."""
+
+
+class OllamaShowRequest(OllamaModel):
+    """POST /api/show."""
+
+    model: str | None = None
+    """A model's name, with or without a tag; the first of /api/tags if it is missing."""
+    name: str | None = None
+    """The same, in an older form."""
+    verbose: bool = False
+    """Changes nothing: what is long is left out."""
+
+
+class OllamaErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    error: str

@@ -1,0 +1,164 @@
+"""Turns a sequence's deltas into Ollama's answers: whole, or line by line.
+
+Source: ollama, api/types.go, `ChatResponse`, `GenerateResponse` and `Metrics`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+
+from serve_app.ingress.generation import chat
+from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.http import sse
+from serve_app.ingress.http.errors import ollama_error_body
+from serve_app.ingress.openai import logprobs
+from serve_app.prompt.output_parser import OutputParser, Reasoning
+from serve_app.prompt.tool_calls import ToolCall
+from serve_app.types import SequenceEnd, TokenDelta
+
+Json = dict[str, Any]
+Kind = Literal["chat", "generate"]
+
+MEDIA_TYPE = "application/x-ndjson"
+PING = b" "
+"""NDJSON has no comments, and readers fail at empty lines. Space before a value belongs to its line, and
+JSON allows it there."""
+_NS = 1_000_000_000
+
+
+def line(body: Json) -> bytes:
+    """A line of a stream."""
+    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS) + b"\n"
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """A Unix time, or now, as Ollama writes it."""
+    when = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def loaded(kind: Kind, name: str, reason: str) -> Json:
+    """The answer to a request that only asks for the model."""
+    return _envelope(kind, name, _Said()) | {"done": True, "done_reason": reason}
+
+
+@dataclass
+class _Said:
+    """Some of an answer."""
+
+    text: str = ""
+    thinking: str = ""
+    calls: list[Json] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.thinking or self.calls or self.logprobs)
+
+    def add(self, later: _Said) -> None:
+        """Go on with this."""
+        self.text += later.text
+        self.thinking += later.thinking
+        self.calls += later.calls
+        self.logprobs += later.logprobs
+
+
+def _envelope(kind: Kind, name: str, said: _Said) -> Json:
+    """An answer's line, all but its end."""
+    found: Json = {"model": name, "created_at": timestamp()}
+    thinking = {"thinking": said.thinking} if said.thinking else {}
+    calls = {"tool_calls": said.calls} if said.calls else {}
+    if kind == "chat":
+        found["message"] = {"role": "assistant", "content": said.text, **thinking, **calls}
+    else:
+        found |= {"response": said.text, **thinking, **calls}
+    if said.logprobs:
+        found["logprobs"] = said.logprobs
+    return found
+
+
+@dataclass
+class OllamaAnswer:
+    """One answer on its way."""
+
+    kind: Kind
+    name: str
+    """The model's, as it was asked."""
+    parser: OutputParser
+    shows_thinking: bool
+    piece: logprobs.Piece | None = None
+    """If log probabilities are wanted."""
+    context: list[int] | None = None
+    """The conversation's tokens so far, if they are wanted."""
+    began: float = field(default_factory=time.perf_counter)
+    """When the request came, by `time.perf_counter`."""
+    _n_calls: int = 0
+
+    def lines(self, delta: TokenDelta) -> list[Json]:
+        """One delta's lines; the last one tells the end, and nothing else."""
+        said = self._said(delta)
+        found = [_envelope(self.kind, self.name, said) | {"done": False}] if said else []
+        if delta.end is not None:
+            found.append(_envelope(self.kind, self.name, _Said()) | self._end(delta.end))
+        return found
+
+    async def whole(self, deltas: Deltas) -> Json:
+        """The answer to a request without a stream. Raises CorralError."""
+        said, end = _Said(), None
+        async for _, delta in deltas:
+            said.add(self._said(delta))
+            end = delta.end
+        assert end is not None
+        return _envelope(self.kind, self.name, said) | self._end(end)
+
+    def _said(self, delta: TokenDelta) -> _Said:
+        said = _Said()
+        if self.context is not None:
+            self.context += delta.token_ids
+        if self.piece is not None:
+            said.logprobs = logprobs.of_chat(delta, self.piece)["content"]
+        for part in chat.parts(self.parser, delta):
+            if isinstance(part, ToolCall):
+                said.calls.append(self._call(part))
+            elif isinstance(part, str):
+                said.text += part
+            elif isinstance(part, Reasoning) and self.shows_thinking:
+                said.thinking += part.text
+        return said
+
+    def _call(self, call: ToolCall) -> Json:
+        self._n_calls += 1
+        function = {
+            "index": self._n_calls - 1,
+            "name": call.name,
+            "arguments": json.loads(call.arguments),
+        }
+        return {"id": f"call_{uuid.uuid4().hex[:8]}", "function": function}
+
+    def _end(self, end: SequenceEnd) -> Json:
+        """Durations are in nanoseconds; to wait for a slot is to wait for the model."""
+        spent, usage = end.timings, end.usage
+        found: Json = {
+            "done": True,
+            "done_reason": end.reason.value,
+            "total_duration": round((time.perf_counter() - self.began) * _NS),
+            "load_duration": round((spent.queue_s + spent.failed_over_s) * _NS),
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_cached_count": usage.cached_tokens,
+            "prompt_eval_duration": round(spent.prefill_s * _NS),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": round(spent.decode_s * _NS),
+        }
+        return found if self.context is None else found | {"context": self.context}
+
+
+def events(answer: OllamaAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
+    """The sequence line by line. A failure on the way is the last line."""
+    return sse.events(deltas, lambda _, delta: answer.lines(delta), ollama_error_body, write=line)
