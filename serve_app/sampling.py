@@ -120,14 +120,15 @@ class SamplingParams:
     )
     dry_base: float = parameter(
         1.75,
-        "The base of DRY's penalty: by how much it grows with each token more that is repeated.",
+        "The base of DRY's penalty: by how much it grows with each token more that is repeated. Below 1, "
+        "the default counts.",
         Interval(ge=0, le=100),
     )
     dry_allowed_length: int = parameter(
         2, "Repeated sequences of so many tokens cost nothing.", Interval(ge=0, le=_INT_MAX)
     )
     dry_penalty_last_n: int = parameter(
-        -1,
+        64,
         "How many last tokens DRY looks at, prompt included; 0 switches it off, -1 means the whole "
         "context.",
         Interval(ge=-1, le=_INT_MAX),
@@ -202,7 +203,8 @@ class SamplingParams:
     )
     mirostat: int = parameter(
         0,
-        "1 or 2: that version of Mirostat draws in the place of all samplers from top_n_sigma to XTC.",
+        "1 or 2: that version of Mirostat draws, after the temperature and in the place of all other "
+        "samplers.",
         Interval(ge=0, le=2),
     )
     mirostat_tau: float = parameter(
@@ -243,17 +245,18 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether the last tokens change anything."""
         penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
-        return self.uses("penalties") and self.repeat_last_n != 0 and penalties != (1, 0, 0)
+        is_on = self.repeat_last_n != 0 and penalties != (1, 0, 0)
+        return is_on and self.uses("penalties")
 
     @property
     def counts_repeats(self) -> bool:
         """Whether DRY changes anything."""
-        is_on = self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
-        return self.uses("dry") and is_on
+        is_on = self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+        return is_on and self.uses("dry")
 
     def uses(self, sampler: str) -> bool:
-        """Whether this one, by llama-server's name, is among the samplers."""
-        return self.samplers is None or sampler in self.samplers
+        """Whether this one, by llama-server's name, is among the samplers. Mirostat takes their place."""
+        return not self.mirostat and (self.samplers is None or sampler in self.samplers)
 
 
 def _declared() -> tuple[Parameter, ...]:
@@ -282,6 +285,11 @@ _OTHER_NAMES = {
     "min-p": "min_p",
     "temp": "temperature",
     "top-n-sigma": "top_n_sigma",
+    "topk": "top_k",
+    "topp": "top_p",
+    "minp": "min_p",
+    "typp": "typ_p",
+    "topnsigma": "top_n_sigma",
 }
 _LETTERS = {
     "e": "penalties",
@@ -306,5 +314,5 @@ def samplers_by(names: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str):
         found = [_LETTERS.get(letter, "") for letter in names]
     else:
-        found = [_OTHER_NAMES.get(name, name) for name in names]
-    return tuple(name for name in dict.fromkeys(found) if name in CHAIN)
+        found = [_OTHER_NAMES.get(name.lower(), name.lower()) for name in names]
+    return tuple(name for name in found if name in CHAIN)

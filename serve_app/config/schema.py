@@ -257,7 +257,8 @@ class IngressConfig(_Section):
     ui: bool | Literal["auto"] = "auto"
     """Whether there is a page for browsers at `/`; `auto`: for requests to a loopback address only."""
     cors_origins: list[Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/]+)$")]] = []
-    """Web sites whose pages may use the API, as `https://host`; `*` is all of them."""
+    """Web sites whose pages may use the API, as `https://host`; `*` is all of them. Default: with API keys,
+    all: a page must know one; without, none."""
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
     """A stream in which nothing was sent for so many seconds sends a ping, which readers drop, so that no
     proxy takes it for dead; 0 and -1: never. A request may say otherwise (`sse_ping_interval`)."""

@@ -145,8 +145,7 @@ class LlamaParams(GenerationParams):
         most = self.max_tokens if self.n_predict is None else self.n_predict
         if most is not None and most < 0:
             most, defaults = None, dataclasses.replace(defaults, max_tokens=None)
-        sampling = self.sampling(most, defaults)
-        return dataclasses.replace(sampling, seed=None) if sampling.seed == -1 else sampling
+        return self.sampling(most, defaults)
 
 
 class LlamaCompletionRequest(LlamaParams):

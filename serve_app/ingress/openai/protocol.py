@@ -24,6 +24,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_CHOICES = 32
 """Answers that one request may ask for, over all of its prompts."""
 MAX_LOGPROBS = 20
+_NO_SEED = -1  # llama-server's clients send that
 
 PingInterval = Annotated[int, Field(ge=-1, le=3600)]
 
@@ -132,8 +133,11 @@ class GenerationParams(RequestModel):
     def sampling(self, max_tokens: int | None, defaults: ModelDefaults) -> SamplingParams:
         """The engine's parameters; what the request leaves open has the model's defaults, or Corral's.
         Raises InvalidRequestError."""
+        asked = {**defaults.sampling, **given(self, Api.OPENAI)}
+        if asked.get("seed") == _NO_SEED:
+            del asked["seed"]
         return SamplingParams(
-            **{**defaults.sampling, **given(self, Api.OPENAI)},
+            **asked,
             samplers=None if self.samplers is None else samplers_by(self.samplers),
             logit_bias=tuple(
                 (token, float("-inf") if bias == -100 else bias)

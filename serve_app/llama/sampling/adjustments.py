@@ -19,6 +19,8 @@ from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 
+# llama-server's default, which counts where a request asks for less than 1.
+_DRY_BASE = 1.75
 _accept = library.brief(llama_cpp.llama_sampler_accept)
 
 
@@ -121,7 +123,7 @@ def _dry(context: Context, params: SamplingParams) -> Any:
     return llama_cpp.llama_sampler_init_dry(
         context.model.vocabulary,
         params.dry_multiplier,
-        params.dry_base,
+        params.dry_base if params.dry_base >= 1 else _DRY_BASE,
         params.dry_allowed_length,
         _last_n(context, params.dry_penalty_last_n),
         (ctypes.c_char_p * len(breakers))(*breakers),

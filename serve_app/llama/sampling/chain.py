@@ -98,12 +98,12 @@ def _parts(
     is nearly 1 is 1, and one that is nearly 0 is 0."""
     mass, share = float(np.float32(params.top_p)), float(np.float32(params.min_p))
     is_small = n_vocab <= cuts.SMALL
-    if params.temperature <= 0:
+    if params.temperature <= 0 and params.typical_p >= 1 and not _is_unusual(params):
         return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
     if _is_unusual(params):
         return cuts.none, _unusual(params, n_vocab), 0
     links = _links(params)
-    if params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
+    if params.temperature <= 0 or params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
         return cuts.none, links, 0
     if params.top_k > 0:
         return partial(cuts.top_k, k=params.top_k, whole=params.typical_p < 1), links, 1
@@ -135,7 +135,13 @@ def _is_unusual(params: SamplingParams) -> bool:
     """Whether llama.cpp does it all: nobody has shown which cut would give the same draw."""
     uses_xtc = params.xtc_probability > 0 and params.xtc_threshold <= _MOST_THRESHOLD
     return any(
-        (params.samplers, params.mirostat, uses_xtc, params.min_keep > 1, params.dynatemp_range > 0)
+        (
+            params.samplers is not None,
+            params.mirostat,
+            uses_xtc,
+            params.min_keep > 1,
+            params.dynatemp_range > 0,
+        )
     )
 
 

@@ -121,7 +121,7 @@ async def test_a_response_tells_what_it_was_made_with(client: httpx.AsyncClient)
     [
         ("kpt", ("top_k", "top_p", "temperature")),
         ("edskypmxt", CHAIN),
-        ("t?tk", ("temperature", "top_k")),
+        ("t?tk", ("temperature", "temperature", "top_k")),
         (["top-k", "typical", "temp", "nobody"], ("top_k", "typ_p", "temperature")),
         ([], ()),
     ],
