@@ -18,7 +18,6 @@ from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.auth import IGNORED, Access, AccessMiddleware
-from serve_app.ingress.http.header_case import HeaderCase
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
@@ -92,7 +91,6 @@ def _add_middleware(app: FastAPI, access: Access, open_requests: OpenRequests) -
             allow_credentials=not access.cors_origins,
             expose_headers=["x-request-id", "retry-after", IGNORED],
         )
-    app.add_middleware(HeaderCase)
 
 
 def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:

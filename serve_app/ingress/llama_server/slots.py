@@ -112,5 +112,5 @@ def _content(slot: Mapping[str, Any]) -> dict[str, Any]:
         "id_task": slot["request_id"],
         "n_prompt_tokens": slot["n_prompt"],
         "n_past": slot["n_past"],
-        "next_token": {"n_decoded": slot["n_generated"]},
+        "next_token": [{"n_remain": -1, "n_decoded": slot["n_generated"]}],
     }

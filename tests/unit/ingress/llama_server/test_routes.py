@@ -242,7 +242,7 @@ async def test_props_and_slots(client: httpx.AsyncClient, engine: ScriptedEngine
         (0, False, None),
         (1, True, "cmpl-1"),
     ]
-    assert slots[1]["next_token"] == {"n_decoded": 3}
+    assert slots[1]["next_token"] == [{"n_remain": -1, "n_decoded": 3}]
     assert (await client.get("/slots?fail_on_no_slot=1")).status_code == 200
     engine.busy = True
     refused = await client.get("/slots?fail_on_no_slot=1")
