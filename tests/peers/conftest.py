@@ -48,7 +48,13 @@ def pair() -> Iterator[Pair]:
     with (
         running(theirs, is_healthy) as a,
         running(ours, corral_is_ready) as b,
-        httpx.Client(base_url=a.url, timeout=60) as one,
-        httpx.Client(base_url=b.url, timeout=60) as other,
+        _client(a.url) as one,
+        _client(b.url) as other,
     ):
         yield Pair(one, other)
+
+
+def _client(url: str) -> httpx.Client:
+    """With a connection for each request: llama-server closes those that are kept, at any time."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(base_url=url, timeout=60, limits=limits)
