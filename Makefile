@@ -4,6 +4,7 @@ CONFIG ?= serve_config.yaml
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS := .venv-docs
+CLIENTS := .venv-clients
 
 # GCC 11 and 12 miscompile llama.cpp's AMX kernels: the first quantised matrix product of a process dies
 # of SIGSEGV (ggml-org/llama.cpp issue 20824, pull request 26954). Hiding the macro leaves them out, and
@@ -15,7 +16,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers fuzz docs lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients fuzz docs lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -48,6 +49,9 @@ test-long: $(READY)  ## What `test` leaves out, as it takes longer.
 test-peers: $(READY)  ## The same requests to llama-server, which is built at the first run, and to Corral: the answers must agree.
 	$(BIN)/pytest tests/peers
 
+test-clients: $(READY) $(CLIENTS)/.ready  ## Clients of all protocols, as their users run them, in an environment of its own.
+	$(BIN)/pytest tests/clients
+
 fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
@@ -75,6 +79,17 @@ $(DOCS)/.ready: docs/.site/requirements.lock
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
+$(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r $<
+	@mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node
+	@if command -v npm > /dev/null; then \
+		npm install --prefix $(CLIENTS)/node --silent --no-fund --no-audit; \
+	else \
+		echo "no npm here: clients in JavaScript are left out"; \
+	fi
+	@touch $@
+
 lock:  ## Resolve pyproject.toml's dependencies anew.
 	$(PYTHON) -m venv .venv
 	$(PIP) install uv
@@ -84,4 +99,4 @@ lock:  ## Resolve pyproject.toml's dependencies anew.
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
 
 clean:
-	rm -rf .venv $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv $(DOCS) $(CLIENTS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,35 @@
+"""A server for clients that are not in the lock, each of which runs in an environment of its own."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from tests.e2e.conftest import Corral, model
+
+PING_INTERVAL_S = 1
+
+
+@pytest.fixture(scope="session")
+def corral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
+    """ "demo" makes sense, "small" is soon full; pings come often."""
+    tiny = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_random_gguf(tiny, SHAPES["tiny"], "q8_0")
+    # Ray puts sockets in here, whose paths must be short.
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    models = [
+        model(None, "demo", n_slots=4, n_ctx_slot=2048, max_waiting=16),
+        model(tiny, "small", n_slots=1, n_ctx_slot=2048, max_waiting=4),
+    ]
+    server = Corral(directory, models, make_serve=True, sse_ping_interval_s=PING_INTERVAL_S)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)

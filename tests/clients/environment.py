@@ -1,0 +1,19 @@
+"""Where clients are installed: beside `.venv`, and not in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv-clients"
+NODE = FOLDER / "node"
+HERE = Path(__file__).parent
+RECIPES = sorted([*(HERE / "recipes").glob("*.py"), *(HERE / "recipes").glob("*.mjs")])
+REQUIREMENTS = HERE / "requirements.txt"
+"""Of Python packages, in one environment."""
+NODE_REQUIREMENTS = HERE / "package.json"
+
+
+def interpreter(recipe: Path) -> str:
+    """What runs it."""
+    return "node" if recipe.suffix == ".mjs" else str(FOLDER / "bin" / "python")

@@ -1,0 +1,39 @@
+"""Clients as their users run them: each is a script, run where `make test-clients` installed it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.clients.environment import NODE, RECIPES, interpreter
+from tests.e2e.conftest import Corral
+
+_TIMEOUT_S = 200
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_client_works(corral: Corral, recipe: Path, tmp_path: Path) -> None:
+    runs = interpreter(recipe)
+    if recipe.suffix == ".mjs" and shutil.which("node") is None:
+        pytest.skip("there is no node")
+    assert shutil.which(runs) is not None, f"{runs} is not there: make test-clients installs it"
+    # Outside its environment, so that it finds nothing of Corral's; node looks beside the script.
+    script = recipe
+    if recipe.suffix == ".mjs":
+        script = NODE / recipe.name
+        shutil.copy(recipe, script)
+    own = {"HOME": str(tmp_path), "PATH": f"{Path(runs).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [runs, script, corral.url],
+        cwd=tmp_path,
+        env=own,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
