@@ -308,7 +308,8 @@ def _any_key(key_file: Path | None) -> str | None:
 
 def _problem(message: str) -> str:
     """What Serve says of a failed start, without the tracebacks."""
-    lines = [line for line in message.splitlines() if line.strip()]
+    _, _, told = message.rpartition(" failed with exception:\n")
+    lines = [line for line in told.splitlines() if line.strip()]
     for line in reversed(lines):
         _, found, rest = line.partition("ConfigError: ")
         if found:

@@ -84,6 +84,10 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app.routing.autoscaling", ("serve_app",)),
         ("serve_app", ("loadtests", "tests")),
         ("serve_app.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
+        *(
+            (f"serve_app.{package}", ("serve_app.cli",))
+            for package in ("engine", "ingress", "replica", "prompt", "routing", "config")
+        ),
         ("serve_app.sampling", ("serve_app", "ray", "fastapi", "pydantic", "llama_cpp")),
         ("serve_app.errors", ("serve_app", "ray", "fastapi", "llama_cpp")),
         *((f"serve_app.engine.{name}", ("threading", "asyncio", "llama_cpp")) for name in PURE),

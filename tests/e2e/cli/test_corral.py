@@ -133,5 +133,6 @@ def test_a_configuration_that_cannot_work_ends_with_one_line(folder: Path) -> No
     command = with_default_signals(*CORRAL, "serve", "--config", str(config))
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert done.returncode == 1
-    assert "models (corral-demo): 4096 threads" in done.stdout
+    assert "models (corral-demo): engine.threads: 4096 threads on " in done.stdout
+    assert "Deploying app" not in done.stdout
     assert "Traceback" not in done.stdout + done.stderr

@@ -167,6 +167,7 @@ def test_lines_come_as_they_are_written() -> None:
     [
         ("Traceback\n  File x\nserve_app.errors.ConfigError: models (m): bad\n", "models (m): bad"),
         ("one\ntwo\n\nthree\nfour", "two\nthree\nfour"),
+        ("Deploying app 'corral' failed with exception:\nmodels (m): bad", "models (m): bad"),
         ("", "The application could not be started."),
     ],
 )

@@ -1,0 +1,50 @@
+"""The image and its compose file: who runs it, what it may write, and that options in it are real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from serve_app.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "cluster/Dockerfile").read_text().replace("\\\n", "")
+COMPOSE = yaml.safe_load((ROOT / "cluster/compose.yaml").read_text())["services"]["corral"]
+
+
+def environment() -> dict[str, str]:
+    """What the last stage of the image sets."""
+    (found,) = re.findall(r"^ENV (.*)$", DOCKERFILE.rpartition("\nFROM ")[2], re.M)
+    return dict(one.split("=", 1) for one in found.split())
+
+
+def test_the_image_runs_as_nobody_special_and_tells_its_health() -> None:
+    assert re.findall(r"^USER (.*)$", DOCKERFILE, re.M) == ["1000:1000"]
+    assert re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.M) == ['["corral"]']
+    assert "/health" in re.findall(r"^HEALTHCHECK .*$", DOCKERFILE, re.M)[0]
+
+
+def test_all_that_it_writes_is_in_a_volume_or_in_tmp() -> None:
+    """So that its root may be read-only. Ray makes its token in the home folder, and only there."""
+    settings = environment()
+    assert settings["HOME"] == "/tmp"
+    assert "RAY_AUTH_TOKEN_PATH" not in settings  # Ray would want the file to be there already
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        assert settings[name].startswith("/models/"), name
+    assert COMPOSE["read_only"] is True
+    assert COMPOSE["tmpfs"] == ["/tmp"]
+    assert COMPOSE["volumes"] == ["models:/models"]
+
+
+def test_the_compose_file_sets_what_corral_reads() -> None:
+    (command,) = COMPOSE["command"]
+    group: Any = typer.main.get_command(app)
+    variables = {one.envvar for one in group.commands[command].params if one.envvar}
+    given = {name for name in COMPOSE["environment"] if name.startswith("CORRAL_")}
+    assert given
+    assert given <= variables
+    assert COMPOSE["cap_drop"] == ["ALL"]
