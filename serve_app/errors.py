@@ -18,6 +18,7 @@
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
     |       `-- NoRoomError       429 queue_full, with Retry-After
+    |-- NotSupportedError         501 not_supported_error
     |-- EngineUnavailableError    503 engine_unavailable
     |   |-- ModelReplacedError    503 engine_unavailable
     |   `-- EngineClosedError     503 engine_closed
@@ -106,8 +107,8 @@ class PromptTooLongError(InvalidRequestError):
         n_prompt, n_ctx_slot, _, exact = self.args
         at_least = "" if exact else "at least "
         return (
-            f"The prompt has {at_least}{n_prompt} tokens; this model's context holds {n_ctx_slot} tokens, "
-            f"one of which must be left for the answer."
+            f"The prompt of {at_least}{n_prompt} tokens exceeds the available context size of {n_ctx_slot} "
+            f"tokens, one of which must be left for the answer."
         )
 
     @property
@@ -250,6 +251,21 @@ class QueueFullError(RateLimitError):
 
 class NoRoomError(QueueFullError):
     """The same was said to this client a moment ago, and nobody asked the engines again."""
+
+
+class NotSupportedError(CorralError):
+    """The model, or the configuration, has not what the request needs; no other request would do."""
+
+    status = 501
+    type = "not_supported_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+
+    @property
+    def param(self) -> str | None:
+        param: str | None = self.args[1]
+        return param
 
 
 class EngineUnavailableError(CorralError):

@@ -225,6 +225,17 @@ class SamplingParams:
         also={Api.ANTHROPIC: Taken(_MOST_STOPS, "stop_sequences")},
     )
     ignore_eos: bool = parameter(False, "Whether to go on where the model would end.")
+    n_indent: int = parameter(
+        0,
+        "The text ends at a line that begins with fewer blanks and tabs; 0 means that none does.",
+        Interval(ge=0, le=_INT_MAX),
+    )
+    t_max_predict_ms: int = parameter(
+        0,
+        "After so many milliseconds since its first token, the text ends at the next line break; 0 and "
+        "-1 set no limit.",
+        Interval(ge=-1, le=_INT_MAX),
+    )
 
     samplers: tuple[str, ...] | None = None
     """llama-server's names of those that are used, in their order; None for all in the usual one.
@@ -238,6 +249,8 @@ class SamplingParams:
     """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
     logprobs: int | None = None
     """For every token its log probability, and those of so many most likely ones; None for neither."""
+    post_sampling_probs: bool = False
+    """Whether these are the probabilities that the token was drawn with, after all samplers."""
     prompt_logprobs: bool = False
     """Whether the prompt's tokens are told with theirs, too: it is computed whole then."""
 

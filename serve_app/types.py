@@ -53,6 +53,12 @@ class GenerationRequest:
     """How many replicas that was."""
     failed_over_s: float = 0.0
     """Seconds that it spent with them."""
+    n_discard: int = 0
+    """Tokens that a context shift drops; 0: half of what it may."""
+    slot_id: int = -1
+    """The slot that it gets if that is idle; -1: the best one."""
+    return_progress: bool = False
+    """Whether its stream tells how far its prompt is computed."""
     cache_group: str = ""
     """Whose prefixes it may start from, and who may start from what it leaves in the KV cache: requests of
     the same group. It is empty for all that come without API keys and without a `cache_salt`."""
@@ -119,6 +125,8 @@ class SequenceEnd:
     """The stop string that was found, if that is the reason."""
     error: CorralError | None = None
     """Set exactly when `reason` is ERROR."""
+    slot_id: int = -1
+    """The slot that it had last; -1 if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,19 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a prompt is computed."""
+
+    n_total: int
+    n_cached: int
+    """Tokens that were found in the KV cache."""
+    n_processed: int
+    """Tokens that are in the cache now, those among them."""
+    seconds: float
+    """Since the request got its slot."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New text of a request. A delta may hold several tokens, or none (text held back, or the end)."""
 
@@ -188,6 +209,8 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of the prompt's tokens but for the first, if the request wants them: with its first token, or
     with its end if it generates none."""
+    progress: tuple[PromptProgress, ...] = ()
+    """How far the prompt was, from time to time, if the request wants to know: before its first token."""
 
     @property
     def without_end(self) -> TokenDelta:
@@ -207,6 +230,7 @@ class TokenDelta:
             later.end,
             self.logprobs + later.logprobs,
             self.prompt_logprobs + later.prompt_logprobs,
+            self.progress + later.progress,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as SequenceOf
 
@@ -11,12 +12,17 @@ from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.slots import Wait
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.outbox import Outbox
 from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.anticipation import Anticipation
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.scheduler.giving_way import GivingWay
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence
+from serve_app.errors import DecodeError
+from serve_app.types import FinishReason
+
+logger = logging.getLogger("corral.engine")
 
 
 class Admission:
@@ -33,6 +39,7 @@ class Admission:
         waiting: FairQueue,
         accounts: Accounts,
         counts: Counts,
+        outbox: Outbox,
     ) -> None:
         self._options = options
         self._backend = backend
@@ -42,6 +49,7 @@ class Admission:
         self._waiting = waiting
         self._accounts = accounts
         self._counts = counts
+        self._outbox = outbox
         self._giving_way = GivingWay()
         self._anticipation = Anticipation(options.n_slots)
         self._paused = False
@@ -67,7 +75,7 @@ class Admission:
         for sequence in self._waiting:
             if not self._cache.table.has_idle:
                 break
-            if self._is_kept_free_of(sequence):
+            if sequence.finished or self._is_kept_free_of(sequence):
                 continue
             place = self._cache.place(sequence)
             if place is None:
@@ -77,21 +85,26 @@ class Admission:
                 if (owner := place.slot.sequence) is not None:
                     owner.n_awaited = max(owner.n_awaited, place.n_tokens)
                 continue
-            if sequence.trace.admitted is None:
+            is_new = sequence.trace.admitted is None
+            if self._occupy(sequence, place) and is_new:
                 started.append(sequence)
-            self._occupy(sequence, place)
         else:
             self._cache.make_way(n_awaiting)
         return started
 
-    def _occupy(self, sequence: Sequence, place: Place) -> None:
-        """Let a sequence run in its slot."""
+    def _occupy(self, sequence: Sequence, place: Place) -> bool:
+        """Let a sequence run in its slot. False if no sampler can be made for it: that is its end."""
         sampler = None
         if sequence.trace.admitted is None:  # one that was preempted goes on with its own
-            sampler = self._backend.sampler(
-                sequence.request.sampling, sequence.request.given, sequence.constraint
-            )
-        # Until here it waits: a backend that breaks above ends it with all the others.
+            try:
+                sampler = self._backend.sampler(
+                    sequence.request.sampling, sequence.request.given, sequence.constraint
+                )
+            except Exception as error:
+                logger.exception("No sampler could be made for %s.", sequence.id)
+                refusal = DecodeError(f"No sampler could be made for this request: {error}")
+                self._outbox.end(sequence, FinishReason.ERROR, refusal)
+                return False
         self.changed = True
         self._waiting.admit(sequence)
         sequence.admit(place.slot.id, place.n_cached, sampler)
@@ -99,6 +112,7 @@ class Admission:
         self._scheduler.add(sequence)
         self._counts.cached_tokens += place.n_cached
         self._counts.restored_tokens += place.n_restored
+        return True
 
     def release(self, sequence: Sequence) -> None:
         """It has ended, wherever it was, and is in the queue no more."""

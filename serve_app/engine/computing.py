@@ -22,7 +22,7 @@ from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.sequence import SequenceState
 from serve_app.errors import (
     CacheFullError,
-    ConstraintError,
+    CorralError,
     DecodeError,
     EngineFailedError,
     PassLeftError,
@@ -106,7 +106,7 @@ class Computing:
         self._counts.sample_s += time.monotonic() - decoded
         self._failed_steps = 0
         for chunk, found in zip(plan.chunks, sampled, strict=True):
-            if isinstance(found, ConstraintError):
+            if isinstance(found, CorralError):
                 self._end(chunk, found)
             else:
                 self._advance(chunk, found)
@@ -124,13 +124,13 @@ class Computing:
         elif len(plan.chunks) == 1 or self._backend.mode.kv_unified:
             self._costs.saw_prefill(len(plan.rows), depth, seconds)
 
-    def _sample(self, chunk: Chunk) -> list[Sampled] | ConstraintError:
+    def _sample(self, chunk: Chunk) -> list[Sampled] | CorralError:
         """See `sample`: its client is charged for grammars and log-probabilities, too."""
         began = time.monotonic()
         sampled = sample(chunk)
         seconds = time.monotonic() - began
         self._waiting.charge(chunk.sequence, seconds)
-        if not (chunk.scored or isinstance(sampled, ConstraintError)):
+        if not (chunk.scored or isinstance(sampled, CorralError)):
             chunk.sequence.sampling_cost.saw(len(sampled), seconds)
         return sampled
 
@@ -141,6 +141,8 @@ class Computing:
         if sequence.state is SequenceState.PREFILL:
             self._counts.prompt_tokens += chunk.n_rows
             self._cache.computed(sequence)
+            if (progress := sequence.progress()) is not None:
+                self._outbox.put(sequence, progress)
         if not sampled:
             if not sequence.n_pending:
                 self._outbox.put(sequence, sequence.stop_at_prompt())
@@ -157,7 +159,8 @@ class Computing:
         self._outbox.put(sequence, delta)
         full = len(sequence.tokens) >= n_ctx_slot
         if n_keep is not None and full and not sequence.finished:
-            self._cache.shift(sequence, n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
+            n_discard = context_shift.n_dropped(sequence.request, n_ctx_slot, n_keep)
+            self._cache.shift(sequence, n_keep, n_discard)
             self._counts.context_shifts += 1
 
     def _check_draft(self, chunk: Chunk, n_taken: int, n_confirmed: int) -> None:
@@ -204,6 +207,6 @@ class Computing:
                 self._end(chunk, error)
         return True
 
-    def _end(self, chunk: Chunk, error: ConstraintError | DecodeError) -> None:
+    def _end(self, chunk: Chunk, error: CorralError) -> None:
         self._cache.drop_rows(chunk.sequence)
         self._outbox.end(chunk.sequence, FinishReason.ERROR, error)

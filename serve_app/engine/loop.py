@@ -210,6 +210,7 @@ class DecoderLoop:
             self._waiting,
             self._accounts,
             self._counts,
+            self._outbox,
         )
         self._computing = Computing(
             options,
@@ -323,6 +324,9 @@ class DecoderLoop:
     def _admit(self) -> None:
         if started := self._admission.admit():
             self._command_queue.started(started)
+        for sequence in started:
+            if (progress := sequence.progress()) is not None:
+                self._outbox.put(sequence, progress)
 
     def _cost(self, n_prompt: int, n_generated: int) -> float:
         """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from serve_app.engine.autotune.sampling_costs import SamplingCost
 from serve_app.engine.backends.base import Sampler, Vocabulary
 from serve_app.engine.decode.detokenizer import Detokenizer
+from serve_app.engine.decode.line_limits import LineLimits
 from serve_app.engine.decode.ngram_proposer import NgramProposer
 from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
@@ -19,6 +20,7 @@ from serve_app.llama.constraint import Constraint
 from serve_app.types import (
     FinishReason,
     GenerationRequest,
+    PromptProgress,
     Sampled,
     SequenceEnd,
     TokenDelta,
@@ -93,6 +95,10 @@ class Sequence:
         self._sampler: Sampler | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._text = Detokenizer(request.sampling.stop)
+        is_limited = request.sampling.n_indent > 0 or request.sampling.t_max_predict_ms > 0
+        self._line_limits = LineLimits(request.sampling) if is_limited else None
+        self._n_told = -1
+        """Of its prompt's tokens, those that its progress was told of."""
 
     @property
     def n_pending(self) -> int:
@@ -166,7 +172,7 @@ class Sequence:
             if self.constraint is not None:
                 self.constraint.take(token)
             if n_keep is not None and len(self.tokens) == n_ctx_slot:
-                self._drop(n_keep, context_shift.n_dropped(n_ctx_slot, n_keep))
+                self._drop(n_keep, context_shift.n_dropped(self.request, n_ctx_slot, n_keep))
         self.packed(len(self.tokens))
 
     def admit(self, slot_id: int, n_cached: int, sampler: Sampler | None) -> None:
@@ -201,6 +207,18 @@ class Sequence:
     def advance(self, n_rows: int) -> None:
         """Its next `n_rows` tokens are in the cache now."""
         self.n_past += n_rows
+
+    def progress(self) -> TokenDelta | None:
+        """How far its prompt is, if its request wants to know and that has changed."""
+        n_done = min(self.n_past, self.n_prompt)
+        if not self.request.return_progress or n_done <= self._n_told:
+            return None
+        self._n_told = n_done
+        n_cached = min(self.n_cached, self.n_prompt)
+        told = PromptProgress(
+            self.n_prompt, n_cached, n_done, self.trace.prefill_s if n_done > n_cached else 0.0
+        )
+        return TokenDelta("", (), progress=(told,))
 
     def score(self, rows: range) -> None:
         """These rows of the last batch tell of the prompt's next tokens."""
@@ -252,6 +270,11 @@ class Sequence:
         if vocabulary.is_eog(token):
             return FinishReason.STOP, ""
         text = self._text.push(vocabulary.piece(token))
+        if self._line_limits is not None:
+            cut = self._line_limits.cut(text, self.trace.decoding_s)
+            if cut is not None:
+                self._text.drop()
+                return FinishReason.LENGTH, cut
         return (None if self._text.stop is None else FinishReason.STOP), text
 
     def shift(self, n_keep: int, n_discard: int, *, cached: bool) -> None:
@@ -298,4 +321,5 @@ class Sequence:
             ),
             stop=self._text.stop,
             error=error,
+            slot_id=self.slot_id,
         )

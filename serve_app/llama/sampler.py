@@ -45,9 +45,18 @@ class Sampler:
         ConstraintError if the grammar allows none."""
         token = self._pick(row)
         self._adjustments.accept(token)
-        n_top, constraint = self._n_top, self._constraint
-        logprobs = None if n_top is None else _logprobs(self._context.logits(row), token, n_top)
+        constraint = self._constraint
+        logprobs = None if self._n_top is None else self._likelihood(row, token, self._n_top)
         return Sampled(token, logprobs, constraint is not None and constraint.complete)
+
+    def _likelihood(self, row: int, token: int, n_top: int) -> TokenLogprobs:
+        """How likely the token was: to be drawn, or by the model."""
+        if self._chain.drawn is None:
+            return _logprobs(self._context.logits(row), token, n_top)
+        ids, shares = self._chain.drawn
+        logs = np.log(shares.astype(np.float64))
+        found = dict(zip(ids.tolist(), logs.tolist(), strict=True))
+        return TokenLogprobs(found.get(token, -math.inf), tuple(list(found.items())[:n_top]))
 
     def score(self, row: int, token: int) -> TokenLogprobs:
         """How likely that token was by the logits of the given row, under the same conditions."""

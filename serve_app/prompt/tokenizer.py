@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
 from serve_app.llama import chat_templates
 from serve_app.llama.model import Model
 from serve_app.prompt import output_parser
@@ -169,10 +169,10 @@ class Tokenizer:
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
         """The tokens of a prompt for what is between two texts, as llama-server has them: prefix, suffix,
         middle. `prompt` goes on with the first text; control tokens written out in it are recognised.
-        Raises InvalidRequestError if the model has no tokens for that."""
+        Raises NotSupportedError if the model has no tokens for that."""
         infill = self._model.infill_tokens
         if infill is None:
-            raise InvalidRequestError("This model has no tokens for infill.", "suffix")
+            raise NotSupportedError("This model has no tokens for infill.", "suffix")
         prefix, suffix, middle = infill
         said = self._model.tokenize(prompt, add_special=False, parse_special=True)
         bos = self._model.tokenize("", add_special=True, parse_special=False)
@@ -197,21 +197,25 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
+        thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
         """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`, to
-        the end of the last turn. Raises InvalidRequestError if the
-        chat template refuses the messages or knows no tools."""
+        the end of the last turn; if it shall not think, reasoning that the template begins is ended. Raises
+        InvalidRequestError if the chat template refuses the messages or knows no tools."""
         if tools and self.tool_format is None:
             raise InvalidRequestError(
                 "This model's chat template has no tools, or asks for calls in a format that is not "
                 "understood here.",
                 "tools",
             )
-        return self._template.render(
+        text = self._template.render(
             messages, tools, add_generation_prompt=add_generation_prompt, extra=extra
         )
+        if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
+            text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
+        return text
 
     def encode_chat(
         self,
@@ -222,18 +226,17 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
-        """The tokens of a chat, up to where the assistant's turn begins; if it shall not think, reasoning
-        that the template begins is ended. What the template writes as control tokens becomes control
-        tokens; what messages, tools and `extra` write stays text. Raises InvalidRequestError like
-        `render_chat`."""
+        """The tokens of a chat as `render_chat` writes it. What the template writes as control tokens
+        becomes control tokens; what messages, tools and `extra` write stays text. Raises
+        InvalidRequestError like `render_chat`."""
         escapes = self._escaper.begin()
         if self._escaper.needed(messages, tools, extra):
             messages, tools = escapes.escape(list(messages)), escapes.escape(list(tools))
             # A variable's name is the template's word, and not a text.
             extra = {name: escapes.escape(value) for name, value in (extra or {}).items()}
-        text = self.render_chat(messages, tools, extra, add_generation_prompt=add_generation_prompt)
-        if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
-            text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
+        text = self.render_chat(
+            messages, tools, extra, thinks, add_generation_prompt=add_generation_prompt
+        )
         wants_bos = not (self.bos and text.startswith(self.bos))
         return self._encode_parts(escapes.split(text), add_special=wants_bos)
 

@@ -83,7 +83,6 @@ _LLAMAS: list[dict[str, Any]] = [
 _TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": _FUNCTION}]}
 FULLER: dict[str, list[dict[str, Any]]] = {
     "ChatCompletionRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}, *_LLAMAS],
-    "ApplyTemplateRequest": [_TOOLS, {"chat_template_kwargs": {"a": 1}}],
     "CompletionRequest": [{"echo": True, "logprobs": 2, "max_tokens": 0}, *_LLAMAS],
     "LlamaCompletionRequest": [*_LLAMAS, {"logit_bias": [["a", 1]]}],
     "InfillRequest": _LLAMAS,

@@ -34,6 +34,8 @@ EXAMPLES: list[CorralError] = [
     errors.BodyEndedError("no room", 1),
     errors.QueueFullError("full", 7),
     errors.NoRoomError("still full", 1),
+    errors.NotSupportedError("no folder"),
+    errors.NotSupportedError("no tokens", "suffix"),
     errors.EngineUnavailableError("loading"),
     errors.ModelReplacedError("another vocabulary"),
     errors.EngineClosedError("closed"),

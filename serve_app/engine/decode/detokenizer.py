@@ -39,6 +39,11 @@ class Detokenizer:
         self._held = ""
         return shown
 
+    def drop(self) -> None:
+        """Nothing that is held back is shown any more."""
+        self._held = ""
+        self._utf8.reset()
+
     def _first_stop(self) -> tuple[int, str | None]:
         """The earliest stop string in the held text; of two at one place, the first listed."""
         found = [

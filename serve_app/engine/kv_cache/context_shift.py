@@ -21,6 +21,7 @@ def n_kept(request: GenerationRequest, options: EngineOptions) -> int | None:
     return max(1, min(n_keep, options.n_ctx_slot - _LEAST_CTX // 2))
 
 
-def n_dropped(n_ctx_slot: int, n_keep: int) -> int:
-    """Tokens behind the first `n_keep` that go: half of them, the newest one not counted."""
-    return (n_ctx_slot - n_keep) // 2
+def n_dropped(request: GenerationRequest, n_ctx_slot: int, n_keep: int) -> int:
+    """Tokens behind the first `n_keep` that go: as many as the request says, or half of them, the newest
+    one not counted."""
+    return min(request.n_discard, n_ctx_slot - n_keep - 1) or (n_ctx_slot - n_keep) // 2

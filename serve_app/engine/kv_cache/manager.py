@@ -84,7 +84,7 @@ class KVCacheManager:
             return sequence.waits
         group, tokens = sequence.request.cache_group, sequence.packed(sequence.n_reusable)
         n_stored, stored = self._restorable(group, tokens)
-        choice = self.table.choose(group, tokens, n_stored)
+        choice = self.table.choose(group, tokens, n_stored, sequence.request.slot_id)
         sequence.waits = choice if isinstance(choice, Wait) else None
         if isinstance(choice, Wait):
             if self.checkpoints.needed and choice.slot.sequence is not None:

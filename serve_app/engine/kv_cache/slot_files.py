@@ -16,7 +16,12 @@ from serve_app.engine.commands import Command
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.options import EngineOptions
-from serve_app.errors import CorralError, InvalidRequestError, StorageFullError
+from serve_app.errors import (
+    CorralError,
+    InvalidRequestError,
+    NotSupportedError,
+    StorageFullError,
+)
 from serve_app.types import SlotAction
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -89,7 +94,7 @@ class SlotFiles:
 
     def _check_allowed(self) -> Path:
         if self._folder is None:
-            raise InvalidRequestError(
+            raise NotSupportedError(
                 "Slots cannot be saved, restored or erased here: engine.slot_folder is not set.",
                 "action",
             )

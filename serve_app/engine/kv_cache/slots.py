@@ -127,7 +127,9 @@ class SlotTable:
         }
         return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
 
-    def choose(self, group: str, prompt: Tokens, n_stored: int = 0) -> Choice | Wait:
+    def choose(
+        self, group: str, prompt: Tokens, n_stored: int = 0, wanted: int = -1
+    ) -> Choice | Wait:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
         Its first `n_stored` tokens can also be had from outside the slots. What slots of other cache groups
         hold counts as nothing.
@@ -136,8 +138,8 @@ class SlotTable:
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A
         prefix that another slot, idle or busy, holds is copied into the idle slot that is next to most busy
         ones (of a split cache, which computes consecutive slots together), or else the least recently used;
-        so is one that is stored. At least the prompt's last token is left to decode. There must be an idle
-        slot.
+        so is one that is stored. The slot with the id `wanted` is the one, if it is idle. At least the
+        prompt's last token is left to decode. There must be an idle slot.
         """
         prompt = packed(prompt)
         n_most = n_tokens(prompt) - 1
@@ -146,6 +148,7 @@ class SlotTable:
         here, ready = self._ready(cached, in_place=True), self._ready(cached, in_place=False)
         coming = [n if n > slot.n_past else 0 for n, slot in zip(shared, self.slots, strict=True)]
         idle = [slot for slot in self.slots if slot.idle]
+        idle = [slot for slot in idle if slot.id == wanted] or idle
         in_place = max(idle, key=lambda slot: (_worth(slot, here[slot.id]), *self._fits(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])
         best = max(here[in_place.id], ready[source.id])

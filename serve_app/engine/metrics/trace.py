@@ -61,6 +61,16 @@ class Trace:
             self._gaps_s[bucket] += self.gap_s
         self._n_gaps[0] += n - 1
 
+    @property
+    def decoding_s(self) -> float:
+        """Since its first token."""
+        return 0.0 if self._first_token is None else time.monotonic() - self._first_token
+
+    @property
+    def prefill_s(self) -> float:
+        """Since it got its first slot."""
+        return 0.0 if self.admitted is None else time.monotonic() - self.admitted
+
     def end(self) -> Timings:
         """Its times up to now."""
         now = time.monotonic()

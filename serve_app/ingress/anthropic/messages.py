@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
 
@@ -38,11 +39,7 @@ def _blocks(value: object) -> object:
     """A text is short for one block of it; other media are refused by their names."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    for block in value if isinstance(value, list) else ():
-        name = block.get("type") if isinstance(block, dict) else None
-        if name in ("image", "document", "search_result"):
-            message = f"Content of the type {name!r} is not supported: these models read text."
-            raise InvalidRequestError(message, "messages")
+    media.refuse(value, "messages")
     return value
 
 

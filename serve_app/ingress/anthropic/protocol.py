@@ -114,7 +114,7 @@ class CountTokensRequest(RequestModel):
 
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: list[Message]
     system: Texts = Field(default=[])
     tools: Annotated[list[AnthropicTool], WITHOUT_SERVER_TOOLS] = Field(default=[])
     tool_choice: ToolChoice | None = None
@@ -144,7 +144,7 @@ class CountTokensRequest(RequestModel):
         choice = self.tool_choice
         turns = [turn for one in self.messages for turn in one.as_messages(reasoning=self.thinks)]
         return ChatCompletionRequest(
-            messages=system + turns,
+            messages=system + turns or [ChatMessage(role="user", content="")],
             tools=[tool.as_tool() for tool in self.tools],
             tool_choice=choice.as_choice() if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,

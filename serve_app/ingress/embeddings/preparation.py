@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serve_app.errors import InvalidRequestError, TextTooLongError
+from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLongError
 from serve_app.ingress.embeddings.protocol import (
     EmbeddingsRequest,
     LlamaEmbeddingRequest,
@@ -64,7 +64,7 @@ def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
     asked = parsed(RerankRequest, body)
     model = find(models, asked.model)
     if not model.tokenizer.reranks:
-        raise InvalidRequestError(
+        raise NotSupportedError(
             f"The model {model.id!r} cannot rank: its file names no pooling of the type 'rank', "
             "as those of reranking models do.",
             "model",
@@ -82,9 +82,9 @@ def _tokens(model: KnownModel, text: str | list[int | str]) -> tuple[int, ...]:
 
 
 def check_makes_embeddings(model: KnownModel) -> None:
-    """Raises InvalidRequestError for a model that ranks instead."""
+    """Raises NotSupportedError for a model that ranks instead."""
     if model.tokenizer.reranks:
-        raise InvalidRequestError(
+        raise NotSupportedError(
             f"The model {model.id!r} ranks, and makes no embeddings: use /v1/rerank.", "model"
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
@@ -13,6 +14,8 @@ from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationP
 from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
 from serve_app.sampling import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,11 +31,15 @@ class Generation:
     stream: bool
     include_usage: bool
     timings: bool
+    timings_per_token: bool
+    return_progress: bool
     user: str | None
     cache_salt: str | None
     priority: int
     context_shift: bool | None
     n_keep: int | None
+    n_discard: int
+    id_slot: int
     sse_ping_interval: int | None
 
 
@@ -82,11 +89,15 @@ def generation(
         stream=params.stream,
         include_usage=options is not None and options.include_usage,
         timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
+        timings_per_token=params.timings_per_token and params.stream,
+        return_progress=params.return_progress and params.stream,
         user=params.user,
-        cache_salt=params.cache_salt,
+        cache_salt=params.cache_salt if params.cache_prompt else uuid.uuid4().hex,
         priority=params.priority,
         context_shift=params.context_shift,
         n_keep=params.n_keep,
+        n_discard=params.n_discard,
+        id_slot=params.id_slot,
         sse_ping_interval=params.sse_ping_interval,
     )
 
@@ -110,6 +121,20 @@ def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: s
 
 def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. Raises InvalidRequestError."""
+    prompt, prefill = _rendered(model, body, model.tokenizer.encode_chat)
+    return (*prompt, *model.tokenizer.tokenize(prefill, False, False)) if prefill else prompt
+
+
+def chat_text(model: KnownModel, body: ChatCompletionRequest) -> str:
+    """The same as text. Raises InvalidRequestError."""
+    prompt, prefill = _rendered(model, body, model.tokenizer.render_chat)
+    return prompt + prefill
+
+
+def _rendered(
+    model: KnownModel, body: ChatCompletionRequest, render: Callable[..., T]
+) -> tuple[T, str]:
+    """What the tokenizer makes of the chat, and what the answer begins with."""
     turns, prefill = _prefill(body)
     messages = [message.for_template() for message in turns]
     if model.defaults.system_prompt and not _has_system(messages):
@@ -119,14 +144,18 @@ def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ..
     # Templates may leave out all but the contents.
     n_chars = sum(len(message["content"]) for message in messages) + len(prefill)
     refuse_far_too_long(model, "messages", n_chars)
-    prompt = model.tokenizer.encode_chat(
+    prompt = render(
         messages,
         tools,
         extra,
         body.may_think and not prefill,
         add_generation_prompt=bool(prefill) or body.add_generation_prompt is not False,
     )
-    return (*prompt, *model.tokenizer.tokenize(prefill, False, False)) if prefill else prompt
+    return prompt, prefill
+
+
+_PARTS = "\n\n"
+"""What llama-server puts between the parts of a message that is continued."""
 
 
 def _prefill(body: ChatCompletionRequest) -> tuple[Sequence[ChatMessage], str]:
@@ -140,7 +169,7 @@ def _prefill(body: ChatCompletionRequest) -> tuple[Sequence[ChatMessage], str]:
         raise InvalidRequestError(
             "Two messages of the assistant at the end: only one can be continued.", "messages"
         )
-    return before, last.text
+    return before, last.joined(_PARTS)
 
 
 def _has_system(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -5,9 +5,10 @@ Source of the first fields: llama.cpp, tools/server/README.md, `timings`.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from serve_app.types import RequestRecord, SequenceEnd
+from serve_app.types import PromptProgress, RequestRecord, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
 
@@ -28,6 +29,46 @@ def timings(end: SequenceEnd) -> Json:
         "mean_batch": spent.mean_batch,
         "failed_over_ms": 1000 * spent.failed_over_s,
         "failovers": spent.n_failovers,
+    }
+
+
+class Running:
+    """llama-server's `timings` of a sequence that has not ended, for `timings_per_token`: its prompt's are
+    the engine's, and those of its tokens are measured here."""
+
+    def __init__(self) -> None:
+        self._progress = PromptProgress(0, 0, 0, 0.0)
+        self._n_tokens = 0
+        self._began_s: float | None = None
+        """When its first token came."""
+
+    def saw(self, delta: TokenDelta) -> None:
+        """The newest delta."""
+        self._progress = delta.progress[-1] if delta.progress else self._progress
+        self._n_tokens += len(delta.token_ids)
+        if delta.token_ids and self._began_s is None:
+            self._began_s = time.monotonic()
+
+    def told(self, progress: PromptProgress | None = None) -> Json:
+        """As they are now, or at that earlier point of the prompt."""
+        at = progress or self._progress
+        n_tokens = 0 if progress else self._n_tokens
+        n_prompt = at.n_processed - at.n_cached
+        seconds = time.monotonic() - self._began_s if n_tokens and self._began_s else 0.0
+        return {
+            "cache_n": at.n_cached,
+            **_rates("prompt", n_prompt, n_prompt, at.seconds),
+            **_rates("predicted", n_tokens, max(0, n_tokens - 1), seconds),
+        }
+
+
+def prompt_progress(progress: PromptProgress) -> Json:
+    """llama-server's `prompt_progress`."""
+    return {
+        "total": progress.n_total,
+        "cache": progress.n_cached,
+        "processed": progress.n_processed,
+        "time_ms": 1000 * progress.seconds,
     }
 
 

@@ -16,7 +16,6 @@ from serve_app.ingress.generation.tokenization import (
 )
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.protocol import (
-    ApplyTemplateRequest,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
@@ -26,6 +25,7 @@ from serve_app.ingress.llama_server.protocol import (
     TokenizeRequest,
 )
 from serve_app.ingress.model_registry import find
+from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.ingress.workers.worker import KnownModel, Models
 from serve_app.sampling import SamplingParams
 
@@ -143,11 +143,8 @@ def detokenize(models: Models, body: bytes) -> bytes:
 
 def apply_template(models: Models, body: bytes) -> bytes:
     """POST /apply-template: the answer, as JSON. Raises CorralError."""
-    asked = parsed(ApplyTemplateRequest, body)
-    messages = [message.for_template() for message in asked.messages]
-    tools = [tool.for_template() for tool in asked.tools]
-    tokenizer = find(models, asked.model).tokenizer
-    return _json({"prompt": tokenizer.render_chat(messages, tools, asked.chat_template_kwargs)})
+    asked = parsed(ChatCompletionRequest, body)
+    return _json({"prompt": preparation.chat_text(find(models, asked.model), asked)})
 
 
 def _json(answer: dict[str, Any]) -> bytes:

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
-from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.ingress.openai.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationParams, Text
 from serve_app.sampling import SamplingParams
 
@@ -44,7 +43,7 @@ def plain(prompt: object) -> object:
         return prompt
     parts = prompt.get("content")
     if prompt.get("multimodal_data") or (isinstance(parts, list) and not all(map(_is_text, parts))):
-        raise InvalidRequestError("These models read text only.", "prompt")
+        raise InvalidRequestError("Image input is not supported: these models read text.", "prompt")
     if isinstance(parts, list):
         return "".join(part["text"] for part in parts)
     return prompt.get("prompt_string", prompt)
@@ -76,13 +75,7 @@ class LlamaParams(GenerationParams):
         "tfs_z": (None, 1),
         "adaptive_target": (None, -1),
         "penalize_nl": (None, False),
-        "n_indent": (None, 0),
         "n_cache_reuse": (None, 0),
-        "t_max_predict_ms": (None, 0),
-        "id_slot": (None, -1),
-        "cache_prompt": (None, True),
-        "return_progress": (None, False),
-        "post_sampling_probs": (None, False),
         "lora": (None, []),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})
@@ -166,8 +159,6 @@ class LlamaCompletionRequest(LlamaParams):
         n = len(self.prompts) * self.n_answers
         if n > MAX_CHOICES:
             raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
-        if self.stream and n > 1:
-            raise InvalidRequestError("Several answers cannot be streamed.", "stream")
         return self
 
     @property
@@ -225,15 +216,6 @@ class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
     tokens: list[TokenId]
-    model: str | None = None
-
-
-class ApplyTemplateRequest(RequestModel):
-    """POST /apply-template."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] = Field(default=[])
-    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
 
 

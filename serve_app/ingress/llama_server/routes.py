@@ -71,7 +71,7 @@ async def _respond(models: Mapping[str, ServedModel], asked: Completion) -> Resp
     ]
     deltas = await generation.start(model, started)
     if wanted.stream:
-        return sse.EventStream(serving.events(choices[0], deltas), wanted.sse_ping_interval)
+        return sse.EventStream(serving.events(choices, deltas), wanted.sse_ping_interval)
     found = await serving.collect(choices, deltas)
     return JSONResponse(found if asked.is_batch else found[0])
 

@@ -13,11 +13,12 @@ from serve_app.ingress.generation import generation, sampling_fields
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
-from serve_app.ingress.http.timings import timings
+from serve_app.ingress.http.timings import Running, prompt_progress, timings
 from serve_app.ingress.llama_server.preparation import Completion
+from serve_app.ingress.openai import logprobs
 from serve_app.ingress.openai.logprobs import Piece
 from serve_app.sampling import CHAIN, Api, SamplingParams
-from serve_app.types import FinishReason, SequenceEnd, TokenDelta
+from serve_app.types import FinishReason, PromptProgress, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
 
@@ -38,6 +39,7 @@ class LlamaAnswer:
     """Tokens that end a text."""
     _text: list[str] = field(default_factory=list)
     _n_tokens: int = 0
+    _running: Running = field(default_factory=Running)
 
     def whole(self, deltas: Sequence[TokenDelta]) -> Json:
         """The answer to a request without `stream`."""
@@ -52,19 +54,37 @@ class LlamaAnswer:
         return self._selected(answer)
 
     def events(self, delta: TokenDelta) -> list[Json]:
-        """One delta's events: its text, and at the end what there is to tell of the whole."""
+        """One delta's events: how far its prompt is, its text, and at the end what there is to tell of the
+        whole."""
+        self._running.saw(delta)
+        events = [self._progress(one) for one in delta.progress] if self._tells_progress else []
         self._text.append(delta.text)
         self._n_tokens += len(delta.token_ids)
-        events: list[Json] = []
         if delta.logprobs:
             events += self._one_by_one(delta)
-        elif delta.text or delta.end is None:
+        elif delta.text or (delta.token_ids and delta.end is None):
             events.append(self._event(delta.text, delta.token_ids))
         if delta.end is not None:
             events.append(self._selected(self._final("", [], delta.end)))
         return events
 
+    @property
+    def _tells_progress(self) -> bool:
+        return self.asked.generation.return_progress
+
+    def _progress(self, progress: PromptProgress) -> Json:
+        told = {"prompt_progress": prompt_progress(progress)}
+        if self.asked.generation.timings_per_token:
+            told["timings"] = self._running.told(progress)
+        return self._part("", ()) | told
+
     def _event(self, content: str, tokens: Sequence[int]) -> Json:
+        event = self._part(content, tokens)
+        if self.asked.generation.timings_per_token:
+            event["timings"] = self._running.told()
+        return event
+
+    def _part(self, content: str, tokens: Sequence[int]) -> Json:
         return {
             "index": self.index,
             "content": content,
@@ -91,7 +111,7 @@ class LlamaAnswer:
             "index": self.index,
             "content": content,
             "tokens": tokens,
-            "id_slot": -1,
+            "id_slot": end.slot_id,
             "stop": True,
             "model": self.asked.generation.model,
             "tokens_predicted": usage.completion_tokens,
@@ -117,16 +137,16 @@ class LlamaAnswer:
         return end.reason == FinishReason.LENGTH and used >= self.n_ctx_slot
 
     def _probabilities(self, delta: TokenDelta) -> list[Json]:
+        top = "top_probs" if self.sampling.post_sampling_probs else "top_logprobs"
         return [
-            self._entry(token, found.logprob)
-            | {"top_logprobs": [self._entry(*one) for one in found.top]}
+            self._entry(token, found.logprob) | {top: [self._entry(*one) for one in found.top]}
             for token, found in zip(delta.token_ids, delta.logprobs, strict=False)
         ]
 
     def _entry(self, token: int, logprob: float) -> Json:
         piece = self.piece(token)
-        text = piece.decode(errors="replace")
-        return {"id": token, "token": text, "bytes": list(piece), "logprob": logprob}
+        entry = {"id": token, "token": piece.decode(errors="replace"), "bytes": list(piece)}
+        return entry | logprobs.likelihood(logprob, shares=self.sampling.post_sampling_probs)
 
     def _selected(self, answer: Json) -> Json:
         """Only the `response_fields`, if the request names some."""
@@ -154,7 +174,6 @@ def _stop_type(end: SequenceEnd) -> str:
 _OFF: Json = {
     "adaptive_target": -1.0,
     "adaptive_decay": 0.9,
-    "n_discard": 0,
     "grammar_lazy": False,
     "grammar_triggers": [],
     "preserved_tokens": [],
@@ -163,7 +182,6 @@ _OFF: Json = {
     "reasoning_in_content": False,
     "generation_prompt": "",
     "speculative.types": "none",
-    "post_sampling_probs": False,
     "backend_sampling": False,
     "lora": [],
 }
@@ -190,9 +208,11 @@ def generation_settings(
         "max_tokens": n_predict,
         "n_predict": n_predict,
         "n_keep": (asked.generation.n_keep if asked else None) or 0,
+        "n_discard": asked.generation.n_discard if asked else 0,
         "stream": bool(asked and asked.generation.stream),
         "logit_bias": bias,
         "n_probs": sampling.logprobs or 0,
+        "post_sampling_probs": sampling.post_sampling_probs,
         "grammar": asked.grammar if asked else "",
         "timings_per_token": bool(asked and asked.generation.timings),
         "samplers": list(CHAIN if sampling.samplers is None else sampling.samplers),
@@ -205,6 +225,6 @@ async def collect(choices: Sequence[LlamaAnswer], deltas: Deltas) -> list[Json]:
     return [choice.whole(own) for choice, own in zip(choices, found, strict=True)]
 
 
-def events(choice: LlamaAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
-    """A sequence as server-sent events; the last one has `stop`, or is an error."""
-    return sse.events(deltas, lambda _, delta: choice.events(delta), error_body)
+def events(choices: Sequence[LlamaAnswer], deltas: Deltas) -> AsyncIterator[bytes]:
+    """Sequences as server-sent events; each one's last has `stop`, or the stream's last is an error."""
+    return sse.events(deltas, lambda i, delta: choices[i].events(delta), error_body)

@@ -5,6 +5,7 @@ Source: OpenAI's API reference, `logprobs` of "Completions" and of "Chat".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -21,20 +22,31 @@ class Piece(Protocol):
         """A token's bytes; none for control tokens, unless `special`."""
 
 
-def of_chat(delta: TokenDelta, piece: Piece) -> Json:
-    """A chat's: token by token."""
+def of_chat(delta: TokenDelta, piece: Piece, *, shares: bool = False) -> Json:
+    """A chat's: token by token; `shares` as for `likelihood`."""
+
+    def entry(token: int, logprob: float) -> Json:
+        written = piece(token)
+        return {
+            "token": _text(written),
+            **likelihood(logprob, shares=shares),
+            "bytes": list(written),
+        }
+
+    top = "top_probs" if shares else "top_logprobs"
     return {
         "content": [
-            _entry(piece(token), found.logprob)
-            | {"top_logprobs": [_entry(piece(one), logprob) for one, logprob in found.top]}
+            entry(token, found.logprob) | {top: [entry(*one) for one in found.top]}
             for token, found in _shown(delta, piece)
         ],
         "refusal": None,
     }
 
 
-def _entry(piece: bytes, logprob: float) -> Json:
-    return {"token": _text(piece), "logprob": logprob, "bytes": list(piece)}
+def likelihood(logprob: float, *, shares: bool) -> Json:
+    """A token's log probability; or, with `shares`, its probability, as llama-server tells what was drawn
+    from."""
+    return {"prob": math.exp(logprob)} if shares else {"logprob": logprob}
 
 
 def of_text(delta: TokenDelta, piece: Piece, offset: int, *, every: bool = False) -> Json:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http import json_body
+from serve_app.ingress.http import json_body, media
 from serve_app.ingress.http.request_model import RequestModel
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -96,6 +96,12 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _only_text(cls, value: object) -> object:
+        media.refuse(value, "messages")
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
@@ -133,7 +139,11 @@ class ChatMessage(RequestModel):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """The content as one text: its parts are lines, as at llama-server and vLLM."""
+        return self.joined("\n")
+
+    def joined(self, separator: str) -> str:
+        """The content with this between its parts."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return separator.join(part.text for part in self.content)
         return self.content or ""

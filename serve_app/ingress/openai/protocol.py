@@ -72,7 +72,12 @@ class GenerationParams(RequestModel):
     timings: bool = False
     """Whether to tell, at the end, what the request waited for and how long; only with one answer."""
     timings_per_token: bool = False
-    """llama-server's name for the same."""
+    """llama-server's: the same, and what is known so far with each part of a stream."""
+    return_progress: bool = False
+    """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
+    post_sampling_probs: bool = False
+    """llama-server's: whether `logprobs` and `n_probs` tell the probabilities that tokens are drawn with,
+    after all samplers, as `prob` and `top_probs`."""
     user: str | None = None
     """Whose request it is: slots are shared fairly among users."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -81,6 +86,12 @@ class GenerationParams(RequestModel):
     """Whether to go on when the context is full, with its oldest tokens dropped, up to `max_tokens`."""
     n_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
+    n_discard: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """llama-server's: tokens that a context shift drops; 0: half of what it may."""
+    id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
+    """llama-server's: the slot to use, if it is idle, of the replica that gets the request."""
+    cache_prompt: bool = True
+    """llama-server's: false computes the whole prompt anew, and leaves nothing for others to start from."""
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
@@ -146,6 +157,7 @@ class GenerationParams(RequestModel):
             max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
             grammar=self.constraint(),
             logprobs=self.n_logprobs,
+            post_sampling_probs=self.post_sampling_probs and self.n_logprobs is not None,
         )
 
 

@@ -58,7 +58,14 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
         started = generation.requests(answer_id, wanted)
         piece = model.tokenizer.piece if asked.logprobs else None
         choices = [
-            Choice(i, "chat", piece, chat.parser(model, asked.chat), asked.chat.prefill)
+            Choice(
+                i,
+                "chat",
+                piece,
+                chat.parser(model, asked.chat),
+                asked.chat.prefill,
+                shares=wanted.sampling.post_sampling_probs,
+            )
             for i in range(wanted.n)
         ]
         answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
@@ -90,6 +97,8 @@ async def _respond(
     model: ServedModel, wanted: Generation, started: list[GenerationRequest], answer: Answer
 ) -> Response:
     """Start the engine, and answer in the way the request asks for."""
+    answer.return_progress = wanted.return_progress
+    answer.timings_per_token = wanted.timings_per_token and wanted.timings
     deltas = await generation.start(model, started)
     if not wanted.stream:
         return JSONResponse(answer.whole(await generation.collected(deltas, len(started))))

@@ -13,7 +13,7 @@ from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
-from serve_app.ingress.http.timings import timings
+from serve_app.ingress.http.timings import Running, prompt_progress, timings
 from serve_app.ingress.openai import logprobs
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
@@ -38,6 +38,8 @@ class Choice:
     """What the text begins with."""
     prompt: tuple[int, ...] = ()
     """The tokens of `echo`, if their log probabilities are wanted."""
+    shares: bool = False
+    """Whether probabilities after sampling are told instead."""
     end: SequenceEnd | None = None
     _n_calls: int = 0
     _offset: int = 0
@@ -64,6 +66,12 @@ class Choice:
         if self.kind == "chat":
             return self._body({"delta": {"role": "assistant", "content": None}}, None)
         return self._body({"text": self.echo}, None) if self.echo and not self.prompt else None
+
+    def waiting(self) -> Json:
+        """What goes with news of its prompt: no text yet."""
+        is_chat = self.kind == "chat"
+        content = {"delta": {"role": "assistant", "content": None}} if is_chat else {"text": ""}
+        return self._body(content, None)
 
     def chunks(self, delta: TokenDelta) -> list[Json]:
         """One delta's chunks; none if there is nothing to tell yet. The end has a chunk of its own, without
@@ -123,7 +131,7 @@ class Choice:
 
     def _logprobs(self, delta: TokenDelta, piece: logprobs.Piece) -> Json:
         if self.kind == "chat":
-            return logprobs.of_chat(delta, piece)
+            return logprobs.of_chat(delta, piece, shares=self.shares)
         offset, every = len(self.echo) + self._offset, bool(self.prompt)
         found = logprobs.of_text(delta, piece, offset, every=every)
         self._offset += logprobs.n_chars(delta, piece)
@@ -150,7 +158,10 @@ class Answer:
     """Only with one choice."""
     verbose: Json | None = None
     """What `__verbose` tells."""
+    return_progress: bool = False
+    timings_per_token: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    _running: Running = field(default_factory=Running)
 
     def opening(self) -> list[Json]:
         """The chunks before any text."""
@@ -159,6 +170,27 @@ class Answer:
 
     def chunks(self, index: int, delta: TokenDelta) -> list[Json]:
         """The chunks of one choice's delta."""
+        if not (self.return_progress or self.timings_per_token):
+            return self._chunks(index, delta)
+        self._running.saw(delta)
+        found = self._progress(index, delta) if self.return_progress else []
+        later = self._chunks(index, delta)
+        if self.timings_per_token and later and delta.end is None:
+            later[-1]["timings"] = self._running.told()
+        return found + later
+
+    def _progress(self, index: int, delta: TokenDelta) -> list[Json]:
+        """The chunks that tell how far a choice's prompt is."""
+        found = []
+        for progress in delta.progress:
+            chunk = self._chunk(self.choices[index].waiting())
+            chunk["prompt_progress"] = prompt_progress(progress)
+            if self.timings_per_token:
+                chunk["timings"] = self._running.told(progress)
+            found.append(chunk)
+        return found
+
+    def _chunks(self, index: int, delta: TokenDelta) -> list[Json]:
         found = [self._chunk(body) for body in self.choices[index].chunks(delta)]
         if self.with_timings and delta.end is not None:
             found[-1]["timings"] = timings(delta.end)

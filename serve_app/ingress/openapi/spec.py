@@ -21,7 +21,6 @@ from serve_app.ingress.embeddings.protocol import (
     RerankRequest,
 )
 from serve_app.ingress.llama_server.protocol import (
-    ApplyTemplateRequest,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
@@ -123,7 +122,7 @@ ROUTES = {
     ),
     "detokenize": Route(d.Content, DetokenizeRequest, {"tokens": [65, 66]}, asks_engine=False),
     "apply_template": Route(
-        d.Prompt, ApplyTemplateRequest, {"messages": [_ASKED]}, asks_engine=False
+        d.Prompt, ChatCompletionRequest, {"messages": [_ASKED]}, asks_engine=False
     ),
     "ollama_chat": Route(
         d.OllamaChat,

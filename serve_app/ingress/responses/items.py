@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
 
@@ -24,6 +25,7 @@ class Part(RequestModel):
 
 
 def _parts(value: object) -> object:
+    media.refuse(value, "input")
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 

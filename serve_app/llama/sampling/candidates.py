@@ -63,6 +63,15 @@ class Candidates:
         """The logits, in the order of the tokens as long as nothing was ordered or dropped."""
         return self._room.logits[: self._n]
 
+    def likeliest(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The tokens that could be drawn and their probabilities, the likeliest first; after a draw."""
+        data: Any = self._array.data
+        first, n_bytes = ctypes.addressof(data.contents), self._array.size * _CANDIDATE.itemsize
+        left = np.frombuffer(ctypes.string_at(first, n_bytes), _CANDIDATE)
+        order = np.argsort(-left["p"], kind="stable")
+        ids, shares = left["id"][order], left["p"][order]
+        return ids[shares > 0], shares[shares > 0]
+
     @property
     def picked(self) -> int:
         """The token that the last sampler picked."""

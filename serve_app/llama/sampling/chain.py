@@ -35,11 +35,14 @@ class Chain:
 
     def __init__(self, params: SamplingParams, n_vocab: int) -> None:
         self._cut, links, n_cut = _parts(params, n_vocab)
-        self.whole = self._cut is cuts.none
+        self.whole = self._cut is cuts.none and not params.post_sampling_probs
         """Whether nothing is cut: `pick_of_row` is the sooner one then."""
         self._first = _chain(links[:n_cut])
         self._others = _chain(links[n_cut:])
         self._room = Room(_FEW)
+        self._keeps_drawn = params.post_sampling_probs
+        self.drawn: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+        """What the last token was drawn from, if the request wants to know: see `Candidates.likeliest`."""
 
     def pick(self, logits: Logits) -> int:
         """A token by these logits, which stay as they are. It takes one number of the seed's."""
@@ -64,6 +67,8 @@ class Chain:
 
     def _pick_of(self, candidates: Candidates) -> int:
         candidates.apply(self._others)
+        if self._keeps_drawn:
+            self.drawn = candidates.likeliest()
         return candidates.picked
 
     def _pick_of_all(self, logits: Logits) -> int:
@@ -141,6 +146,7 @@ def _is_unusual(params: SamplingParams) -> bool:
             uses_xtc,
             params.min_keep > 1,
             params.dynatemp_range > 0,
+            params.post_sampling_probs,
         )
     )
 

@@ -166,5 +166,5 @@ def test_clients_see_errors_as_anthropics(client: anthropic.Anthropic) -> None:
     assert bad.value.type == "invalid_request_error"
     long: list[MessageParam] = [{"role": "user", "content": "word " * 3000}]
     for stream in (False, True):
-        with pytest.raises(anthropic.BadRequestError, match="context holds 2048 tokens"):
+        with pytest.raises(anthropic.BadRequestError, match="context size of 2048 tokens"):
             client.messages.create(model="demo", messages=long, max_tokens=1, stream=stream)

@@ -120,4 +120,4 @@ def test_clients_see_errors_as_openais(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as too_long:
             client.completions.create(model="big", prompt=[1] * 2048, stream=stream)
         assert too_long.value.code == "context_length_exceeded"
-        assert "has 2048 tokens; this model's context holds 2048" in str(too_long.value)
+        assert "2048 tokens exceeds the available context size of 2048" in str(too_long.value)

@@ -109,8 +109,11 @@ class ByteTokenizer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         extra: dict[str, Any] | None = None,
+        thinks: bool = True,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        return bytes(self.encode_chat(messages, tools, extra)).decode()
+        return bytes(self.encode_chat(messages, tools, extra, thinks)).decode()
 
     def delimiter_token(self, text: str) -> int | None:
         return None

@@ -191,7 +191,7 @@ async def test_message_parts_and_roles(client: httpx.AsyncClient, engine: Script
         {"role": "user", "content": "d"},
     ]
     await client.post("/v1/chat/completions", json={"messages": messages})
-    assert bytes(engine.requests[0].prompt) == b"system:Be brief.|user:ab|assistant:c|user:d"
+    assert bytes(engine.requests[0].prompt) == b"system:Be brief.|user:a\nb|assistant:c|user:d"
 
 
 BEGUN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -315,7 +315,10 @@ async def test_prompt_too_long_names_both_numbers(client: httpx.AsyncClient, str
     response = await client.post("/v1/completions", json=body)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert f"{N_CTX_SLOT} tokens; this model's context holds {N_CTX_SLOT}" in error["message"]
+    assert (
+        f"{N_CTX_SLOT} tokens exceeds the available context size of {N_CTX_SLOT}"
+        in error["message"]
+    )
     assert (await client.post("/v1/completions", json={"prompt": "x" * 63})).status_code == 200
 
 

@@ -20,6 +20,7 @@ from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError
+from serve_app.sampling import SamplingParams
 from tests.unit.engine.harness import (
     PATIENCE_S,
     SteppedBackend,
@@ -160,15 +161,14 @@ def test_request_that_arrives_in_the_last_batch_gets_its_end() -> None:
         assert isinstance(late.wait().error, EngineFailedError)
 
 
-@pytest.mark.parametrize("method", ["sampler", "truncate"])
 def test_backend_that_breaks_while_admitting_forgets_nobody(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("scripted break")
 
     backend = WatchedBackend(n_slots=1)
-    monkeypatch.setattr(backend, method, fail)
+    monkeypatch.setattr(backend, "truncate", fail)
     loop = DecoderLoop(lambda: backend, options(1))
     inboxes = start_together(loop, request("a"), request("b"))
     for inbox in inboxes:
@@ -176,10 +176,38 @@ def test_backend_that_breaks_while_admitting_forgets_nobody(
     loop.drain(0)
 
 
-def test_script_that_raises_breaks_the_engine_cleanly() -> None:
+def test_a_sampler_that_cannot_be_made_ends_its_own_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = WatchedBackend(n_slots=1)
+    make = backend.sampler
+
+    def fail_for_x(params: SamplingParams, prompt: Sequence[int], constraint: Any) -> Any:
+        if bytes(prompt) == b"x":
+            raise TypeError("scripted break")
+        return make(params, prompt, constraint)
+
+    monkeypatch.setattr(backend, "sampler", fail_for_x)
+    loop = DecoderLoop(lambda: backend, options(1))
+    good, bad, other = start_together(
+        loop, request("a", "abc"), request("b", "x"), request("c", "c")
+    )
+    loop.drain(PATIENCE_S)
+    assert isinstance(bad.end.error, DecodeError)
+    assert "scripted break" in bad.end.error.message
+    assert good.token_ids == continuation(b"abc", 4)
+    assert other.token_ids == continuation(b"c", 4)
+    assert loop.stats.ended == {"error": 1, "length": 2}
+
+
+def test_a_sampler_that_breaks_ends_its_own_request() -> None:
     def script(tokens: Sequence[int]) -> int:
-        raise ValueError("scripted")
+        if bytes(tokens).startswith(b"x"):
+            raise ValueError("scripted")
+        return ord("y")
 
     with running(FakeBackend(script, n_slots=2)) as engine:
-        inboxes = start(engine, request("a"))
-        assert isinstance(inboxes[0].wait().error, EngineFailedError)
+        bad, good = start(engine, request("a", "x"), request("b", "abc"))
+        assert isinstance(bad.wait().error, DecodeError)
+        assert good.wait().error is None
+        assert good.token_ids == list(b"yyyy")

@@ -10,7 +10,12 @@ import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.commands import Command
-from serve_app.errors import EngineClosedError, EngineUnavailableError, StorageFullError
+from serve_app.errors import (
+    EngineClosedError,
+    EngineUnavailableError,
+    NotSupportedError,
+    StorageFullError,
+)
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,
@@ -79,9 +84,9 @@ def test_slots_that_are_none(engine: Engine, slot: int) -> None:
 
 def test_it_is_refused_without_a_folder() -> None:
     with running(WatchedBackend(n_slots=1)) as engine:
-        with pytest.raises(InvalidRequestError, match=r"engine\.slot_folder"):
+        with pytest.raises(NotSupportedError, match=r"engine\.slot_folder"):
             engine.slot_files.save(0, "a")
-        with pytest.raises(InvalidRequestError, match=r"engine\.slot_folder"):
+        with pytest.raises(NotSupportedError, match=r"engine\.slot_folder"):
             engine.slot_files.erase(0)
 
 

@@ -126,9 +126,10 @@ async def test_system_and_blocks_make_the_prompt(
 ) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     blocks = [{"type": "text", "text": "a", **cached}, {"type": "text", "text": "b"}]
-    assert await prompt_of(client, engine, asked(blocks, system="Be.")) == "system:Be.|user:ab"
+    assert await prompt_of(client, engine, asked(blocks, system="Be.")) == "system:Be.|user:a\nb"
     assert await prompt_of(client, engine, asked(system=blocks)) == "system:ab|user:Hi"
     assert await prompt_of(client, engine, asked(system="")) == "user:Hi"
+    assert await prompt_of(client, engine, asked() | {"messages": []}) == "user:"
 
 
 async def test_calls_and_results_of_earlier_turns(
@@ -272,8 +273,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
             asked(thinking={"type": "adaptive"}, tools=[TOOL], tool_choice={"type": "any"}),
             "'thinking' is not supported together with it",
         ),
-        (asked([IMAGE]), "'image' is not supported: these models read text"),
-        (asked([RESULT | {"content": [IMAGE]}]), "'image' is not supported"),
+        (asked([IMAGE]), "Image input is not supported: these models read text"),
+        (asked([RESULT | {"content": [IMAGE]}]), "Image input is not supported"),
         (asked([{"type": "text"}]), "messages.0.content.0.text.text: Field required"),
         (asked([{"type": "hologram"}]), "'hologram'"),
         (asked([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]), "turn of the user"),
@@ -285,9 +286,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked(tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
         (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "no"}), "no function 'no'"),
         (asked(tool_choice={"type": "tool"}), "'name' goes with"),
-        (asked() | {"messages": []}, "messages: List should have at least 1 item"),
         (asked("refuse"), "The template refuses."),
-        (asked("x" * N_CTX_SLOT), f"this model's context holds {N_CTX_SLOT} tokens"),
+        (asked("x" * N_CTX_SLOT), f"exceeds the available context size of {N_CTX_SLOT} tokens"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,9 +20,11 @@ async def ask(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def refused(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+async def refused(
+    client: httpx.AsyncClient, path: str, status: int = 400, **body: Any
+) -> dict[str, Any]:
     response = await client.post(path, json=body)
-    assert response.status_code == 400, response.text
+    assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     return error
 
@@ -221,11 +223,11 @@ async def test_documents_come_by_score(
 async def test_a_model_does_one_or_the_other(
     client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = await refused(client, "/v1/rerank", query="q", documents=["a"])
+    error = await refused(client, "/v1/rerank", 501, query="q", documents=["a"])
     assert "'first' cannot rank: its file names no pooling of the type 'rank'" in error["message"]
     monkeypatch.setattr(ByteTokenizer, "reranks", True)
     for path, field in (("/v1/embeddings", "input"), ("/embedding", "content")):
-        error = await refused(client, path, **{field: "a"})
+        error = await refused(client, path, 501, **{field: "a"})
         assert "makes no embeddings: use /v1/rerank" in error["message"]
     assert engine.texts == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from serve_app.types import (
     FinishReason,
+    PromptProgress,
     SequenceEnd,
     Timings,
     TokenDelta,
@@ -153,6 +155,87 @@ async def test_probabilities(client: httpx.AsyncClient, engine: ScriptedEngine) 
     ]
 
 
+async def test_probabilities_after_sampling(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    found = TokenLogprobs(math.log(0.25), ((72, math.log(0.5)), (73, math.log(0.25))))
+    engine.script = [TokenDelta("H", (72,), END, (found,))]
+    body = {"prompt": "x", "n_probs": 2, "post_sampling_probs": True}
+    answer = (await client.post("/completion", json=body)).json()
+    (told,) = answer["completion_probabilities"]
+    assert told["prob"] == pytest.approx(0.25)
+    assert [one["prob"] for one in told["top_probs"]] == pytest.approx([0.5, 0.25])
+    assert engine.requests[0].sampling.post_sampling_probs
+    assert answer["generation_settings"]["post_sampling_probs"] is True
+
+
+PROGRESS = (PromptProgress(10, 4, 4, 0.0), PromptProgress(10, 4, 10, 0.5))
+PROGRESSED = [
+    TokenDelta("", (), progress=PROGRESS[:1]),
+    TokenDelta("a", (97,), progress=PROGRESS[1:]),
+    TokenDelta("b", (98,), TIMED),
+]
+WATCHING = {"stream": True, "return_progress": True, "timings_per_token": True}
+
+
+def told_of_progress(found: list[dict[str, Any]]) -> None:
+    told = [one["prompt_progress"] for one in found if "prompt_progress" in one]
+    assert told == [
+        {"total": 10, "cache": 4, "processed": 4, "time_ms": 0},
+        {"total": 10, "cache": 4, "processed": 10, "time_ms": 500},
+    ]
+    timings = [one["timings"] for one in found if "timings" in one]
+    assert [one["prompt_n"] for one in timings] == [0, 6, 6, *[6] * (len(timings) - 4), 4]
+    assert [one["predicted_n"] for one in timings[:3]] == [0, 0, 1]
+    assert timings[1]["prompt_ms"] == 500
+
+
+async def test_progress(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = list(PROGRESSED)
+    found = events(await client.post("/completion", json={"prompt": "x"} | WATCHING))
+    told_of_progress(found)
+    assert "".join(one["content"] for one in found) == "ab"
+    assert engine.requests[0].return_progress
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+async def test_progress_in_openais_streams(
+    client: httpx.AsyncClient, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.script = list(PROGRESSED)
+    response = await client.post(path, json=body | WATCHING)
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    told_of_progress([json.loads(line) for line in lines if line != "[DONE]"])
+
+
+async def test_several_prompts_in_one_stream(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    found = events(await client.post("/completion", json={"prompt": ["x", "y"], "stream": True}))
+    for index in (0, 1):
+        own = [one for one in found if one["index"] == index]
+        assert "".join(one["content"] for one in own) == "Hello"
+        assert [one["stop"] for one in own] == [False] * (len(own) - 1) + [True]
+
+
+async def test_what_the_engine_is_asked_for(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    body = {"prompt": "x", "id_slot": 3, "n_discard": 5, "n_indent": 2, "t_max_predict_ms": 7}
+    for _ in range(2):
+        await client.post("/completion", json=body | {"cache_prompt": False})
+    one, other = engine.requests
+    assert (one.slot_id, one.n_discard) == (3, 5)
+    assert (one.sampling.n_indent, one.sampling.t_max_predict_ms) == (2, 7)
+    assert one.cache_group != other.cache_group
+
+
 async def test_response_fields(client: httpx.AsyncClient) -> None:
     fields = ["content", "generation_settings/n_predict", "nothing", "timings/no"]
     body = {"prompt": "x", "response_fields": fields}
@@ -193,7 +276,6 @@ async def test_infill_with_other_files(client: httpx.AsyncClient, engine: Script
         ("/completion", {"prompt": []}, "prompt", "empty"),
         ("/completion", {"prompt": [[]]}, "prompt", "empty"),
         ("/completion", {"prompt": [300]}, "prompt", "below 257"),
-        ("/completion", {"prompt": ["a", "b"], "stream": True}, "stream", "cannot be streamed"),
         ("/completion", {"prompt": "x", "logit_bias": [[300, 1]]}, "logit_bias", "below 257"),
         ("/completion", {"prompt": "x", "lora": [{"id": 0}]}, "lora", "'lora' is not supported"),
         ("/infill", {"input_prefix": "a"}, "input_suffix", "Field required"),

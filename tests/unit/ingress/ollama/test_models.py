@@ -177,7 +177,7 @@ async def test_embeddings_that_cannot_be_made(
     answer = await client.post("/api/embed", json={"input": "x"})
     assert (answer.status_code, answer.json()) == (503, {"error": "None is up."})
     tokenizer.reranks = True
-    assert (await client.post("/api/embed", json={"input": "x"})).status_code == 400
+    assert (await client.post("/api/embed", json={"input": "x"})).status_code == 501
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,7 @@ async def test_the_oldest_turns_go_where_there_is_no_room(
     assert len(engine.requests[-1].prompt) <= N_CTX_SLOT * 3 // 4
     kept = await client.post("/api/chat", json={"messages": turns, "truncate": False})
     assert kept.status_code == 400
-    assert "context holds 64 tokens" in kept.json()["error"]
+    assert "available context size of 64 tokens" in kept.json()["error"]
     alone = await client.post("/api/chat", json=asked("x" * N_CTX_SLOT))
     assert alone.status_code == 400
 

@@ -264,8 +264,8 @@ async def test_a_cut_response_is_incomplete(
         ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0", "'item_reference'"),
         (
             {"content": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.0.message.content.0.type",
-            "'input_text' or 'output_text'",
+            "input",
+            "Image input is not supported",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.name", "Field required"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),

@@ -1,0 +1,34 @@
+"""Refuses what is not text in a message, by its name."""
+
+from __future__ import annotations
+
+from serve_app.errors import InvalidRequestError
+
+_KINDS = {
+    "image": "Image",
+    "image_url": "Image",
+    "input_image": "Image",
+    "audio": "Audio",
+    "audio_url": "Audio",
+    "input_audio": "Audio",
+    "video": "Video",
+    "video_url": "Video",
+    "input_video": "Video",
+    "document": "Document",
+    "file": "File",
+    "input_file": "File",
+    "search_result": "Search result",
+}
+
+
+def refuse(parts: object, field: str) -> None:
+    """Raises InvalidRequestError, in llama-server's words, if a message has a part that is no text.
+    Anything but a list of parts is not looked at."""
+    for part in parts if isinstance(parts, list) else ():
+        name = part.get("type") if isinstance(part, dict) else None
+        kind = _KINDS.get(name) if isinstance(name, str) else None
+        if kind is not None:
+            raise InvalidRequestError(
+                f"{kind} input is not supported: these models read text (a part of the type {name!r}).",
+                field,
+            )
