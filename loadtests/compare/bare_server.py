@@ -20,6 +20,7 @@ import uvicorn
 import yaml
 from numpy.typing import NDArray
 
+from loadtests.compare.capitals import CapitalHeaders
 from serve_app.app import access, resolve
 from serve_app.config import schema
 from serve_app.config.model_files import locate
@@ -95,7 +96,7 @@ def serve(file: Path) -> None:
         file_of = ModelFile(served.id, served.n_ctx_slot, path, model.aliases, model.defaults)
         workers = WorkerPool([file_of], PREPARATIONS)
         api = build_api({served.id: served}, access(config.ingress), workers)
-        uvicorn.run(api, **http_options, log_level="warning", access_log=False)
+        uvicorn.run(api, **http_options, http=CapitalHeaders, log_level="warning", access_log=False)
     finally:
         engine.close(timeout_s=0)
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from serve_app.errors import NotSupportedError
 from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.llama_server import metrics as llama_metrics
@@ -131,6 +132,13 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             "endpoint_metrics": True,
             "is_sleeping": False,
         }
+
+    @app.post("/props", include_in_schema=False)
+    async def change_props() -> None:
+        """Refused: properties are those of the configuration."""
+        raise NotSupportedError(
+            "Properties cannot be changed while the server runs: change the configuration."
+        )
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(model: str | None = None) -> Response:

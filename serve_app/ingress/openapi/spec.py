@@ -86,6 +86,9 @@ ROUTES = {
         {"input": "Tell me a story.", "max_output_tokens": 32},
         streams=True,
     ),
+    "response_input_tokens": Route(
+        InputTokens, ResponsesRequest, {"input": "Tell me a story."}, asks_engine=False
+    ),
     "messages": Route(d.AnthropicMessage, MessagesRequest, _CHAT, streams=True),
     "count_tokens": Route(
         dict[Literal["input_tokens"], int],
@@ -205,7 +208,7 @@ def _described(app: FastAPI) -> Json:
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which are never given
         components["schemas"].pop(name, None)
     for route in app.routes:
-        if not isinstance(route, APIRoute):
+        if not isinstance(route, APIRoute) or not route.include_in_schema:
             continue
         method = min(route.methods or ())
         operation = found["paths"][route.path_format][method.lower()]

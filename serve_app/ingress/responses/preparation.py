@@ -30,6 +30,12 @@ def response(models: Models, body: bytes) -> Response:
     return Response(found, _told(asked, found.generation.sampling))
 
 
+def input_tokens(models: Models, body: bytes) -> int:
+    """POST /v1/responses/input_tokens: how many the prompt would have. Raises CorralError."""
+    asked = parsed(ResponsesRequest, body)
+    return len(preparation.chat_prompt(find(models, asked.model), asked.as_chat()))
+
+
 def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
     choice = asked.tool_choice or "auto"
     return {

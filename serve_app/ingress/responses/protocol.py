@@ -126,6 +126,10 @@ class ResponsesRequest(RequestModel):
     sse_ping_interval: PingInterval | None = None
     """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
     never. Without it, `ingress.sse_ping_interval_s` counts."""
+    return_progress: bool = False
+    """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
+    timings_per_token: bool = False
+    """llama-server's: whether a stream's events tell `timings`."""
     metadata: dict[str, str] | None = None
     """Given back with the answer."""
 
@@ -153,5 +157,7 @@ class ResponsesRequest(RequestModel):
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
             cache_salt=self.cache_salt,
+            return_progress=self.return_progress,
+            timings_per_token=self.timings_per_token,
             **given(self, Api.RESPONSES),
         )

@@ -15,6 +15,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
+from serve_app.ingress.http.timings import Running, prompt_progress, timings
 from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
@@ -32,6 +33,8 @@ class ResponseAnswer:
     """What it says of its request."""
     parser: OutputParser
     """Finds the tool calls in the text, where there are tools."""
+    return_progress: bool = False
+    timings_per_token: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[Json] = field(default_factory=list)
     """The items that are complete."""
@@ -40,6 +43,7 @@ class ResponseAnswer:
     _text: list[str] = field(default_factory=list)
     """Its pieces."""
     _n_events: int = 0
+    _running: Running = field(default_factory=Running)
 
     def opening(self) -> list[Json]:
         """The events before any text."""
@@ -50,7 +54,23 @@ class ResponseAnswer:
         ]
 
     def events(self, delta: TokenDelta) -> list[Json]:
-        """One delta's events; the last one's last tells the whole response."""
+        """One delta's events; the last one's last tells the whole response. As at llama-server, the last of
+        them tells the timings."""
+        self._running.saw(delta)
+        events = self._progress(delta) if self.return_progress else []
+        events += self._news(delta)
+        if self.timings_per_token and events:
+            events[-1]["timings"] = timings(delta.end) if delta.end else self._running.told()
+        return events
+
+    def _progress(self, delta: TokenDelta) -> list[Json]:
+        return [
+            self._event("in_progress", response=self._response("in_progress"))
+            | {"prompt_progress": prompt_progress(progress)}
+            for progress in delta.progress
+        ]
+
+    def _news(self, delta: TokenDelta) -> list[Json]:
         events: list[Json] = []
         for part in chat.split(self.parser, delta):
             events += self._said(part) if isinstance(part, str) else self._called(part)

@@ -21,7 +21,7 @@ async def ask(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 
 
 async def refused(
-    client: httpx.AsyncClient, path: str, status: int = 400, **body: Any
+    client: httpx.AsyncClient, path: str, status: int = 400, /, **body: Any
 ) -> dict[str, Any]:
     response = await client.post(path, json=body)
     assert response.status_code == status, response.text

@@ -214,6 +214,11 @@ async def test_progress_in_openais_streams(
     told_of_progress([json.loads(line) for line in lines if line != "[DONE]"])
 
 
+async def test_properties_cannot_be_changed(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/props", json={})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
+
+
 async def test_several_prompts_in_one_stream(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:

@@ -43,7 +43,8 @@ def conforms(value: object, schema: dict[str, Any]) -> None:
 
 
 def test_the_table_has_the_routes_and_no_others() -> None:
-    assert {route.name for route in API.routes if isinstance(route, APIRoute)} == set(ROUTES)
+    routes = [route for route in API.routes if isinstance(route, APIRoute)]
+    assert {route.name for route in routes if route.include_in_schema} == set(ROUTES)
 
 
 @pytest.mark.parametrize(("method", "path", "operation"), OPERATIONS)

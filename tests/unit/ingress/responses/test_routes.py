@@ -10,7 +10,14 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from serve_app.errors import DecodeError, QueueFullError
-from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from serve_app.types import (
+    FinishReason,
+    PromptProgress,
+    SequenceEnd,
+    Timings,
+    TokenDelta,
+    Usage,
+)
 from tests.unit.ingress.generation.test_tools import CALL, script
 from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, named_events
 
@@ -321,3 +328,23 @@ async def test_too_long_an_input_is_refused(
     )
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (N_CTX_SLOT + len("user:"), N_CTX_SLOT)
     assert engine.requests == []
+
+
+async def test_progress_and_timings(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    progress = PromptProgress(5, 3, 5, 0.5)
+    engine.script = [TokenDelta("", (), progress=(progress,)), TokenDelta("a", (97,)), *HELLO[-1:]]
+    events = await streamed(client, return_progress=True, timings_per_token=True)
+    (told,) = [event for event in events if "prompt_progress" in event]
+    assert told["type"] == "response.in_progress"
+    assert told["prompt_progress"] == {"total": 5, "cache": 3, "processed": 5, "time_ms": 500}
+    timed = {event["type"]: event["timings"] for event in events if "timings" in event}
+    assert timed["response.output_text.delta"]["prompt_n"] == 2
+    end = HELLO[-1].end
+    assert end is not None
+    assert timed["response.completed"]["predicted_n"] == end.usage.completion_tokens
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/responses/input_tokens"])
+async def test_input_tokens(client: httpx.AsyncClient, path: str) -> None:
+    answer = (await client.post(path, json={"input": "Hi"})).json()
+    assert answer == {"object": "response.input_tokens", "input_tokens": len("user:Hi")}
