@@ -201,6 +201,17 @@ class SamplingParams:
     dynatemp_exponent: float = parameter(
         1.0, "How the temperature follows the entropy.", Interval(ge=0, le=100)
     )
+    adaptive_target: float = parameter(
+        -1.0,
+        "With `adaptive_p` among the samplers: the probability that picked tokens shall have on average; "
+        "below 0 it draws as usual.",
+        Interval(ge=-1, le=1),
+    )
+    adaptive_decay: float = parameter(
+        0.9,
+        "How slowly that sampler forgets the probabilities of earlier tokens.",
+        Interval(ge=0, le=0.99),
+    )
     mirostat: int = parameter(
         0,
         "1 or 2: that version of Mirostat draws, after the temperature and in the place of all other "
@@ -284,6 +295,8 @@ def _declared() -> tuple[Parameter, ...]:
 PARAMETERS = _declared()
 CHAIN = tuple(dict.fromkeys(one.sampler for one in PARAMETERS if one.sampler is not None))
 """llama-server's names of Corral's samplers, in their order."""
+EXTRA = ("infill", "adaptive_p")
+"""Those that are used only if a request names them; the last one draws, wherever it stands."""
 
 
 _OTHER_NAMES = {
@@ -314,6 +327,8 @@ _LETTERS = {
     "m": "min_p",
     "x": "xtc",
     "t": "temperature",
+    "i": "infill",
+    "a": "adaptive_p",
 }
 
 
@@ -328,4 +343,4 @@ def samplers_by(names: str | Sequence[str]) -> tuple[str, ...]:
         found = [_LETTERS.get(letter, "") for letter in names]
     else:
         found = [_OTHER_NAMES.get(name.lower(), name.lower()) for name in names]
-    return tuple(name for name in found if name in CHAIN)
+    return tuple(name for name in found if name in CHAIN or name in EXTRA)

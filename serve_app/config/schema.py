@@ -256,7 +256,9 @@ class IngressConfig(_Section):
     """Whether, without keys, every machine is answered."""
     ui: bool | Literal["auto"] = "auto"
     """Whether there is a page for browsers at `/`; `auto`: for requests to a loopback address only."""
-    cors_origins: list[Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/]+)$")]] = []
+    cors_origins: list[
+        Annotated[str, Field(pattern=r"^(\*|localhost|[a-z][a-z0-9+.-]*://[^/]+)$")]
+    ] = []
     """Web sites whose pages may use the API, as `https://host`; `*` is all of them. Default: with API keys,
     all: a page must know one; without, none."""
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 
 from serve_app import __version__
 from serve_app.errors import RequestNotFoundError
@@ -18,6 +17,7 @@ from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.auth import IGNORED, Access, AccessMiddleware
+from serve_app.ingress.http.cors import Cors
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.timings import explained
 from serve_app.ingress.llama_server import routes as llama_routes
@@ -84,7 +84,7 @@ def _add_middleware(app: FastAPI, access: Access, open_requests: OpenRequests) -
     origins = access.cors_origins or (("*",) if access.api_key_file else ())
     if origins:  # before that: browsers ask what they may without a key
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],

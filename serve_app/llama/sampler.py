@@ -37,7 +37,7 @@ class Sampler:
         self._constraint = constraint
         self._n_top = params.logprobs
         self._adjustments = Adjustments(context, params, prompt)
-        self._chain = Chain(params, context.model.n_vocab)
+        self._chain = Chain(params, context.model)
 
     def sample(self, row: int) -> Sampled:
         """The next token from the logits of the given row of the last decoded batch; the row must
@@ -45,6 +45,7 @@ class Sampler:
         ConstraintError if the grammar allows none."""
         token = self._pick(row)
         self._adjustments.accept(token)
+        self._chain.accept(token)
         constraint = self._constraint
         logprobs = None if self._n_top is None else self._likelihood(row, token, self._n_top)
         return Sampled(token, logprobs, constraint is not None and constraint.complete)

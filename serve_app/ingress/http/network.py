@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from serve_app.errors import AuthenticationError, CrossSiteError, HostNotAllowedError
 from serve_app.ingress.http.addresses import host_name, is_loopback
+from serve_app.ingress.http.cors import is_allowed
 
 # What reverse proxies add. (nginx adds none of them unless it is told to, but asks by HTTP/1.0.)
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
@@ -28,7 +29,7 @@ class NetworkPolicy:
     allowed_hosts: tuple[str, ...] = ()
     """Names besides those of loopback; `*.example.com` is all names below, `*` is all."""
     cors_origins: tuple[str, ...] = ()
-    """Web sites whose pages may ask; `*` is all."""
+    """Web sites whose pages may ask: see `serve_app.ingress.http.cors`."""
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raises AuthenticationError for who is not on this machine, HostNotAllowedError for a name that is
@@ -78,7 +79,7 @@ class NetworkPolicy:
             is_own = site in ("same-origin", "none") or _is_navigation(scope, headers)
         else:
             is_own = origin is None or _is_of_host(origin, headers)
-        if is_own or "*" in self.cors_origins or origin in self.cors_origins:
+        if is_own or (origin is not None and is_allowed(origin, self.cors_origins)):
             return
         raise CrossSiteError(
             f"A page of another site ({(origin or 'unknown')[:100]}) asks, and here are no API keys. "

@@ -73,13 +73,11 @@ class LlamaParams(GenerationParams):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tfs_z": (None, 1),
-        "adaptive_target": (None, -1),
         "penalize_nl": (None, False),
         "n_cache_reuse": (None, 0),
         "lora": (None, []),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})
-    INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"adaptive_decay"}
 
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""

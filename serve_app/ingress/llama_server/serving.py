@@ -172,8 +172,6 @@ def _stop_type(end: SequenceEnd) -> str:
 
 
 _OFF: Json = {
-    "adaptive_target": -1.0,
-    "adaptive_decay": 0.9,
     "grammar_lazy": False,
     "grammar_triggers": [],
     "preserved_tokens": [],

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama.context import Context
+from serve_app.llama.model import Model
 from serve_app.llama.sampling import cuts
 from serve_app.llama.sampling.candidates import Candidates, Room
 from serve_app.llama.sampling.cuts import Cut
@@ -33,14 +34,15 @@ class Chain:
     """One sequence's samplers from top_n_sigma to the seeded draw, as llama.cpp's own: the first of them,
     if a cut can do the same, and the others. One thread at a time."""
 
-    def __init__(self, params: SamplingParams, n_vocab: int) -> None:
-        self._cut, links, n_cut = _parts(params, n_vocab)
-        self.whole = self._cut is cuts.none and not params.post_sampling_probs
+    def __init__(self, params: SamplingParams, model: Model) -> None:
+        self._cut, links, n_cut = _parts(params, model)
+        self._remembers = not params.mirostat and "adaptive_p" in (params.samplers or ())
+        self._keeps_drawn = params.post_sampling_probs
+        self.whole = self._cut is cuts.none and not (self._remembers or self._keeps_drawn)
         """Whether nothing is cut: `pick_of_row` is the sooner one then."""
         self._first = _chain(links[:n_cut])
         self._others = _chain(links[n_cut:])
         self._room = Room(_FEW)
-        self._keeps_drawn = params.post_sampling_probs
         self.drawn: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
         """What the last token was drawn from, if the request wants to know: see `Candidates.likeliest`."""
 
@@ -64,6 +66,11 @@ class Chain:
         """The same by the logits that the context has for this row; only if `whole`. llama.cpp makes the
         candidates itself."""
         return context.pick(self._others, row)
+
+    def accept(self, token: int) -> None:
+        """The token is the next one of the text."""
+        if self._remembers:
+            llama_cpp.llama_sampler_accept(self._others, token)
 
     def _pick_of(self, candidates: Candidates) -> int:
         candidates.apply(self._others)
@@ -97,16 +104,16 @@ def _chain(links: Iterable[llama_cpp.llama_sampler_p]) -> Any:
 
 
 def _parts(
-    params: SamplingParams, n_vocab: int
+    params: SamplingParams, model: Model
 ) -> tuple[Callable[[Logits], Cut | None], list[llama_cpp.llama_sampler_p], int]:
     """The cut, all samplers, and how many of them it stands for. llama.cpp reads shares as floats: one that
     is nearly 1 is 1, and one that is nearly 0 is 0."""
     mass, share = float(np.float32(params.top_p)), float(np.float32(params.min_p))
-    is_small = n_vocab <= cuts.SMALL
+    is_small = model.n_vocab <= cuts.SMALL
     if params.temperature <= 0 and params.typical_p >= 1 and not _is_unusual(params):
         return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
     if _is_unusual(params):
-        return cuts.none, _unusual(params, n_vocab), 0
+        return cuts.none, _unusual(params, model), 0
     links = _links(params)
     if params.temperature <= 0 or params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
         return cuts.none, links, 0
@@ -151,7 +158,7 @@ def _is_unusual(params: SamplingParams) -> bool:
     )
 
 
-def _unusual(params: SamplingParams, n_vocab: int) -> list[llama_cpp.llama_sampler_p]:
+def _unusual(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampler_p]:
     """The samplers in the order that is asked for, and the draw.
 
     Source: llama.cpp, `common_sampler_init` in common/sampling.cpp.
@@ -160,7 +167,7 @@ def _unusual(params: SamplingParams, n_vocab: int) -> list[llama_cpp.llama_sampl
     if params.mirostat:
         tau, eta = params.mirostat_tau, params.mirostat_eta
         draw = (
-            llama_cpp.llama_sampler_init_mirostat(n_vocab, seed, tau, eta, _MIROSTAT_M)
+            llama_cpp.llama_sampler_init_mirostat(model.n_vocab, seed, tau, eta, _MIROSTAT_M)
             if params.mirostat == 1
             else llama_cpp.llama_sampler_init_mirostat_v2(seed, tau, eta)
         )
@@ -178,9 +185,13 @@ def _unusual(params: SamplingParams, n_vocab: int) -> list[llama_cpp.llama_sampl
         "temperature": lambda: llama_cpp.llama_sampler_init_temp_ext(
             params.temperature, delta, params.dynatemp_exponent
         ),
+        "infill": lambda: llama_cpp.llama_sampler_init_infill(model.vocabulary),
     }
     names = CHAIN if params.samplers is None else params.samplers
     links = [makers[name]() for name in names if name in makers]
+    if "adaptive_p" in names:
+        target, decay = params.adaptive_target, params.adaptive_decay
+        return [*links, llama_cpp.llama_sampler_init_adaptive_p(target, decay, seed)]
     return [*links, llama_cpp.llama_sampler_init_dist(seed)]
 
 

@@ -267,6 +267,16 @@ async def test_a_site_that_may_asks_before_it_sends_its_key(connect: Open, keys:
 
 
 @pytest.mark.parametrize(
+    ("origin", "may"), [("http://localhost:8080", True), ("http://localhost.evil.example", False)]
+)
+async def test_pages_of_this_machine_may(connect: Open, origin: str, may: bool) -> None:
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    answer = await connect(Access(cors_origins=("localhost",))).options(CHAT, headers=asked)
+    assert answer.status_code == 200
+    assert answer.headers.get("access-control-allow-origin") == (origin if may else None)
+
+
+@pytest.mark.parametrize(
     ("given", "kept"), [("abc-1.2:3", True), ("a b", False), ("x" * 129, False)]
 )
 async def test_requests_carry_their_id(

@@ -181,6 +181,25 @@ def test_pages_of_sites_that_may() -> None:
         assert other is (None if origins == ("*",) else CrossSiteError)
 
 
+@pytest.mark.parametrize(
+    ("origin", "refused"),
+    [
+        ("http://localhost:3000", False),
+        ("https://127.0.0.1:8080", False),
+        ("http://[::1]", False),
+        ("http://chat.localhost:1", False),
+        ("http://localhost.evil.example", True),
+        ("http://notlocalhost", True),
+        ("file://localhost", True),
+        ("null", True),
+    ],
+)
+def test_pages_of_this_machine(origin: str, refused: bool) -> None:
+    policy = NetworkPolicy(cors_origins=("localhost",))
+    found = verdict(policy, origin=origin, host="localhost", sec_fetch_site="cross-site")
+    assert found is (CrossSiteError if refused else None)
+
+
 def test_a_page_behind_a_proxy_that_renames_the_host() -> None:
     told = {"host": "10.0.0.5:8000", "x_forwarded_host": "corral.example"}
     assert verdict(OPEN, origin="http://corral.example", **told) is None

@@ -1,0 +1,43 @@
+"""Which web sites' pages browsers let read answers.
+
+Source: WHATWG, "Fetch", CORS protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse, Response
+
+from serve_app.ingress.http.addresses import host_name, is_loopback
+
+LOCALHOST = "localhost"
+"""llama-server's word for all pages that this machine serves, on any port."""
+
+
+def is_allowed(origin: str, origins: Sequence[str]) -> bool:
+    """Whether these sites, or `*`, or LOCALHOST, have that page among them."""
+    return "*" in origins or origin in origins or (LOCALHOST in origins and _is_local(origin))
+
+
+def _is_local(origin: str) -> bool:
+    scheme, _, host = origin.partition("://")
+    name = host_name(host) if scheme in ("http", "https") else None
+    return name is not None and (is_loopback(name) or name.endswith(".localhost"))
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with that word. Other sites' preflights are answered without leave, as llama-server does
+    it: 200 and no `Access-Control-Allow-Origin`."""
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """See CORSMiddleware."""
+        return super().is_allowed_origin(origin) or is_allowed(origin, tuple(self.allow_origins))
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """See CORSMiddleware."""
+        if self.is_allowed_origin(request_headers["origin"]):
+            return super().preflight_response(request_headers)
+        return PlainTextResponse("This site's pages may not ask.", headers={"Vary": "Origin"})
