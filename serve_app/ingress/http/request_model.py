@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -23,6 +24,16 @@ def name_what_is_taken(schema: dict[str, Any], model: type[Any]) -> None:
         )
     for name in sorted(model.INERT):
         taken.setdefault(name, {"description": "Changes nothing."})
+
+
+@functools.cache
+def _never_null(model: type[BaseModel]) -> frozenset[str]:
+    """The fields that may be missing and cannot be null, by their names in JSON."""
+    return frozenset(
+        field.alias or name
+        for name, field in model.model_fields.items()
+        if not field.is_required() and type(None) not in get_args(field.annotation)
+    )
 
 
 class RequestModel(BaseModel):
@@ -42,6 +53,15 @@ class RequestModel(BaseModel):
     """Those of them that are refused at other values."""
     INERT: ClassVar[frozenset[str]] = frozenset()
     """Fields that ask for nothing that the answer would show, whatever they are."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_missing(cls, data: Any) -> Any:
+        """Clients send null for what they leave open, also where null is no value."""
+        if not isinstance(data, dict):
+            return data
+        nulls = {name for name in _never_null(cls) if data.get(name, ...) is None}
+        return {name: value for name, value in data.items() if name not in nulls} if nulls else data
 
     @model_validator(mode="after")
     def _refuse_what_must_not_be_lost(self) -> Self:

@@ -304,11 +304,6 @@ class ChatCompletionRequest(GenerationParams):
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """llama-server's: `none` leaves reasoning and its tags in the content."""
 
-    @field_validator("tools", mode="before", json_schema_input_type=list[Tool] | None)
-    @classmethod
-    def _null_is_none(cls, value: object) -> object:
-        return [] if value is None else value
-
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
         self.forced_tools()

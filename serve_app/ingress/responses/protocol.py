@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
@@ -132,11 +132,6 @@ class ResponsesRequest(RequestModel):
     """llama-server's: whether a stream's events tell `timings`."""
     metadata: dict[str, str] | None = None
     """Given back with the answer."""
-
-    @field_validator("tools", mode="before", json_schema_input_type=list[FunctionTool] | None)
-    @classmethod
-    def _null_is_none(cls, value: object) -> object:
-        return [] if value is None else value
 
     def as_chat(self) -> ChatCompletionRequest:
         """The same for OpenAI's chat. Raises InvalidRequestError."""

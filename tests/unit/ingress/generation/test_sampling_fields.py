@@ -72,11 +72,8 @@ async def test_what_is_asked_reaches_the_engine(
 async def test_null_leaves_the_default(
     client: httpx.AsyncClient, engine: ScriptedEngine, path: str, parameter: Parameter
 ) -> None:
-    answer = await client.post(path, json=asked(path, parameter, None))
-    if parameter.type is bool:
-        assert answer.status_code == 400
-    else:
-        assert getattr(engine.requests[0].sampling, parameter.name) == parameter.default
+    await client.post(path, json=asked(path, parameter, None))
+    assert getattr(engine.requests[0].sampling, parameter.name) == parameter.default
 
 
 @pytest.mark.parametrize(

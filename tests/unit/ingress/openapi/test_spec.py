@@ -110,7 +110,7 @@ async def test_what_gets_answer(client: httpx.AsyncClient, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/chat/completions", {"stop": "x", "tools": None, "service_tier": "auto"}),
+        ("/v1/chat/completions", {"stop": "x", "service_tier": "auto"}),
         ("/v1/responses", {"input": [{"role": "user", "content": "x"}], "store": True}),
         ("/v1/messages", {"system": "x", "speed": "standard", "cache_control": {}}),
         ("/completion", {"dry_multiplier": 0, "dry_base": 3}),
