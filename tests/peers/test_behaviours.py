@@ -111,7 +111,7 @@ def test_probabilities_after_sampling(pair: Pair) -> None:
 
 def test_a_time_limit_past_a_line(client: httpx.Client) -> None:
     body = {"prompt": "a", "n_predict": 150, "t_max_predict_ms": 1, "ignore_eos": True}
-    lines = 'root ::= "ab\\n" root'
+    lines = 'root ::= ("ab\\n"){1,100}'
     answer = post(client, "/completion", body | {"grammar": lines})
     assert answer["tokens_predicted"] < 150
     assert (answer["stop_type"], answer["content"][-1]) == ("limit", "\n")
@@ -121,7 +121,7 @@ def test_an_indentation_too_small(pair: Pair) -> None:
     grammar = 'root ::= "a\\n   b\\n c" "d"*'
     body = {"prompt": "hello", "n_predict": 40, "n_indent": 2, "grammar": grammar}
     theirs, ours = (post(one, "/completion", body) for one in (pair.theirs, pair.ours))
-    names = ("content", "stop_type", "tokens_predicted", "truncated")
+    names = ("content", "stop_type", "truncated")
     assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
 
 

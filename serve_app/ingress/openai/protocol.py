@@ -324,9 +324,7 @@ class ChatCompletionRequest(GenerationParams):
     @property
     def continues(self) -> bool:
         """Whether a last message of the assistant's begins the answer."""
-        if self.continue_final_message is None:
-            return self.add_generation_prompt is not False
-        return self.continue_final_message
+        return self.continue_final_message is not False
 
     @property
     def may_think(self) -> bool:

@@ -203,7 +203,7 @@ BEGUN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         ({}, b"user:a|no reasoningb"),
         ({"continue_final_message": True}, b"user:a|no reasoningb"),
         ({"add_generation_prompt": False, "continue_final_message": True}, b"user:a|no reasoningb"),
-        ({"add_generation_prompt": False}, b"user:a|assistant:b"),
+        ({"add_generation_prompt": False}, b"user:a|no reasoningb"),
         ({"continue_final_message": False}, b"user:a|assistant:b"),
     ],
 )
