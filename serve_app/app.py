@@ -188,6 +188,8 @@ def _defaults(configured: DefaultsConfig) -> ModelDefaults:
         configured.system_prompt,
         template,
         kwargs,
+        configured.reasoning_budget,
+        configured.reasoning_budget_message,
         configured.reasoning_format,
     )
 

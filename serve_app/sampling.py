@@ -81,6 +81,22 @@ def parameter(
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """How much a text may reason before it must answer. All but numbers are token ids."""
+
+    n_tokens: int
+    n_prompt: int
+    """Tokens of the prompt: what is behind them is the text."""
+    is_open: bool
+    """Whether the text begins within the reasoning."""
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    """What the model ends its reasoning with."""
+    forced: tuple[int, ...]
+    """What ends it when the budget is used up."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence picks its tokens. Defaults are llama-server's, except that it stops nowhere.
 
@@ -258,6 +274,8 @@ class SamplingParams:
     """None means up to the end of the slot's context; 0 only computes the prompt."""
     grammar: str | None = None
     """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
+    reasoning: ReasoningBudget | None = None
+    """None: it may reason as long as it likes."""
     logprobs: int | None = None
     """For every token its log probability, and those of so many most likely ones; None for neither."""
     post_sampling_probs: bool = False

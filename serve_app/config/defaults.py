@@ -20,6 +20,9 @@ class ModelDefaults:
     """Takes the place of the file's."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """More variables for the chat template."""
+    reasoning_budget: int = -1
+    """Tokens of reasoning; -1: no bound."""
+    reasoning_budget_message: str = ""
     reasoning_format: str | None = None
     """As in requests."""
 

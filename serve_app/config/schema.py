@@ -214,6 +214,10 @@ class DefaultsConfig(_Section):
     reasoning: Literal["on", "off", "auto"] = "auto"
     """Whether the model thinks before it answers, if its template asks `enable_thinking`; `auto` leaves it
     to the template."""
+    reasoning_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
+    """Tokens of reasoning after which the model must answer; -1 sets no bound."""
+    reasoning_budget_message: Annotated[str, Field(max_length=1024)] = ""
+    """The last words of reasoning whose budget is used up."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """`none` leaves reasoning and its tags in the content."""
 

@@ -14,6 +14,7 @@ from serve_app.llama.context import Context
 from serve_app.llama.sampling import cuts
 from serve_app.llama.sampling.adjustments import Adjustments
 from serve_app.llama.sampling.chain import Chain
+from serve_app.llama.sampling.reasoning import ReasoningLimit
 from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 
@@ -38,17 +39,28 @@ class Sampler:
         self._n_top = params.logprobs
         self._adjustments = Adjustments(context, params, prompt)
         self._chain = Chain(params, context.model)
+        piece, budget = context.model.piece, params.reasoning
+        self._reasoning = None if budget is None else ReasoningLimit(budget, prompt, piece)
 
     def sample(self, row: int) -> Sampled:
         """The next token from the logits of the given row of the last decoded batch; the row must
         have asked for logits. The token becomes part of what the penalties look at. Raises
         ConstraintError if the grammar allows none."""
-        token = self._pick(row)
+        token = self._next(row)
         self._adjustments.accept(token)
         self._chain.accept(token)
         constraint = self._constraint
         logprobs = None if self._n_top is None else self._likelihood(row, token, self._n_top)
         return Sampled(token, logprobs, constraint is not None and constraint.complete)
+
+    def _next(self, row: int) -> int:
+        if self._reasoning is None:
+            return self._pick(row)
+        token = self._reasoning.next
+        if token is None:
+            token = self._pick(row)
+        self._reasoning.accept(token)
+        return token
 
     def _likelihood(self, row: int, token: int, n_top: int) -> TokenLogprobs:
         """How likely the token was: to be drawn, or by the model."""

@@ -16,6 +16,7 @@ from serve_app.prompt.escaping import ControlTokenEscaper
 from serve_app.prompt.named_template import NamedTemplate
 from serve_app.prompt.output_parser import DELIMITERS, OutputParser
 from serve_app.prompt.tool_calls import ToolFormat
+from serve_app.sampling import ReasoningBudget
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
 _REASONING_TOKENS = 16
@@ -256,12 +257,29 @@ class Tokenizer:
         """What splits the answer to this prompt, of a chat with these tools. Reasoning stays in the
         content unless `thinks`."""
         calls = self.tool_format.parser(tools) if tools and self.tool_format else None
-        beginning = self.decode(prompt[-_REASONING_TOKENS:], special=True)
         return OutputParser(
-            calls,
-            thinks=thinks and self.thinks,
-            is_thinking=beginning.rstrip().endswith(output_parser.REASONING_OPEN),
+            calls, thinks=thinks and self.thinks, is_thinking=self._is_reasoning(prompt)
         )
+
+    def reasoning_budget(
+        self, prompt: Sequence[int], n_tokens: int, message: str
+    ) -> ReasoningBudget | None:
+        """What bounds the reasoning of the answer to this prompt; `message` is what it ends with if the
+        budget is used up. None if the model has no reasoning."""
+        if not self.thinks:
+            return None
+        close = output_parser.REASONING_CLOSE
+        opening, closing, forced = (
+            tuple(self.tokenize(text, add_special=False, parse_special=True))
+            for text in (output_parser.REASONING_OPEN, close, message + close)
+        )
+        is_open = self._is_reasoning(prompt)
+        return ReasoningBudget(n_tokens, len(prompt), is_open, opening, closing, forced)
+
+    def _is_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends within the answer's reasoning."""
+        beginning = self.decode(prompt[-_REASONING_TOKENS:], special=True)
+        return beginning.rstrip().endswith(output_parser.REASONING_OPEN)
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens that every chat with this system prompt, and without tools, begins with. Raises

@@ -81,7 +81,7 @@ class Thinking(RequestModel):
     type: Literal["enabled", "adaptive", "disabled"]
     """`adaptive` is for any model: whether it thinks is its own business."""
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """What reasoning should take, less than `max_tokens`; not a limit, which `max_tokens` alone is."""
+    """What reasoning may take, less than `max_tokens`."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""
 
@@ -192,6 +192,7 @@ class MessagesRequest(CountTokensRequest):
             "sse_ping_interval": self.sse_ping_interval,
             **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
+            "thinking_budget_tokens": self.thinking.budget_tokens if self.thinking else None,
             "user": self.metadata.user_id if self.metadata else None,
             "cache_salt": self.cache_salt,
         }

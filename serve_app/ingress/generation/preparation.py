@@ -13,7 +13,7 @@ from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
-from serve_app.sampling import SamplingParams
+from serve_app.sampling import ReasoningBudget, SamplingParams
 
 T = TypeVar("T")
 
@@ -102,21 +102,46 @@ def generation(
     )
 
 
-def with_bias(sampling: SamplingParams, bias: Sequence[tuple[int, float]]) -> SamplingParams:
-    """The same with this `logit_bias`; of a token that is named twice, the last counts."""
-    return dataclasses.replace(sampling, logit_bias=tuple(dict(bias).items()))
+def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
+    """The engine's parameters. Of a token that `logit_bias` names twice, the last counts. Raises
+    InvalidRequestError."""
+    found = params.sampling(model.defaults)
+    if params.token_bias is None:
+        return found
+    bias = dict(found.logit_bias)
+    for which, value in params.token_bias:
+        tokens = (
+            [which] if isinstance(which, int) else model.tokenizer.tokenize(which, False, False)
+        )
+        bias |= dict.fromkeys(tokens, float("-inf") if value is False else float(value))
+    return dataclasses.replace(found, logit_bias=tuple(bias.items()))
 
 
 def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
     sampling = _with_calls(model, body)
     prompt = chat_prompt(model, body)
+    if body.may_think:
+        sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
         generation(model, body, [prompt], n, sampling, prompt_field),
         body.tools_for_template(),
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         _prefill(body)[1],
     )
+
+
+def _reasoning(
+    model: KnownModel, body: ChatCompletionRequest, prompt: tuple[int, ...]
+) -> ReasoningBudget | None:
+    """What bounds the answer's reasoning, if the request or the model's defaults say so."""
+    defaults, message = model.defaults, body.reasoning_budget_message
+    n_tokens = body.reasoning_budget
+    n_tokens = defaults.reasoning_budget if n_tokens is None or n_tokens < 0 else n_tokens
+    if n_tokens < 0:
+        return None
+    said = defaults.reasoning_budget_message if message is None else message
+    return model.tokenizer.reasoning_budget(prompt, n_tokens, said)
 
 
 def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
@@ -178,10 +203,10 @@ def _has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParams:
     """The sampling parameters, with what calls must be like, if the request says so."""
-    sampling = body.sampling(body.max_completion_tokens or body.max_tokens, model.defaults)
+    params = sampling(model, body)
     tool_format = model.tokenizer.tool_format
     if not body.holds_calls or tool_format is None:
-        return sampling
+        return params
     forced = body.forced_tools()
     grammar = grammars.from_tool_calls(
         [tool.function.model_dump() for tool in forced or body.tools],
@@ -191,4 +216,4 @@ def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParam
         parallel=body.parallel_tool_calls is not False,
         param="tools",
     )
-    return dataclasses.replace(sampling, grammar=grammar)
+    return dataclasses.replace(params, grammar=grammar)

@@ -27,7 +27,6 @@ from serve_app.ingress.llama_server.protocol import (
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.ingress.workers.worker import KnownModel, Models
-from serve_app.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def infill(models: Models, body: bytes) -> Completion:
 def _completion(
     model: KnownModel, asked: LlamaParams, prompts: list[tuple[int, ...]], *, is_batch: bool
 ) -> Completion:
-    sampling, n = _biased(model, asked), asked.n_answers
+    sampling, n = preparation.sampling(model, asked), asked.n_answers
     fields = asked.response_fields
     return Completion(
         preparation.generation(model, asked, prompts, n, sampling, "prompt"),
@@ -100,18 +99,6 @@ def _infill_prompt(model: KnownModel, asked: InfillRequest) -> tuple[int, ...]:
     extra = tokenize_checked(model, "input_extra", n_chars, encode_files, files)
     room = max(0, model.n_ctx_slot * 3 // 4 - len(prompt))
     return (*extra[max(0, len(extra) - room) :], *prompt)
-
-
-def _biased(model: KnownModel, asked: LlamaParams) -> SamplingParams:
-    """The sampling parameters, with `logit_bias` in llama-server's form."""
-    sampling = asked.llama_sampling(model.defaults)
-    bias = list(sampling.logit_bias)
-    for which, value in asked.token_bias or ():
-        tokens = (
-            [which] if isinstance(which, int) else model.tokenizer.tokenize(which, False, False)
-        )
-        bias += [(token, float("-inf") if value is False else float(value)) for token in tokens]
-    return preparation.with_bias(sampling, bias)
 
 
 def tokenize(models: Models, body: bytes) -> bytes:

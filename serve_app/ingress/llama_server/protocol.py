@@ -5,22 +5,17 @@ Source: llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
-from serve_app.ingress.openai.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationParams, Text
-from serve_app.sampling import SamplingParams
+from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.openai.protocol import MAX_CHOICES, GenerationParams, Text, TokenId
 
-TokenId = Annotated[int, Field(ge=0)]
 Mixed = list[TokenId | Text]
 """Token ids and texts, side by side."""
-Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
 
 
 def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int | str]]:
@@ -55,21 +50,8 @@ def _is_text(part: object) -> bool:
     )
 
 
-def _is_token(key: object) -> bool:
-    return isinstance(key, str) and key.isdecimal()
-
-
-def _describe(schema: dict[str, Any], model: type[Any]) -> None:
-    """`token_bias` is a second form of `logit_bias`, and not a name of its own."""
-    name_what_is_taken(schema, model)
-    pairs = schema["properties"].pop("token_bias")
-    schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
-
-
 class LlamaParams(GenerationParams):
     """What `/completion` and `/infill` share."""
-
-    model_config = ConfigDict(json_schema_extra=_describe)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tfs_z": (None, 1),
@@ -79,32 +61,12 @@ class LlamaParams(GenerationParams):
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})
 
-    n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""
     n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt."""
-    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    """How many most likely tokens to tell with every token's log probability; 0 for neither."""
     return_tokens: bool = False
     """Whether to give the generated token ids."""
     response_fields: list[str] | None = None
     """Only these fields of the answer; `a/b` is the field b of a, put beside the others."""
-    token_bias: list[tuple[TokenId | Text, Bias]] | None = Field(default=None, exclude=True)
-    """`logit_bias` in llama-server's form: pairs of a token, or of a text's tokens, and a value; false bans
-    it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bias_in_pairs(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "token_bias" in data:
-            raise InvalidRequestError("Unknown parameter: 'token_bias'.", "token_bias")
-        bias = data.get("logit_bias") if isinstance(data, dict) else None
-        if isinstance(bias, dict) and not all(_is_token(key) for key in bias):
-            bias = [[int(key) if _is_token(key) else key, value] for key, value in bias.items()]
-        if isinstance(bias, list):
-            data = {**data, "token_bias": bias}
-            del data["logit_bias"]
-        return data
 
     @field_validator("response_fields")
     @classmethod
@@ -122,21 +84,9 @@ class LlamaParams(GenerationParams):
         return None if value == "" else value
 
     @property
-    def n_logprobs(self) -> int | None:
-        """See GenerationParams."""
-        return self.n_probs or None
-
-    @property
     def n_answers(self) -> int:
         """To every prompt."""
         return self.n_cmpl or self.n or 1
-
-    def llama_sampling(self, defaults: ModelDefaults) -> SamplingParams:
-        """The engine's parameters. Raises InvalidRequestError."""
-        most = self.max_tokens if self.n_predict is None else self.n_predict
-        if most is not None and most < 0:
-            most, defaults = None, dataclasses.replace(defaults, max_tokens=None)
-        return self.sampling(most, defaults)
 
 
 class LlamaCompletionRequest(LlamaParams):

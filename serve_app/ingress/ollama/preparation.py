@@ -199,7 +199,7 @@ def _untemplated(
     """The answer to these tokens, cut if they must and may be."""
     if len(prompt) >= model.n_ctx_slot and asked.truncates:
         prompt = _cut(prompt, _room(model, asked), asked.options.num_keep)
-    sampling = params.sampling(asked.options.max_tokens, model.defaults)
+    sampling = params.sampling(model.defaults)
     sampling = dataclasses.replace(sampling, logprobs=asked.n_logprobs)
     found = preparation.generation(model, params, [prompt], 1, sampling, "prompt")
     return Chat(found, (), thinks)

@@ -38,14 +38,13 @@ def completion(models: Models, body: bytes) -> Completion:
     """POST /v1/completions. Raises CorralError."""
     asked = parsed(CompletionRequest, body)
     model = find(models, asked.model)
-    is_open = "max_tokens" not in asked.model_fields_set and model.defaults.max_tokens is not None
-    sampling = asked.sampling(None if is_open else asked.max_tokens, model.defaults)
+    sampling = preparation.sampling(model, asked)
     prompts, n = _prompts(model, asked), asked.best_of or asked.n or 1
     return Completion(
         preparation.generation(model, asked, prompts, n, sampling, "prompt"),
         (asked.n or 1) if asked.best_of else None,
         tuple(_echoes(model, asked)) if asked.echo else ("",) * len(prompts),
-        asked.logprobs is not None,
+        sampling.logprobs is not None and (asked.logprobs is not None or asked.n_probs > 0),
     )
 
 
@@ -53,7 +52,7 @@ def chat(models: Models, body: bytes) -> ChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
     found = preparation.chat(find(models, asked.model), asked, asked.n or 1, "messages")
-    return ChatCompletion(found, bool(asked.logprobs), asked.verbose)
+    return ChatCompletion(found, asked.n_logprobs is not None, asked.verbose)
 
 
 def input_tokens(models: Models, body: bytes) -> int:

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
 from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.prompt import grammars
 from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
@@ -30,7 +30,11 @@ PingInterval = Annotated[int, Field(ge=-1, le=3600)]
 
 Text = Annotated[str, Field(min_length=1)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
+MaxTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+"""Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""
 _Batch = Field(min_length=1, max_length=MAX_CHOICES)
 
 
@@ -41,9 +45,22 @@ class StreamOptions(RequestModel):
     """Send one more chunk, with the usage and no choices, before the end."""
 
 
+def _is_token(key: object) -> bool:
+    return isinstance(key, str) and key.isdecimal()
+
+
+def _describe(schema: dict[str, Any], model: type[Any]) -> None:
+    """`token_bias` is a second form of `logit_bias`, and not a name of its own."""
+    name_what_is_taken(schema, model)
+    pairs = schema["properties"].pop("token_bias")
+    schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
+
+
 @takes_sampling(Api.OPENAI)
 class GenerationParams(RequestModel):
     """What completions and chat completions share."""
+
+    model_config = ConfigDict(json_schema_extra=_describe)
 
     INERT: ClassVar[frozenset[str]] = frozenset(
         {"service_tier", "store", "prediction", "prompt_cache_key", "safety_identifier"}
@@ -53,9 +70,17 @@ class GenerationParams(RequestModel):
     """A name from /v1/models; the first of them if it is missing."""
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: MaxTokens | None = None
+    n_predict: MaxTokens | None = None
+    """llama-server's name of `max_tokens`; counts before it."""
     logit_bias: dict[int, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     """Token id to what is added to its logit; -100 bans the token."""
+    token_bias: list[tuple[TokenId | Text, Bias]] | None = Field(default=None, exclude=True)
+    """`logit_bias` in llama-server's form: pairs of a token, or of a text's tokens, and a value; false bans
+    it."""
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    """llama-server's: how many most likely tokens to tell with every token's log probability; 0 for
+    neither."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt; with a `seed`, each next one has the next seed."""
     grammar: Annotated[str, Field(min_length=1)] | None = None
@@ -100,6 +125,19 @@ class GenerationParams(RequestModel):
     metadata: dict[str, Any] | None = None
     """Accepted and not used."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bias_in_pairs(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "token_bias" in data:
+            raise InvalidRequestError("Unknown parameter: 'token_bias'.", "token_bias")
+        bias = data.get("logit_bias") if isinstance(data, dict) else None
+        if isinstance(bias, dict) and not all(_is_token(key) for key in bias):
+            bias = [[int(key) if _is_token(key) else key, value] for key, value in bias.items()]
+        if isinstance(bias, list):
+            data = {**data, "token_bias": bias}
+            del data["logit_bias"]
+        return data
+
     @field_validator(
         "stop",
         mode="before",
@@ -122,7 +160,7 @@ class GenerationParams(RequestModel):
     def n_logprobs(self) -> int | None:
         """How many most likely tokens are to be told with every token's log probability; None if not
         even that."""
-        return None
+        return self.n_probs or None
 
     @property
     def is_constrained(self) -> bool:
@@ -141,9 +179,16 @@ class GenerationParams(RequestModel):
             raise InvalidRequestError(f"Only one of {', '.join(names)} can be given.", names[1])
         return makers[names[0]](getattr(self, names[0]), names[0]) if names else None
 
-    def sampling(self, max_tokens: int | None, defaults: ModelDefaults) -> SamplingParams:
-        """The engine's parameters; what the request leaves open has the model's defaults, or Corral's.
-        Raises InvalidRequestError."""
+    @property
+    def most_tokens(self) -> int | None:
+        """How many tokens the request wants at most, as MaxTokens; None if it does not say."""
+        return self.max_tokens if self.n_predict is None else self.n_predict
+
+    def sampling(self, defaults: ModelDefaults) -> SamplingParams:
+        """The engine's parameters but for texts in `logit_bias`; what the request leaves open has the
+        model's defaults, or Corral's. Raises InvalidRequestError."""
+        most = self.most_tokens
+        most = defaults.max_tokens if most is None else most
         asked = {**defaults.sampling, **given(self, Api.OPENAI)}
         if asked.get("seed") == _NO_SEED:
             del asked["seed"]
@@ -154,7 +199,7 @@ class GenerationParams(RequestModel):
                 (token, float("-inf") if bias == -100 else bias)
                 for token, bias in (self.logit_bias or {}).items()
             ),
-            max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
+            max_tokens=None if most is None or most < 0 else most,
             grammar=self.constraint(),
             logprobs=self.n_logprobs,
             post_sampling_probs=self.post_sampling_probs and self.n_logprobs is not None,
@@ -175,8 +220,9 @@ class CompletionRequest(GenerationParams):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """How many most likely tokens to tell with every token's log probability; with `echo`, the prompt's are
     told, too, but for the first."""
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
-    """OpenAI's default; null means up to the end of the context, 0 generates nothing."""
+    max_tokens: MaxTokens | None = 16
+    """OpenAI's default, which counts where the model has none of its own; null means up to the end of the
+    context."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
@@ -195,11 +241,20 @@ class CompletionRequest(GenerationParams):
             raise InvalidRequestError(f"More than {MAX_CHOICES} answers are asked for.", "prompt")
         return self
 
-    def sampling(self, max_tokens: int | None, defaults: ModelDefaults) -> SamplingParams:
+    def sampling(self, defaults: ModelDefaults) -> SamplingParams:
         """See GenerationParams."""
         of_prompt = self.echo and self.logprobs is not None
-        sampling = super().sampling(max_tokens, defaults)
+        if "max_tokens" not in self.model_fields_set and defaults.max_tokens is None:
+            defaults = dataclasses.replace(defaults, max_tokens=self.max_tokens)
+        sampling = super().sampling(defaults)
         return dataclasses.replace(sampling, prompt_logprobs=of_prompt)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See GenerationParams. A null is a -1 here."""
+        if self.n_predict is not None or "max_tokens" not in self.model_fields_set:
+            return self.n_predict
+        return -1 if self.max_tokens is None else self.max_tokens
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -211,7 +266,8 @@ class CompletionRequest(GenerationParams):
     @property
     def n_logprobs(self) -> int | None:
         """See GenerationParams; the best of several are found by their log probabilities."""
-        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
+        found = self.logprobs if self.logprobs is not None else super().n_logprobs
+        return 0 if found is None and self.best_of is not None else found
 
 
 class NamedFunction(RequestModel):
@@ -283,7 +339,7 @@ class ChatCompletionRequest(GenerationParams):
     """And those of so many most likely tokens."""
     response_format: ResponseFormat | None = None
     """What the answer is: text, any JSON object, or JSON that a schema validates."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
     """Functions that the model may call, if its chat template asks for calls in a format that is known."""
@@ -301,6 +357,13 @@ class ChatCompletionRequest(GenerationParams):
     default, as at llama-server."""
     verbose: bool = False
     """llama-server's: whether to tell the prompt as the model got it, in `__verbose`."""
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """llama-server's: so many tokens of reasoning, and it must answer; -1: as `defaults.reasoning_budget`
+    says."""
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Another name of it."""
+    reasoning_budget_message: Annotated[str, Field(max_length=1024)] | None = None
+    """llama-server's: the last words of reasoning whose budget is used up."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """llama-server's: `none` leaves reasoning and its tags in the content."""
 
@@ -319,7 +382,19 @@ class ChatCompletionRequest(GenerationParams):
     @property
     def n_logprobs(self) -> int | None:
         """See GenerationParams."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return (self.top_logprobs or 0) if self.logprobs else super().n_logprobs
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See GenerationParams."""
+        newer = self.max_completion_tokens
+        return super().most_tokens if newer is None or self.n_predict is not None else newer
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """Tokens that reasoning may take, by either name."""
+        newer = self.reasoning_budget_tokens
+        return self.thinking_budget_tokens if newer is None else newer
 
     @property
     def continues(self) -> bool:

@@ -36,6 +36,7 @@ TEMPLATE = """\
 {%- endif %}
 """
 N_CTX_SLOT = 256
+RAW = {"reasoning_format": "none"}
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -82,6 +83,36 @@ async def test_reasoning_that_the_template_begins(package: anthropic.AsyncAnthro
     (text,) = plain.content
     assert text.type == "text"
     assert "<think>" not in text.text
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1, 9])
+async def test_a_budget_ends_the_reasoning(
+    package: anthropic.AsyncAnthropic, model: ServedModel, n_tokens: int
+) -> None:
+    body = {
+        "messages": ASK["messages"],
+        "max_tokens": 40,
+        "reasoning_budget_tokens": n_tokens,
+        "reasoning_budget_message": "Enough.",
+        "ignore_eos": True,
+    }
+    transport = httpx2.ASGITransport(build_api({"m": model}))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        whole = (await client.post("/v1/chat/completions", json=body)).json()
+        raw = (await client.post("/v1/chat/completions", json=body | RAW)).json()
+    message = whole["choices"][0]["message"]
+    assert message["reasoning_content"].endswith("Enough.")
+    assert message["content"]
+    reasoning, _, answer = raw["choices"][0]["message"]["content"].partition("Enough.</think>")
+    assert answer
+    n_reasoned = len(model.tokenizer.tokenize(reasoning, False, False))
+    assert n_tokens == 0 or 1 <= n_reasoned <= n_tokens + 4  # whole characters; texts merge tokens
+
+
+async def test_a_budget_through_the_package(package: anthropic.AsyncAnthropic) -> None:
+    thinking: ThinkingConfigParam = {"type": "enabled", "budget_tokens": 6}
+    answer = await package.messages.create(**ASK, max_tokens=30, thinking=thinking)
+    assert [block.type for block in answer.content] == ["thinking", "text"]
 
 
 async def test_earlier_reasoning_is_the_templates_business(

@@ -79,6 +79,8 @@ class ByteTokenizer:
     tool_format: ToolFormat | None = hermes.FORMAT
     thinks = False
     output_parser = Tokenizer.output_parser
+    _is_reasoning = Tokenizer._is_reasoning
+    reasoning_budget = Tokenizer.reasoning_budget
     can_infill = True
 
     def __init__(self) -> None:

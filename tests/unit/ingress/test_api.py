@@ -194,6 +194,32 @@ async def test_message_parts_and_roles(client: httpx.AsyncClient, engine: Script
     assert bytes(engine.requests[0].prompt) == b"system:Be brief.|user:a\nb|assistant:c|user:d"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_tokens": -1}, None),
+        ({"n_predict": 3}, 3),
+        ({"n_predict": 3, "max_tokens": 7}, 3),
+        ({"n_predict": -1, "max_tokens": 7}, None),
+        ({"n_predict": 0}, 0),
+    ],
+)
+async def test_llama_servers_names_in_openais_requests(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    path: str,
+    fields: dict[str, int],
+    most: int | None,
+) -> None:
+    body = chat() | {"prompt": "x", "logit_bias": [[5, 2], ["ab", False]], "n_probs": 2} | fields
+    await client.post(path, json=body)
+    sampling = engine.requests[0].sampling
+    banned = float("-inf")
+    assert sampling.logit_bias == ((5, 2.0), (97, banned), (98, banned))
+    assert (sampling.max_tokens, sampling.logprobs) == (most, 2)
+
+
 BEGUN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -269,13 +295,13 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "goes with",
     ),
     ("/v1/completions", {"prompt": "x", "temperature": -1}, "temperature", "greater than"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": -2}, "max_tokens", "greater than"),
     ("/v1/completions", {"prompt": "x", "stop": [""]}, "stop.0", "at least 1 character"),
     ("/v1/completions", {"prompt": ""}, "prompt", "at least 1 character"),
     ("/v1/completions", {}, "prompt", "Field required"),
     ("/v1/completions", {"prompt": [300]}, "prompt", "below 257"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"257": 1}}, "logit_bias", "below 257"),
-    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a", "integer"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"5": "y"}}, "logit_bias", "number"),
     ("/v1/completions", {"prompt": "x", "stream_options": {}}, "stream_options", "needs"),
     ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
     ("/v1/chat/completions", chat("refuse"), "messages", "The template refuses."),
