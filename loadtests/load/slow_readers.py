@@ -41,6 +41,8 @@ EVERY_S, SAMPLE_S = 0.5, 1.0
 BEGIN_PER_S = 200
 """Streams that are asked for in a second."""
 PATIENCE_S = 1200.0
+MAX_WAIT_S = 86_400
+"""Nobody is refused for the forecast of a wait, which is high while so many come at once."""
 COMPLETE = "complete"
 
 
@@ -63,7 +65,7 @@ def main() -> int:
             "n_slots": 16,
             "n_ctx_slot": 1024,
             "max_waiting": args.streams,
-            "max_wait_s": PATIENCE_S,
+            "max_wait_s": MAX_WAIT_S,
         },
     }
     room = {"max_ongoing_requests": 2 * args.streams, "num_replicas": 1}
@@ -148,8 +150,8 @@ def judged(answer: bytes, n_tokens: int) -> str:
         return "no answer"
     status, content = answer[9:12].decode(), answer.partition(b"\r\n\r\n")[2]
     if status != "200":
-        code = re.search(rb'"code": ?"(\w+)"', content)
-        return f"{status} {code[1].decode()}" if code else status
+        why = re.search(rb'"message": ?"([^"]+)"', content)
+        return f"{status}: {why[1].decode()}" if why else status
     reader, chunks = Reader(), content
     while chunks:
         length, _, rest = chunks.partition(b"\r\n")

@@ -13,8 +13,8 @@ from serve_app.sampling import ReasoningBudget
 
 class ReasoningLimit:
     """Where one text is in its reasoning. When the budget is used up and the last character is whole,
-    tokens are given, and not picked, up to the end of the reasoning. Afterwards all is free. One thread at a
-    time."""
+    tokens are given, and not picked, up to the end of the reasoning. Afterwards all is free. One thread at
+    a time."""
 
     def __init__(
         self, budget: ReasoningBudget, given: Sequence[int], piece: Callable[[int], bytes]

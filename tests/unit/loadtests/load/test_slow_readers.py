@@ -30,7 +30,7 @@ DONE = "data: [DONE]\n\n"
         (answer(event("a"), event("b", 2) + DONE), COMPLETE),
         (answer(event("a", 1), DONE), "1 tokens"),
         (answer(event("a", 2)), "the stream ended without [DONE]"),
-        (b'HTTP/1.1 429 No\r\nA: b\r\n\r\n{"code":"queue_full"}', "429 queue_full"),
+        (b'HTTP/1.1 429 No\r\nA: b\r\n\r\n{"message":"No."}', "429: No."),
         (b"HTTP/1.1 502 No\r\nA: b\r\n\r\n", "502"),
         (b"", "no answer"),
     ],
