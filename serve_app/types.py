@@ -55,6 +55,9 @@ class GenerationRequest:
     """Seconds that it spent with them."""
     n_discard: int = 0
     """Tokens that a context shift drops; 0: half of what it may."""
+    n_cache_reuse: int = 0
+    """Chunks of so many tokens or more are taken from a slot, too, that stand there behind tokens which the
+    prompt does not have. They are moved up, and not quite what would be computed. 0: none."""
     slot_id: int = -1
     """The slot that it gets if that is idle; -1: the best one."""
     return_progress: bool = False

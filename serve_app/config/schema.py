@@ -271,6 +271,8 @@ class IngressConfig(_Section):
     strict: bool = False
     """Whether requests with fields that Corral does not have are refused. Otherwise such fields are
     ignored, and the header `x-corral-ignored` of the answer names them."""
+    disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
+    """Paths at which nobody is answered, nor below, as `/slots` and `/metrics`: 501 there."""
     allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
     """Names that the server goes by, besides those of loopback: `corral.example`, `*.example` for all
     below, `*` for all. Another `Host` is refused if there is a list, and on a server that answers its own

@@ -11,8 +11,8 @@ from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.decode.sampling import sample
 from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.manager import KVCacheManager
+from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.options import EngineOptions

@@ -12,7 +12,7 @@ from serve_app import progress
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.health import HangWatch
-from serve_app.engine.kv_cache import context_shift
+from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.kv_cache.slot_files import SlotFiles
 from serve_app.engine.kv_cache.transfers.transfer import PrefixTransfer
 from serve_app.engine.loop import DecoderLoop

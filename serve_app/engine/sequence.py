@@ -12,8 +12,8 @@ from serve_app.engine.backends.base import Sampler, Vocabulary
 from serve_app.engine.decode.detokenizer import Detokenizer
 from serve_app.engine.decode.line_limits import LineLimits
 from serve_app.engine.decode.ngram_proposer import NgramProposer
-from serve_app.engine.kv_cache import context_shift
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
+from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.metrics.trace import Trace
 from serve_app.errors import CorralError
 from serve_app.llama.constraint import Constraint

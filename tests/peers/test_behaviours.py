@@ -88,6 +88,20 @@ def test_a_prompt_that_is_not_cached(client: httpx.Client) -> None:
     assert (again["cache_n"] > 0, anew["cache_n"]) == (True, 0)
 
 
+def test_chunks_behind_a_change(pair: Pair) -> None:
+    """The cache has a sentence that the prompt has no more: what follows is moved, and not computed."""
+    begun, gone, rest = "Once upon a time. ", "Nobody knew why it was so. ", FOX * 4
+    first = {"prompt": begun + gone + rest, "n_predict": 1, "id_slot": 0}
+    then = {"prompt": begun + rest, "n_predict": 4, "id_slot": 0, "n_cache_reuse": 4}
+    told = []
+    for client in (pair.theirs, pair.ours):
+        post(client, "/completion", first | {"cache_prompt": True})
+        answer = post(client, "/completion", then)
+        told.append((answer["timings"]["cache_n"], answer["content"]))
+    assert told[1] == told[0]
+    assert told[1][0] > 30
+
+
 def test_probabilities_before_sampling(client: httpx.Client) -> None:
     body = {"prompt": "Hello", "n_probs": 3, "n_predict": 4}
     found = post(client, "/completion", body)["completion_probabilities"]

@@ -14,7 +14,7 @@ PURE = (
     "scheduler",
     "sequence",
     "kv_cache.slots",
-    "kv_cache.context_shift",
+    "kv_cache.shifts.context_shift",
     "decode",
     "autotune.cost_model",
     "autotune.curve",

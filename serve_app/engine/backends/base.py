@@ -208,9 +208,10 @@ class Backend(Protocol):
     def copy(self, source: int, target: int) -> None:
         """Make the target slot a copy of the source, whatever it held."""
 
-    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
-        """Drop `n_discard` tokens after the first `n_keep`, and give those behind the positions before
-        theirs. Raises DecodeError if it cannot; the slot is then in no known state."""
+    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
+        """For each (n_keep, n_discard) in turn, drop `n_discard` tokens after the first `n_keep`, and give
+        those behind the positions before theirs. Raises DecodeError if it cannot; the slot is then in no
+        known state."""
 
     def save(self, seq_id: int) -> State:
         """The slot's cached tokens as a state that `restore` takes."""

@@ -195,13 +195,14 @@ class FakeBackend:
             self.unsettled |= {source, target}
         self.slots[target] = list(self.slots[source])
 
-    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """Drop tokens in a slot's middle."""
         self._expect_settled(seq_id)
         if not self.can_shift:
             raise DecodeError("scripted slots that cannot be shifted")
         self.unsettled.add(seq_id)
-        del self.slots[seq_id][n_keep : n_keep + n_discard]
+        for n_keep, n_discard in cuts:
+            del self.slots[seq_id][n_keep : n_keep + n_discard]
 
     def save(self, seq_id: int) -> bytes:
         """The slot's tokens, four bytes each."""

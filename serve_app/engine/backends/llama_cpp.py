@@ -339,13 +339,14 @@ class LlamaBackend:
         """See Backend.copy."""
         self._context.copy(source, target)
 
-    def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
+    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """See Backend.shift."""
         if not self._context.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
         if self.mode.kv_unified:  # cells may be shared with other slots, which must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
-        self._context.shift(seq_id, n_keep, n_discard)
+        for n_keep, n_discard in cuts:
+            self._context.shift(seq_id, n_keep, n_discard)
 
     def save(self, seq_id: int) -> State:
         """See Backend.save."""

@@ -10,6 +10,7 @@ from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import TokenArray, token_array
+from serve_app.engine.kv_cache.shifts.chunk_reuse import ChunkReuse
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
 from serve_app.engine.kv_cache.transfers.exchange import PrefixExchange
@@ -46,6 +47,7 @@ class KVCacheManager:
         self._backend = backend
         self.copies = CopyBudget(max_stall_s)
         self._contents = SlotContents(backend, self.checkpoints, self.copies)
+        self._chunk_reuse = ChunkReuse(backend, table, self._contents)
         self.exchange = PrefixExchange(backend, table, memory_tier, self._contents, self.copies)
         """For other engines."""
 
@@ -84,7 +86,8 @@ class KVCacheManager:
             return sequence.waits
         group, tokens = sequence.request.cache_group, sequence.packed(sequence.n_reusable)
         n_stored, stored = self._restorable(group, tokens)
-        choice = self.table.choose(group, tokens, n_stored, sequence.request.slot_id)
+        wanted = self._chunk_reuse.wanted(sequence, tokens)
+        choice = self.table.choose(group, tokens, n_stored, wanted)
         sequence.waits = choice if isinstance(choice, Wait) else None
         if isinstance(choice, Wait):
             if self.checkpoints.needed and choice.slot.sequence is not None:
@@ -102,7 +105,9 @@ class KVCacheManager:
         self.store(choice.slot, lost, restore_s)
         if choice.in_place and choice.n_cached == len(choice.slot.idle_tokens):
             self._mark_end(choice.slot)
-        n_cached = self._contents.fill(choice, stored)
+        n_cached = self._chunk_reuse.fill(sequence, choice, tokens)
+        if n_cached is None:
+            n_cached = self._contents.fill(choice, stored)
         if self.checkpoints.needed:
             n_known = max(choice.n_known, self.memory_tier.n_known(group, tokens))
             sequence.stops = self.checkpoints.stops(n_cached, n_known, len(sequence.tokens))
@@ -271,7 +276,7 @@ class KVCacheManager:
         try:
             if slot.id in self._backend.unsettled:
                 raise DecodeError("The slot is still to be written.")
-            self._backend.shift(slot.id, n_keep, n_discard)
+            self._backend.shift(slot.id, [(n_keep, n_discard)])
         except DecodeError:
             self._contents.keep(slot, 0)
             sequence.shift(n_keep, n_discard, cached=False)

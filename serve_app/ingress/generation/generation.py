@@ -38,6 +38,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             context_shift=wanted.context_shift,
             n_keep=wanted.n_keep,
             n_discard=wanted.n_discard,
+            n_cache_reuse=wanted.n_cache_reuse,
             slot_id=wanted.id_slot,
             return_progress=wanted.return_progress or wanted.timings_per_token,
             cache_group=caller.cache_group(wanted.cache_salt),

@@ -39,6 +39,7 @@ class Generation:
     context_shift: bool | None
     n_keep: int | None
     n_discard: int
+    n_cache_reuse: int
     id_slot: int
     sse_ping_interval: int | None
 
@@ -97,6 +98,7 @@ def generation(
         context_shift=params.context_shift,
         n_keep=params.n_keep,
         n_discard=params.n_discard,
+        n_cache_reuse=params.n_cache_reuse,
         id_slot=params.id_slot,
         sse_ping_interval=params.sse_ping_interval,
     )

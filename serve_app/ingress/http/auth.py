@@ -16,7 +16,13 @@ from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import BodyEndedError, CorralError, NoRoomError, SlowRequestError
+from serve_app.errors import (
+    BodyEndedError,
+    CorralError,
+    NoRoomError,
+    NotSupportedError,
+    SlowRequestError,
+)
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.addresses import network_of
 from serve_app.ingress.http.api_keys import RETRY_S, Accounts
@@ -60,6 +66,8 @@ class Access:
     bodies: BodyLimits = field(default_factory=BodyLimits)
     max_requests: int = 1000
     """See OpenRequests."""
+    disabled_routes: tuple[str, ...] = ()
+    """Paths that nobody is answered at, nor below."""
 
     def accounts(self) -> Accounts | None:
         """Those who have keys. Raises ConfigError for a key file that cannot be used."""
@@ -91,6 +99,7 @@ class AccessMiddleware:
         self._network = access.network
         self._operators_are_all = access.operators_are_all
         self._bodies = BodyReader(access.bodies)
+        self._disabled_routes = access.disabled_routes
         self._turnstile = Turnstile()
         self._n_held = 0
 
@@ -103,6 +112,7 @@ class AccessMiddleware:
         with ExitStack() as held:
             try:
                 caller = self._caller(scope, headers)
+                self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
                     held.enter_context(self._open.entered(caller.holder))
                     held.enter_context(caller.running())
@@ -143,6 +153,10 @@ class AccessMiddleware:
         peer = scope.get("client")
         address = "" if peer is None else network_of(peer[0])
         return Caller(_request_id(headers), account, address, is_operator)
+
+    def _check_enabled(self, path: str) -> None:
+        if any(path == off or path.startswith(f"{off}/") for off in self._disabled_routes):
+            raise NotSupportedError(f"This server does not answer at {path}: it was switched off.")
 
     async def _body(
         self, caller: Caller, scope: Scope, headers: Headers, receive: Receive

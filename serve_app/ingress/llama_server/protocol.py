@@ -56,7 +56,6 @@ class LlamaParams(GenerationParams):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tfs_z": (None, 1),
         "penalize_nl": (None, False),
-        "n_cache_reuse": (None, 0),
         "lora": (None, []),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})

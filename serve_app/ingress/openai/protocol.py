@@ -113,6 +113,9 @@ class GenerationParams(RequestModel):
     """llama-server's: first tokens that a context shift keeps; -1 keeps all of the prompt."""
     n_discard: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """llama-server's: tokens that a context shift drops; 0: half of what it may."""
+    n_cache_reuse: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """llama-server's: chunks of so many tokens or more are taken from the cache, too, that stand behind
+    tokens which the prompt has no more: they are shifted. 0: only the longest prefix."""
     id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     """llama-server's: the slot to use, if it is idle, of the replica that gets the request."""
     cache_prompt: bool = True

@@ -266,6 +266,16 @@ async def test_a_site_that_may_asks_before_it_sends_its_key(connect: Open, keys:
     assert refused.headers["access-control-allow-origin"] == "https://chat.example"
 
 
+async def test_routes_that_were_switched_off(connect: Open, keys: Path) -> None:
+    client = connect(Access(disabled_routes=("/slots", "/v1/completions")))
+    for method, path in (("GET", "/slots"), ("POST", "/slots/0"), ("POST", "/v1/completions")):
+        answer = await client.request(method, path, json={})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
+    assert (await client.get("/props")).status_code == 200
+    closed = connect(Access(keys, disabled_routes=("/slots",)))
+    assert (await closed.get("/slots")).status_code == 401, "who may not ask is told nothing else"
+
+
 @pytest.mark.parametrize(
     ("origin", "may"), [("http://localhost:8080", True), ("http://localhost.evil.example", False)]
 )

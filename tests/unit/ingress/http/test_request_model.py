@@ -77,7 +77,7 @@ REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", MESSAGES | {"context_management": {}, "n": 2}, "context_management, n"),
     ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
     ("/v1/embeddings", {"input": "x", "y": 1}, "y"),
-    ("/completion", TEXT | {"tfs_z": 0.5, "n_cache_reuse": 3}, "tfs_z, n_cache_reuse"),
+    ("/completion", TEXT | {"tfs_z": 0.5, "nobody": 3}, "tfs_z, nobody"),
     ("/tokenize", {"content": "x", "y\n, ü": 1}, r"y\n, \xfc"),
 ]
 

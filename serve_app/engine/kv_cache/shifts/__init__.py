@@ -1,0 +1,1 @@
+"""Tokens that leave the middle of a slot, so that those behind move up."""
