@@ -122,7 +122,6 @@ ON_PURPOSE = (
     "0.speculative",
     "0.n_prompt_tokens",
     "0.id_task",
-    "timings is missing",  # only where it is asked for, in OpenAI's answers
     "choices.0.logprobs",
     "usage is missing",  # of streams: in a chunk of its own, where it is asked for, as OpenAI has it
 )

@@ -13,8 +13,8 @@ from serve_app.types import PromptProgress, RequestRecord, SequenceEnd, TokenDel
 Json = dict[str, Any]
 
 
-def timings(end: SequenceEnd) -> Json:
-    """llama-server's `timings`, and what the request waited for besides."""
+def llama_timings(end: SequenceEnd) -> Json:
+    """llama-server's `timings`."""
     usage, spent = end.usage, end.timings
     n_prompt = usage.prompt_tokens - usage.cached_tokens
     n_predicted = usage.completion_tokens - spent.n_resumed
@@ -22,6 +22,14 @@ def timings(end: SequenceEnd) -> Json:
         "cache_n": usage.cached_tokens,
         **_rates("prompt", n_prompt, n_prompt, spent.prefill_s),
         **_rates("predicted", n_predicted, max(0, n_predicted - 1), spent.decode_s),
+    }
+
+
+def timings(end: SequenceEnd) -> Json:
+    """The same, and what the request waited for besides."""
+    spent = end.timings
+    return {
+        **llama_timings(end),
         "queue_ms": 1000 * spent.queue_s,
         "stalled_ms": 1000 * spent.stalled_s,
         "preempted_ms": 1000 * spent.preempted_s,

@@ -13,7 +13,12 @@ from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
-from serve_app.ingress.http.timings import Running, prompt_progress, timings
+from serve_app.ingress.http.timings import (
+    Running,
+    llama_timings,
+    prompt_progress,
+    timings,
+)
 from serve_app.ingress.openai import logprobs
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
@@ -155,7 +160,7 @@ class Answer:
     n_best: int | None = None
     """How many of a prompt's choices are given, if not all."""
     with_timings: bool = False
-    """Only with one choice."""
+    """Whether the request asks for all of them."""
     verbose: Json | None = None
     """What `__verbose` tells."""
     return_progress: bool = False
@@ -192,8 +197,8 @@ class Answer:
 
     def _chunks(self, index: int, delta: TokenDelta) -> list[Json]:
         found = [self._chunk(body) for body in self.choices[index].chunks(delta)]
-        if self.with_timings and delta.end is not None:
-            found[-1]["timings"] = timings(delta.end)
+        if delta.end is not None:
+            found[-1] |= self._timings(delta.end)
         return found
 
     def whole(self, deltas: Sequence[Sequence[TokenDelta]]) -> Json:
@@ -203,9 +208,7 @@ class Answer:
             bodies = self._best(bodies, deltas, self.n_best)
         object_name = "chat.completion" if self.kind == "chat" else "text_completion"
         answer = self._envelope(object_name, bodies) | {"usage": self.usage()}
-        end = self.choices[0].end
-        if self.with_timings and end is not None:
-            answer["timings"] = timings(end)
+        answer |= self._timings(self.choices[0].end)
         if self.verbose is not None:
             answer["__verbose"] = self.verbose
         return answer
@@ -236,10 +239,13 @@ class Answer:
     def usage_chunk(self) -> Json:
         """The chunk that `stream_options.include_usage` asks for."""
         chunk = self._envelope(self._chunk_name, []) | {"usage": self.usage()}
-        end = self.choices[0].end
-        if self.with_timings and end is not None:
-            chunk["timings"] = timings(end)
-        return chunk
+        return chunk | self._timings(self.choices[0].end)
+
+    def _timings(self, end: SequenceEnd | None) -> Json:
+        """llama-server's, of one choice, and more if the request asks for it."""
+        if end is None or len(self.choices) > 1:
+            return {}
+        return {"timings": timings(end) if self.with_timings else llama_timings(end)}
 
     @property
     def _chunk_name(self) -> str:

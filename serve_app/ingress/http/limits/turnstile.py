@@ -119,7 +119,7 @@ class Turnstile:
         self._senders = {
             sender: known
             for sender, known in self._senders.items()
-            if known.waiting or sender in before
+            if _waits(known.waiting) or sender in before
         }
 
 
