@@ -220,5 +220,6 @@ def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParam
         forced=bool(forced),
         parallel=body.parallel_tool_calls is not False,
         param="tools",
+        answer=body.answer_schema,
     )
     return dataclasses.replace(params, grammar=grammar)

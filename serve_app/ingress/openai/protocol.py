@@ -442,10 +442,20 @@ class ChatCompletionRequest(GenerationParams):
         if not self.tools_for_template():
             return False
         strict = any(tool.function.strict for tool in self.tools)
+        strict = strict or self.answer_schema is not None
         return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
 
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The schema that an answer without calls must validate against, if there are tools and one is
+        given."""
+        if not self.tools_for_template():
+            return None
+        schema = self.response_format.schema_of_answer() if self.response_format else None
+        return self.json_schema if schema is None else schema
+
     def constraint(self) -> str | None:
-        """See GenerationParams."""
+        """See GenerationParams; with tools, nothing: see `answer_schema`."""
         given = super().constraint()
         schema = self.response_format.schema_of_answer() if self.response_format else None
         if schema is None:
@@ -457,11 +467,14 @@ class ChatCompletionRequest(GenerationParams):
             )
         else:
             own = grammars.from_json_schema(schema, "response_format")
-        if own is not None and self.tools_for_template():
+        if own is None or not self.tools_for_template():
+            return own
+        if self.answer_schema is None:
             raise InvalidRequestError(
-                "A format for the answer is not supported together with 'tools'.", "tools"
+                "'grammar' and 'regex' are not supported together with 'tools'; a schema is.",
+                "tools",
             )
-        return own
+        return None
 
     def forced_tools(self) -> list[Tool]:
         """Those that the model must call; empty if it may do without. Raises InvalidRequestError."""

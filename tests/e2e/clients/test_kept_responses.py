@@ -48,7 +48,7 @@ def test_a_chat_goes_on_from_a_response(client: openai.OpenAI) -> None:
     assert second.previous_response_id == first.id
     assert client.responses.retrieve(second.id) == second
     items = client.responses.input_items.list(second.id, order="asc", limit=2)
-    texts = [item.content[0].text for item in items]  # type: ignore[union-attr]
+    texts = [item.model_dump()["content"][0]["text"] for item in items]
     assert texts == ["I live in Oslo.", first.output_text, "Where do I live?"]
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
