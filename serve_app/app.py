@@ -30,6 +30,7 @@ from serve_app.ingress.generation.sampling_fields import given
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.bodies import BodyLimits
+from serve_app.ingress.responses.store import Bounds
 from serve_app.llama.model import Model
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
@@ -69,8 +70,8 @@ def build(args: dict[str, Any]) -> Application:
         for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
-    ping_s = app.ingress.sse_ping_interval_s
-    return ingress.bind(models, engines, access(app.ingress), ping_s)  # type: ignore[no-any-return]
+    settings = access(app.ingress), app.ingress.sse_ping_interval_s, kept_responses(app.ingress)
+    return ingress.bind(models, engines, *settings)  # type: ignore[no-any-return]
 
 
 def access(ingress: IngressConfig) -> Access:
@@ -87,6 +88,16 @@ def access(ingress: IngressConfig) -> Access:
         BodyLimits(ingress.open_bodies, ingress.max_open_bodies_mib << 20, ingress.min_body_rate),
         ingress.max_ongoing_requests,
         tuple(ingress.disabled_routes),
+    )
+
+
+def kept_responses(ingress: IngressConfig) -> Bounds:
+    """How many responses are kept."""
+    return Bounds(
+        ingress.responses_kept_s,
+        ingress.max_responses_per_key,
+        ingress.max_responses_mib_per_key << 20,
+        ingress.max_responses_mib << 20,
     )
 
 

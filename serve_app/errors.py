@@ -5,13 +5,15 @@
     |-- InvalidRequestError       400 invalid_request_error
     |   |-- PromptTooLongError    400 context_length_exceeded
     |   |   `-- TextTooLongError  400 context_length_exceeded
-    |   `-- KeyLimitError         400 key_limit_exceeded
+    |   |-- KeyLimitError         400 key_limit_exceeded
+    |   `-- PreviousResponseError 400 previous_response_not_found
     |-- AuthenticationError       401 invalid_api_key
     |-- PermissionDeniedError     403 permission_denied
     |-- HostNotAllowedError       403 host_not_allowed
     |-- CrossSiteError            403 cross_site_request
     |-- ModelNotFoundError        404 model_not_found
     |-- RequestNotFoundError      404 request_not_found
+    |-- ResponseNotFoundError     404 response_not_found
     |-- SlowRequestError          408 request_timeout
     |-- RequestTooLargeError      413 request_too_large
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
@@ -138,6 +140,23 @@ class KeyLimitError(InvalidRequestError):
     code = "key_limit_exceeded"
 
 
+class PreviousResponseError(InvalidRequestError):
+    """The response that the request goes on from is not kept for this client, or not any more."""
+
+    code = "previous_response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        Exception.__init__(self, response_id)
+
+    @property
+    def message(self) -> str:
+        return f"Previous response with id {self.args[0]!r} not found."
+
+    @property
+    def param(self) -> str | None:
+        return "previous_response_id"
+
+
 class AuthenticationError(CorralError):
     """No API key, or none that is valid here."""
 
@@ -205,6 +224,21 @@ class RequestNotFoundError(CorralError):
     status = 404
     type = "invalid_request_error"
     code = "request_not_found"
+
+
+class ResponseNotFoundError(CorralError):
+    """No response of that id is kept for this client, or not any more."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(response_id)
+
+    @property
+    def message(self) -> str:
+        return f"Response with id {self.args[0]!r} not found."
 
 
 class SlowRequestError(CorralError):

@@ -288,6 +288,16 @@ class IngressConfig(_Section):
     ended with 429."""
     min_body_rate: PositiveInt = 500
     """Bytes a second that a body must bring, over five seconds each; slower ones are ended with 408."""
+    responses_kept_s: Annotated[float, Field(ge=0, le=86400)] = 1800
+    """Seconds for which a response of `/v1/responses` is kept after its end, unless its request says
+    `store: false`; 0 keeps none."""
+    max_responses_per_key: PositiveInt = 256
+    """Responses that are kept for each API key, or without keys, for each address. One more takes the place
+    of the oldest."""
+    max_responses_mib_per_key: PositiveInt = 16
+    """What these may take, in MiB."""
+    max_responses_mib: PositiveInt = 256
+    """What those of all keys may take, in MiB. At the bound, the key that has most loses its oldest."""
     deployment: DeploymentConfig = DeploymentConfig()
     """The ingress's Serve deployment."""
 

@@ -26,6 +26,8 @@ from serve_app.ingress.ollama import routes as ollama_routes
 from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
+from serve_app.ingress.responses.runs import Runs
+from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.ingress.workers.in_process import InProcess
 from serve_app.ingress.workers.pool import Workers
@@ -49,12 +51,14 @@ def build_api(
     workers: Workers | None = None,
     sse_ping_interval_s: float = 0.0,
     open_requests: OpenRequests | None = None,
+    runs: Runs | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
     The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
-    requests do not say otherwise; see EventStream. `open_requests` counts those that are answered. Raises
-    ConfigError for a key file that cannot be used.
+    requests do not say otherwise; see EventStream. `open_requests` counts those that are answered. `runs`
+    makes responses that are kept; without it, this process alone keeps some. Raises ConfigError for a key
+    file that cannot be used.
     """
     bodies = Bodies(workers or InProcess(models), strict=access.strict)
     app = FastAPI(title="Corral", version=__version__)
@@ -62,13 +66,15 @@ def build_api(
     errors.install(app)
     if open_requests is None:
         open_requests = OpenRequests(access.max_requests)
+    if runs is None:
+        runs = Runs(models, Store(Bounds()), open_requests)
     _add_middleware(app, access, open_requests)
     openai_routes.add(app, models, bodies)
     _add_information_routes(app, models)
     broadcaster.add(app, models)
     llama_routes.add(app, models, bodies)
     anthropic_routes.add(app, models, bodies)
-    responses_routes.add(app, models, bodies)
+    responses_routes.add(app, models, bodies, runs)
     embedding_routes.add(app, models, bodies)
     ollama_routes.add(app, models, bodies)
     spec.install(app)

@@ -37,6 +37,9 @@ from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.model_registry import Answers, ServedModel
+from serve_app.ingress.responses.actor import RayStore
+from serve_app.ingress.responses.runs import Runs
+from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.pool import WorkerPool
@@ -282,6 +285,7 @@ class Ingress:
         handles: list[DeploymentHandle[Any]],
         access: Access,
         sse_ping_interval_s: float,
+        kept_responses: Bounds,
     ) -> None:
         forward_to_serve()
         heap.give_back()
@@ -305,12 +309,22 @@ class Ingress:
         self._models = {
             model.id: _served(model, path, handle, listener) for model, path, handle in served
         }
+        self._runs = Runs(self._models, RayStore(kept_responses), self._open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
         return build_api(
-            self._models, self._access, self._workers, self._sse_ping_interval_s, self._open
+            self._models,
+            self._access,
+            self._workers,
+            self._sse_ping_interval_s,
+            self._open,
+            self._runs,
         )
+
+    async def adopt_response(self, response_id: str) -> bool:
+        """Go on with a response whose ingress is gone: the store asks some ingress for that."""
+        return await self._runs.adopt(response_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""

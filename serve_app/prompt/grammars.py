@@ -47,12 +47,15 @@ def from_tool_calls(
     forced: bool,
     parallel: bool,
     param: str,
+    answer: Mapping[str, Any] | None = None,
 ) -> str:
     """Calls of these functions, with arguments that their schemas validate: one, and with `parallel`
-    perhaps more. If they are not forced, any text may come before them, or instead of them.
+    perhaps more. If they are not forced, any text may come before them, or instead of them;
+    with the schema of an `answer`, nothing before them, and a JSON text instead of them that it validates.
     `delimiter_token` says which delimiters are tokens of their own: see
     `serve_app.llama.model.Model.delimiter_token`."""
     schemas = [function.get("parameters") or {} for function in functions]
+    schemas += [] if answer is None else [dict(answer)]
     if max(map(depth, schemas), default=0) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
     _bounded(json.dumps(schemas), param)
@@ -63,9 +66,12 @@ def from_tool_calls(
 
     opening = tool_format.opening
     if opening is None:
-        start = "start: calls" if forced else "start: calls | OTHER?\nOTHER: /\\s*[^{\\s](.|\\n)*/"
+        other = "OTHER?\nOTHER: /\\s*[^{\\s](.|\\n)*/" if answer is None else "answer"
+        start = "start: calls" if forced else f"start: calls | {other}"
     elif forced:
         start = f"start: {written(opening)} calls"
+    elif answer is not None:
+        start = f"start: answer | {written(opening)} calls"
     else:
         # A lazy lexeme ends with the opening, so that no text can have it.
         # Control tokens are no text, so reasoning that has them for tags needs a rule.
@@ -76,6 +82,8 @@ def from_tool_calls(
         start = f"""start: {reasoning} (TEXT | opened calls)
 opened{lazy}: TEXT {written(opening)}
 TEXT: /(.|\\n)*/"""
+    if answer is not None and not forced:
+        start += f"\nanswer: {lark.value(answer)}"
     rules = tool_format.rules(functions, written, parallel)
     return _checked(LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{start}\n{rules}\n"), param)
 

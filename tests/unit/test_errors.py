@@ -28,6 +28,8 @@ EXAMPLES: list[CorralError] = [
     errors.TextTooLongError(9, 8, "input"),
     errors.ModelNotFoundError("gpt"),
     errors.RequestNotFoundError("no such request"),
+    errors.ResponseNotFoundError("resp_1"),
+    errors.PreviousResponseError("resp_1"),
     errors.SlowRequestError("too slow"),
     errors.RequestTooLargeError("too large"),
     errors.RateLimitError("too fast", 3),

@@ -102,12 +102,17 @@ Content = list[
 class Message(RequestModel):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    role: Literal["user", "assistant", "system"]
     content: Annotated[Content, BeforeValidator(_blocks, json_schema_input_type=str | Content)]
 
     @model_validator(mode="after")
     def _check(self) -> Message:
-        foreign = ToolUseBlock if self.role == "user" else ToolResultBlock
+        of_assistant, of_user = (ToolUseBlock, ThinkingBlock), (ToolResultBlock,)
+        foreign: tuple[type, ...] = (*of_assistant, *of_user)
+        if self.role != "system":
+            foreign = of_user if self.role == "assistant" else (ToolUseBlock,)
         for block in self.content:
             if isinstance(block, foreign):
                 message = (

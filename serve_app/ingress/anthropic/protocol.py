@@ -20,8 +20,10 @@ from serve_app.ingress.openai.protocol import (
     CacheSalt,
     ChatCompletionRequest,
     NamedFunction,
+    NamedSchema,
     NamedToolChoice,
     PingInterval,
+    ResponseFormat,
 )
 from serve_app.sampling import Api
 
@@ -93,6 +95,29 @@ class Thinking(RequestModel):
         return self
 
 
+class OutputFormat(RequestModel):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+    """What the answer's text validates against."""
+
+    def as_format(self) -> ResponseFormat:
+        """The format as OpenAI has it."""
+        schema = NamedSchema.model_validate({"schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class OutputConfig(RequestModel):
+    """`output_config`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": (None,)}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much a model that can thinks, with `thinking`; told to the chat template."""
+    format: OutputFormat | None = None
+
+
 class Metadata(RequestModel):
     """`metadata`."""
 
@@ -104,13 +129,14 @@ class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens: what makes the prompt."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "output_config": (None, {}),
         "context_management": (None,),
         "mcp_servers": (None, []),
         "speed": (None, "standard"),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"mcp_servers"})
-    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "betas", "anthropic_beta", "anthropic_version"}
+    )
 
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
@@ -121,6 +147,9 @@ class CountTokensRequest(RequestModel):
     thinking: Thinking | None = None
     """Whether the model thinks before it answers, if its chat template has reasoning; without this, it is
     asked not to."""
+    output_config: OutputConfig = Field(default=OutputConfig())
+    output_format: OutputFormat | None = None
+    """The older place of `output_config.format`."""
 
     @model_validator(mode="after")
     def _check_thinking(self) -> Self:
@@ -142,12 +171,15 @@ class CountTokensRequest(RequestModel):
         told = joined(self.system)
         system = [ChatMessage(role="system", content=told)] if told else []
         choice = self.tool_choice
+        answer = self.output_config.format or self.output_format
         turns = [turn for one in self.messages for turn in one.as_messages(reasoning=self.thinks)]
         return ChatCompletionRequest(
             messages=system + turns or [ChatMessage(role="user", content="")],
             tools=[tool.as_tool() for tool in self.tools],
             tool_choice=choice.as_choice() if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            response_format=None if answer is None else answer.as_format(),
+            reasoning_effort=self.output_config.effort if self.thinks else None,
             chat_template_kwargs={"enable_thinking": self.thinks},
             **self._sampling(),
         )

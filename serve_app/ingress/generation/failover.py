@@ -84,7 +84,7 @@ class _Life:
     def __init__(self, request: GenerationRequest, pauses_s: tuple[float, ...]) -> None:
         self.request = self._asked = request
         self._pauses_s = pauses_s
-        self._tokens: list[int] = []
+        self._tokens = list(request.generated)
         self._began = self._progressed = time.monotonic()
         self._n_failovers = self._n_fruitless = 0
         self._is_accepted = False

@@ -30,6 +30,8 @@ class Generation:
     sampling: SamplingParams
     stream: bool
     include_usage: bool
+    obfuscates: bool
+    """Whether pieces of a stream come with noise."""
     timings: bool
     timings_per_token: bool
     return_progress: bool
@@ -89,6 +91,7 @@ def generation(
         sampling=sampling,
         stream=params.stream,
         include_usage=options is not None and options.include_usage,
+        obfuscates=options is not None and options.include_obfuscation,
         timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
         timings_per_token=params.timings_per_token and params.stream,
         return_progress=params.return_progress and params.stream,
@@ -167,7 +170,7 @@ def _rendered(
     if model.defaults.system_prompt and not _has_system(messages):
         messages.insert(0, {"role": "system", "content": model.defaults.system_prompt})
     tools = body.tools_for_template()
-    extra = {**model.defaults.chat_template_kwargs, **(body.chat_template_kwargs or {})}
+    extra = {**model.defaults.chat_template_kwargs, **body.template_kwargs}
     # Templates may leave out all but the contents.
     n_chars = sum(len(message["content"]) for message in messages) + len(prefill)
     refuse_far_too_long(model, "messages", n_chars)
@@ -217,5 +220,6 @@ def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParam
         forced=bool(forced),
         parallel=body.parallel_tool_calls is not False,
         param="tools",
+        answer=body.answer_schema,
     )
     return dataclasses.replace(params, grammar=grammar)

@@ -33,6 +33,8 @@ class Caller:
     """Fields of its body that Corral does not have: see request_model."""
     _n_reserved: int = field(default=0, init=False)
     _n_running: int = field(default=0, init=False)
+    _is_running: bool = field(default=False, init=False)
+    """Whether it has asked for work."""
 
     def client(self, user: str | None) -> str:
         """Among whom slots are shared: API keys, or, without, users."""
@@ -62,6 +64,16 @@ class Caller:
             if self.account is not None:
                 self.account.leave(self._n_running)
 
+    @contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """What it has running counts for as long as the block runs, and not until the HTTP request ends."""
+        n, self._n_running = self._n_running, 0
+        try:
+            yield
+        finally:
+            if self.account is not None:
+                self.account.leave(n)
+
     def ask_for(self, n_answers: int) -> None:
         """The request that runs is for so many answers, each of which counts as one. Raises KeyLimitError
         or RateLimitError if the key may not have as many."""
@@ -71,6 +83,7 @@ class Caller:
         if self.account is not None and n > 0:
             self.account.enter(n, besides=self._n_running)
             self._n_running += n
+            self._is_running = True
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> None:
         """Charge these prompts, cached tokens too, unless the answer is a refusal. Raises KeyLimitError or
@@ -96,7 +109,7 @@ class Caller:
         if status in _REFUSALS:
             self.account.refund(self._n_reserved)
             self._n_reserved = 0
-        elif self._n_running and status < HTTPStatus.BAD_REQUEST:
+        elif self._is_running and status < HTTPStatus.BAD_REQUEST:
             self.account.served()
 
     def refused(self) -> None:

@@ -6,6 +6,7 @@ Source: the HTML standard, "Server-sent events".
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -35,6 +36,16 @@ def data(body: Json) -> bytes:
 def named(body: Json) -> bytes:
     """An event that is named after its `type`."""
     return b"event: %b\n%b" % (body["type"].encode(), data(body))
+
+
+_NOISE_CHARS = 64
+
+
+def obfuscation(text: str) -> Json:
+    """A field of noise for an event with this text, so that its size does not show how long that is, as
+    OpenAI has it: together they fill whole blocks of characters."""
+    n_chars = -len(text) % _NOISE_CHARS
+    return {"obfuscation": secrets.token_hex(_NOISE_CHARS // 2)[:n_chars]}
 
 
 async def events(

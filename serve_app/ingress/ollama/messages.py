@@ -9,9 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import (
     ChatMessage,
     FunctionCall,
@@ -22,19 +23,13 @@ from serve_app.ingress.openai.messages import (
 )
 
 
-class OllamaModel(BaseModel):
-    """A request, or a part of one. As at Ollama, fields that it does not have are ignored."""
-
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
-
-
 def refuse_images(images: list[Any] | None) -> None:
     """Raises InvalidRequestError if there are some."""
     if images:
         raise InvalidRequestError("Images are not supported: these models read text.", "images")
 
 
-class OllamaFunction(OllamaModel):
+class OllamaFunction(RequestModel):
     """A function that the model may call."""
 
     name: FunctionName
@@ -43,7 +38,7 @@ class OllamaFunction(OllamaModel):
     """A JSON schema of an object."""
 
 
-class OllamaTool(OllamaModel):
+class OllamaTool(RequestModel):
     """One of `tools`."""
 
     type: str = "function"
@@ -55,21 +50,21 @@ class OllamaTool(OllamaModel):
         return Tool(type="function", function=FunctionDefinition(**given))
 
 
-class CalledFunction(OllamaModel):
+class CalledFunction(RequestModel):
     """What an earlier turn called."""
 
     name: str
     arguments: dict[str, Any] = Field(default={})
 
 
-class OllamaCall(OllamaModel):
+class OllamaCall(RequestModel):
     """A call that the assistant made in an earlier turn."""
 
     id: str | None = None
     function: CalledFunction
 
 
-class OllamaMessage(OllamaModel):
+class OllamaMessage(RequestModel):
     """One turn."""
 
     role: Literal["system", "user", "assistant", "tool"]

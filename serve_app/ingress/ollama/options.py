@@ -5,21 +5,39 @@ Source: ollama, api/types.go, `Options`, and docs/modelfile.mdx, "Valid Paramete
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.ollama.messages import OllamaModel
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.sampling import Api
 
 _INT_MAX = 2**31 - 1
 
 
 @takes_sampling(Api.OPENAI)
-class Options(OllamaModel):
+class Options(RequestModel):
     """The sampling parameters, which have the same names at Ollama, and these. Those that say how a model
-    is loaded (`num_ctx`, `num_gpu`, `num_thread` and others) are ignored: the configuration says that."""
+    is loaded are ignored: the configuration says that. `num_ctx`, which an answer may show, is named."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {
+            "embedding_only",
+            "f16_kv",
+            "logits_all",
+            "low_vram",
+            "main_gpu",
+            "num_batch",
+            "num_gpu",
+            "num_gqa",
+            "num_thread",
+            "numa",
+            "use_mlock",
+            "use_mmap",
+            "vocab_only",
+        }
+    )
 
     num_predict: Annotated[int, Field(ge=-2, le=_INT_MAX)] | None = None
     """Most tokens to generate; 0 and less for all that the context has room for."""

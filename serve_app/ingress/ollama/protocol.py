@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.ollama.messages import OllamaMessage, OllamaModel, OllamaTool
+from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.ollama.messages import OllamaMessage, OllamaTool
 from serve_app.ingress.ollama.options import Options
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import (
@@ -29,7 +30,7 @@ _DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[-+]?0")
 _NUMBER = re.compile(r"\d+(?:\.\d*)?")
 
 
-class GenerationRequest(OllamaModel):
+class GenerationRequest(RequestModel):
     """What chats and completions share."""
 
     model: str | None = None
@@ -196,7 +197,7 @@ class OllamaGenerateRequest(GenerationRequest):
         return [] if value is None else value
 
 
-class OllamaEmbedRequest(OllamaModel):
+class OllamaEmbedRequest(RequestModel):
     """POST /api/embed."""
 
     model: str | None = None
@@ -220,7 +221,7 @@ class OllamaEmbedRequest(OllamaModel):
         return self.input or []
 
 
-class OllamaEmbeddingsRequest(OllamaModel):
+class OllamaEmbeddingsRequest(RequestModel):
     """POST /api/embeddings."""
 
     model: str | None = None
@@ -231,7 +232,7 @@ class OllamaEmbeddingsRequest(OllamaModel):
     """Changes nothing."""
 
 
-class OllamaShowRequest(OllamaModel):
+class OllamaShowRequest(RequestModel):
     """POST /api/show."""
 
     model: str | None = None

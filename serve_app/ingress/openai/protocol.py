@@ -28,6 +28,13 @@ _NO_SEED = -1  # llama-server's clients send that
 
 PingInterval = Annotated[int, Field(ge=-1, le=3600)]
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model that can thinks before it answers."""
+NO_EFFORT = frozenset({"none", "minimal"})
+_EFFORTS_OF_TEMPLATES = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""Templates that know efforts know `low`, `medium` and `high`."""
+Verbosity = Literal["low", "medium", "high"]
+
 Text = Annotated[str, Field(min_length=1)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -43,6 +50,8 @@ class StreamOptions(RequestModel):
 
     include_usage: bool = False
     """Send one more chunk, with the usage and no choices, before the end."""
+    include_obfuscation: bool = False
+    """Whether pieces of text come with noise, so that their sizes do not show what they are."""
 
 
 def _is_token(key: object) -> bool:
@@ -369,6 +378,11 @@ class ChatCompletionRequest(GenerationParams):
     """llama-server's: the last words of reasoning whose budget is used up."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """llama-server's: `none` leaves reasoning and its tags in the content."""
+    reasoning_effort: Effort | None = None
+    """How much a model that can thinks before it answers, told to the chat template as
+    `reasoning_effort`, `enable_thinking` and `thinking`; `none` and `minimal`: not at all."""
+    verbosity: Verbosity | None = None
+    """Told to the chat template, which may know what to do with it."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
@@ -405,6 +419,18 @@ class ChatCompletionRequest(GenerationParams):
         return self.continue_final_message is not False
 
     @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """More variables for the chat template; those that the request gives by their names count first."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            effort = self.reasoning_effort
+            found["enable_thinking"] = found["thinking"] = effort not in NO_EFFORT
+            found["reasoning_effort"] = _EFFORTS_OF_TEMPLATES.get(effort, effort)
+        if self.verbosity is not None:
+            found["verbosity"] = self.verbosity
+        return found | (self.chat_template_kwargs or {})
+
+    @property
     def may_think(self) -> bool:
         """Whether nothing says what the text begins with."""
         formatted = self.response_format is not None and self.response_format.type != "text"
@@ -416,10 +442,20 @@ class ChatCompletionRequest(GenerationParams):
         if not self.tools_for_template():
             return False
         strict = any(tool.function.strict for tool in self.tools)
+        strict = strict or self.answer_schema is not None
         return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
 
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The schema that an answer without calls must validate against, if there are tools and one is
+        given."""
+        if not self.tools_for_template():
+            return None
+        schema = self.response_format.schema_of_answer() if self.response_format else None
+        return self.json_schema if schema is None else schema
+
     def constraint(self) -> str | None:
-        """See GenerationParams."""
+        """See GenerationParams; with tools, nothing: see `answer_schema`."""
         given = super().constraint()
         schema = self.response_format.schema_of_answer() if self.response_format else None
         if schema is None:
@@ -431,11 +467,14 @@ class ChatCompletionRequest(GenerationParams):
             )
         else:
             own = grammars.from_json_schema(schema, "response_format")
-        if own is not None and self.tools_for_template():
+        if own is None or not self.tools_for_template():
+            return own
+        if self.answer_schema is None:
             raise InvalidRequestError(
-                "A format for the answer is not supported together with 'tools'.", "tools"
+                "'grammar' and 'regex' are not supported together with 'tools'; a schema is.",
+                "tools",
             )
-        return own
+        return None
 
     def forced_tools(self) -> list[Tool]:
         """Those that the model must call; empty if it may do without. Raises InvalidRequestError."""

@@ -98,6 +98,7 @@ async def _respond(
 ) -> Response:
     """Start the engine, and answer in the way the request asks for."""
     answer.return_progress = wanted.return_progress
+    answer.obfuscates = wanted.obfuscates
     answer.timings_per_token = wanted.timings_per_token and wanted.timings
     deltas = await generation.start(model, started)
     if not wanted.stream:

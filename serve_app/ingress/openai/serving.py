@@ -165,6 +165,8 @@ class Answer:
     """What `__verbose` tells."""
     return_progress: bool = False
     timings_per_token: bool = False
+    obfuscates: bool = False
+    """Whether pieces of a stream come with noise, so that their sizes do not show what they are."""
     created: int = field(default_factory=lambda: int(time.time()))
     _running: Running = field(default_factory=Running)
 
@@ -252,7 +254,8 @@ class Answer:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
     def _chunk(self, choice: Json) -> Json:
-        return self._envelope(self._chunk_name, [choice])
+        chunk = self._envelope(self._chunk_name, [choice])
+        return chunk | sse.obfuscation(_piece(choice)) if self.obfuscates else chunk
 
     def _envelope(self, object_name: str, choices: list[Json]) -> Json:
         return {
@@ -263,6 +266,15 @@ class Answer:
             "system_fingerprint": BUILD,
             "choices": choices,
         }
+
+
+def _piece(choice: Json) -> str:
+    """The text of a chunk's choice."""
+    if "delta" not in choice:
+        return str(choice["text"])
+    delta: Json = choice["delta"]
+    calls = "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
+    return f"{delta.get('content') or ''}{delta.get('reasoning_content', '')}{calls}"
 
 
 def _mean_logprob(deltas: Iterable[TokenDelta]) -> float:

@@ -109,13 +109,31 @@ class Response(BaseModel):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     output: list[Json]
     incomplete_details: Json | None
     error: Json | None
     metadata: dict[str, str]
-    usage: ResponseUsage
+    usage: ResponseUsage | None
+
+
+class DeletedResponse(BaseModel):
+    """A response that is kept no more."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ResponseItems(BaseModel):
+    """Items of the conversation that a response answers."""
+
+    object: Literal["list"]
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class AnthropicUsage(BaseModel):

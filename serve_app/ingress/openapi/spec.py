@@ -89,6 +89,10 @@ ROUTES = {
     "response_input_tokens": Route(
         InputTokens, ResponsesRequest, {"input": "Tell me a story."}, asks_engine=False
     ),
+    "get_response": Route(d.Response, streams=True),
+    "delete_response": Route(d.DeletedResponse, asks_engine=False),
+    "cancel_response": Route(d.Response, asks_engine=False),
+    "response_input_items": Route(d.ResponseItems, asks_engine=False),
     "messages": Route(d.AnthropicMessage, MessagesRequest, _CHAT, streams=True),
     "count_tokens": Route(
         dict[Literal["input_tokens"], int],
@@ -161,6 +165,8 @@ ROUTES = {
     ),
 }
 """By the names of the functions that answer them."""
+
+_OF_KEPT = ("get_response", "cancel_response", "response_input_items")
 
 _STATUSES = {
     400: "The request is wrong: the same request will never work.",
@@ -254,7 +260,7 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
         given |= {408, 413}
     if route.name == "act_on_slot":
         given |= {507}
-    if "requestBody" in operation or route.name == "slots":
+    if "requestBody" in operation or route.name in ("slots", *_OF_KEPT):
         given |= {400}
     if "requestBody" in operation or operation.get("parameters"):
         given |= {404}

@@ -5,7 +5,9 @@ Source: OpenAI's API reference, "Responses", `input`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -13,6 +15,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
+
+Json = dict[str, Any]
+
+
+def _identity(kind: str) -> Json:
+    return {"id": f"{kind}_{uuid.uuid4().hex}", "status": "completed"}
 
 
 class Part(RequestModel):
@@ -22,6 +30,11 @@ class Part(RequestModel):
 
     type: Literal["input_text", "output_text"]
     text: str
+
+    def told(self) -> Json:
+        """As it is kept and given back."""
+        of_answer: Json = {"annotations": [], "logprobs": []} if self.type == "output_text" else {}
+        return {"type": self.type, "text": self.text, **of_answer}
 
 
 def _parts(value: object) -> object:
@@ -54,6 +67,11 @@ class MessageItem(Item):
         parts = [TextPart(type="text", text=part.text) for part in self.content]
         return ChatMessage(role=self.role, content=parts)
 
+    def told(self) -> Json:
+        """As it is kept and given back."""
+        content = [part.told() for part in self.content]
+        return {**_identity("msg"), "type": self.type, "role": self.role, "content": content}
+
 
 class FunctionCallItem(Item):
     """A call that the assistant made in an earlier turn."""
@@ -68,6 +86,10 @@ class FunctionCallItem(Item):
         function = FunctionCall(name=self.name, arguments=self.arguments)
         return MessageToolCall(id=self.call_id, function=function)
 
+    def told(self) -> Json:
+        """As it is kept and given back."""
+        return {**_identity("fc"), **self.model_dump()}
+
 
 class FunctionCallOutputItem(Item):
     """What came of a call."""
@@ -80,6 +102,14 @@ class FunctionCallOutputItem(Item):
         """The output as the chat has it."""
         parts = [TextPart(type="text", text=part.text) for part in self.output]
         return ChatMessage(role="tool", tool_call_id=self.call_id, content=parts)
+
+    def told(self) -> Json:
+        """As it is kept and given back."""
+        output: Any = [part.told() for part in self.output]
+        if len(output) == 1:
+            output = self.output[0].text
+        given = {"type": self.type, "call_id": self.call_id, "output": output}
+        return {**_identity("fco"), **given}
 
 
 class ReasoningItem(BaseModel):
@@ -109,6 +139,12 @@ AnyItem = Annotated[
 Items = Annotated[
     list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem])
 ]
+
+
+def kept(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
+    """A conversation as JSON, for `before` of the next response. Reasoning is not part of it."""
+    new = [item.told() for item in items if not isinstance(item, ReasoningItem)]
+    return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def turns(items: Iterable[AnyItem]) -> list[ChatMessage]:

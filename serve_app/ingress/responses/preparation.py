@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+from pydantic import TypeAdapter
+
 from serve_app.ingress.generation import preparation, sampling_fields
 from serve_app.ingress.generation.preparation import Chat
-from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.http.json_body import loads, parsed
 from serve_app.ingress.model_registry import find
+from serve_app.ingress.responses import items
+from serve_app.ingress.responses.items import AnyItem, Items
 from serve_app.ingress.responses.protocol import FunctionChoice, ResponsesRequest
 from serve_app.ingress.workers.worker import Models
 from serve_app.sampling import Api, SamplingParams
+
+_ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +29,112 @@ class Response:
     chat: Chat
     asked: dict[str, Any]
     """What the response says of its request."""
+    items: bytes
+    """The conversation that it answers."""
+    obfuscates: bool
 
 
-def response(models: Models, body: bytes) -> Response:
+@dataclass(frozen=True, slots=True)
+class After:
+    """The request goes on from a response, whose conversation it must be read with."""
+
+    response_id: str
+
+
+def response(models: Models, body: bytes) -> Response | After:
     """POST /v1/responses. Raises CorralError."""
     asked = parsed(ResponsesRequest, body)
-    found = preparation.chat(find(models, asked.model), asked.as_chat(), 1, "input")
-    return Response(found, _told(asked, found.generation.sampling))
+    if asked.previous_response_id is not None:
+        return After(asked.previous_response_id)
+    return _response(models, asked, [])
 
 
-def input_tokens(models: Models, body: bytes) -> int:
+def response_after(models: Models, body: bytes) -> Response:
+    """The same behind a conversation: see `with_conversation`. Raises CorralError."""
+    before, body = _conversation(body)
+    return _response(models, parsed(ResponsesRequest, body), before)
+
+
+def input_tokens(models: Models, body: bytes) -> int | After:
     """POST /v1/responses/input_tokens: how many the prompt would have. Raises CorralError."""
     asked = parsed(ResponsesRequest, body)
-    return len(preparation.chat_prompt(find(models, asked.model), asked.as_chat()))
+    if asked.previous_response_id is not None:
+        return After(asked.previous_response_id)
+    return _input_tokens(models, asked, [])
+
+
+def input_tokens_after(models: Models, body: bytes) -> int:
+    """The same behind a conversation: see `with_conversation`. Raises CorralError."""
+    before, body = _conversation(body)
+    return _input_tokens(models, parsed(ResponsesRequest, body), before)
+
+
+def with_conversation(before: bytes, output: Sequence[Any], pieces: list[bytes]) -> list[bytes]:
+    """The pieces of a body behind a conversation, which is that of an earlier response, and its output."""
+    told = orjson.dumps(output)
+    return [b"%d %d\n" % (len(before), len(told)), before, told, *pieces]
+
+
+def page(models: Models, body: bytes) -> bytes:
+    """GET /v1/responses/{id}/input_items: what is asked for, and a conversation."""
+    wanted, _, conversation = body.partition(b"\n")
+    order, limit, after = orjson.loads(wanted)
+    found = loads(conversation.decode())
+    if order == "desc":
+        found.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(found) if item["id"] == after]
+        found = found[places[0] + 1 :] if places else []
+    shown = found[:limit]
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(found) > len(shown),
+        }
+    )
+
+
+def _conversation(body: bytes) -> tuple[list[Any], bytes]:
+    """The items of an earlier conversation, and the body behind it."""
+    sizes, _, rest = body.partition(b"\n")
+    n_before, n_told = map(int, sizes.split())
+    before = loads(rest[:n_before].decode())
+    output = loads(rest[n_before : n_before + n_told].decode())
+    return [*before, *output], rest[n_before + n_told :]
+
+
+def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> Response:
+    chat = asked.as_chat(_ITEMS.validate_python(before))
+    found = preparation.chat(find(models, asked.model), chat, 1, "input")
+    kept = items.kept(before, asked.input)
+    return Response(found, _told(asked, found.generation.sampling), kept, asked.obfuscates)
+
+
+def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> int:
+    chat = asked.as_chat(_ITEMS.validate_python(before))
+    return len(preparation.chat_prompt(find(models, asked.model), chat))
 
 
 def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
     choice = asked.tool_choice or "auto"
     return {
+        "background": bool(asked.background),
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
         "metadata": asked.metadata or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "text": asked.text.model_dump(by_alias=True, include={"format"}),
+        "previous_response_id": asked.previous_response_id,
+        "reasoning": {
+            "effort": asked.reasoning.effort if asked.reasoning else None,
+            "summary": None,
+        },
+        "store": asked.store is not False,
+        "text": asked.text.model_dump(
+            by_alias=True, include={"format", "verbosity"}, exclude_none=True
+        ),
         "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice,
         "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in asked.tools],
         "user": asked.user,

@@ -1,14 +1,14 @@
 """The types of OpenAI's requests for responses, and their translation to a chat.
 
-Source: OpenAI's API reference, "Responses". Nothing is stored, so nothing stored can be asked for.
+Source: OpenAI's API reference, "Responses".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
@@ -17,12 +17,14 @@ from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, T
 from serve_app.ingress.openai.protocol import (
     CacheSalt,
     ChatCompletionRequest,
+    Effort,
     NamedFunction,
     NamedSchema,
     NamedToolChoice,
     PingInterval,
+    Verbosity,
 )
-from serve_app.ingress.responses.items import Items, turns
+from serve_app.ingress.responses.items import AnyItem, Items, turns
 from serve_app.sampling import Api
 
 
@@ -63,8 +65,8 @@ class SchemaFormat(NamedSchema):
 class TextConfig(RequestModel):
     """`text`."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": (None, "medium")}
-
+    verbosity: Verbosity | None = None
+    """Told to the chat template, which may know what to do with it."""
     format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] = Field(
         default=AnyFormat()
     )
@@ -76,34 +78,43 @@ class TextConfig(RequestModel):
         return {"type": "object"} if self.format.type == "json_object" else None
 
 
+class ResponseStreamOptions(RequestModel):
+    """`stream_options`."""
+
+    include_obfuscation: bool = False
+    """Whether pieces of text come with noise, so that their sizes do not show what they are."""
+
+
+class Reasoning(RequestModel):
+    """`reasoning`."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+
+    effort: Effort | None = None
+    """How much a model that can thinks before it answers; `none` and `minimal`: not at all."""
+
+
 @takes_sampling(Api.RESPONSES)
 class ResponsesRequest(RequestModel):
     """POST /v1/responses."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (None, False),
         "context_management": (None, []),
         "conversation": (None,),
         "include": (None, []),
         "max_tool_calls": (None,),
         "moderation": (None,),
-        "previous_response_id": (None,),
         "prompt": (None,),
-        "reasoning": (None, {}),
-        "stream_options": (None, {}, {"include_obfuscation": False}),
         "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
-    REFUSED: ClassVar[frozenset[str]] = frozenset(
-        {"background", "conversation", "previous_response_id", "prompt"}
-    )
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
     INERT: ClassVar[frozenset[str]] = frozenset(
         {
             "prompt_cache_key",
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
-            "store",
         }
     )
 
@@ -132,10 +143,30 @@ class ResponsesRequest(RequestModel):
     """llama-server's: whether a stream's events tell `timings`."""
     metadata: dict[str, str] | None = None
     """Given back with the answer."""
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A response that is kept: its conversation comes before `input`."""
+    store: bool | None = None
+    """Whether the response is kept for some minutes, to go on from and to be asked for again; it is by
+    default."""
+    background: bool | None = None
+    """Whether it is made however soon the client leaves. That needs `store`."""
+    stream_options: ResponseStreamOptions | None = None
+    reasoning: Reasoning | None = None
 
-    def as_chat(self) -> ChatCompletionRequest:
-        """The same for OpenAI's chat. Raises InvalidRequestError."""
-        messages = turns(self.input)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.background and self.store is False:
+            raise InvalidRequestError("'background' needs 'store'.", "background")
+        return self
+
+    @property
+    def obfuscates(self) -> bool:
+        """See ResponseStreamOptions."""
+        return self.stream_options is not None and self.stream_options.include_obfuscation
+
+    def as_chat(self, before: Sequence[AnyItem] = ()) -> ChatCompletionRequest:
+        """The same for OpenAI's chat, behind these items. Raises InvalidRequestError."""
+        messages = turns([*before, *self.input])
         if not messages:
             raise InvalidRequestError("'input' has no message.", "input")
         if self.instructions:
@@ -154,5 +185,7 @@ class ResponsesRequest(RequestModel):
             cache_salt=self.cache_salt,
             return_progress=self.return_progress,
             timings_per_token=self.timings_per_token,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            verbosity=self.text.verbosity,
             **given(self, Api.RESPONSES),
         )

@@ -5,22 +5,27 @@ Source: OpenAI's API reference, "Responses" and its streaming events.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
-import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.errors import CorralError
 from serve_app.ingress.generation import chat
-from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
+from serve_app.ingress.http.errors import unexpected
 from serve_app.ingress.http.timings import Running, prompt_progress, timings
+from serve_app.ingress.responses.log import Entry
 from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
+
+logger = logging.getLogger("corral.ingress")
 
 
 @dataclass
@@ -35,7 +40,15 @@ class ResponseAnswer:
     """Finds the tool calls in the text, where there are tools."""
     return_progress: bool = False
     timings_per_token: bool = False
+    obfuscates: bool = False
+    """Whether pieces come with noise, so that their sizes do not show what they are."""
     created: int = field(default_factory=lambda: int(time.time()))
+    status: str = ""
+    _at: int = 0
+    """Unix time of what came last."""
+    _end: SequenceEnd | None = None
+    _error: Json | None = None
+    _n_items: int = 0
     _output: list[Json] = field(default_factory=list)
     """The items that are complete."""
     _message_id: str = ""
@@ -45,13 +58,23 @@ class ResponseAnswer:
     _n_events: int = 0
     _running: Running = field(default_factory=Running)
 
+    def __post_init__(self) -> None:
+        self.status = "queued" if self.asked["background"] else "in_progress"
+
     def opening(self) -> list[Json]:
         """The events before any text."""
-        response = self._response("in_progress")
-        return [
-            self._event("created", response=response),
-            self._event("in_progress", response=response),
-        ]
+        response = self.whole()
+        names = ["created", "queued"] if self.status == "queued" else ["created"]
+        events = [self._event(name, response=response) for name in names]
+        begun = response | {"status": "in_progress"}
+        return [*events, self._event("in_progress", response=begun)]
+
+    def take(self, entry: Entry) -> list[Json]:
+        """The events of what came of it."""
+        self._at, self.status = int(entry.at), "in_progress"
+        if isinstance(entry.what, TokenDelta):
+            return self.events(entry.what)
+        return [self._cancelled() if entry.what is None else self.failed(entry.what)]
 
     def events(self, delta: TokenDelta) -> list[Json]:
         """One delta's events; the last one's last tells the whole response. As at llama-server, the last of
@@ -65,7 +88,7 @@ class ResponseAnswer:
 
     def _progress(self, delta: TokenDelta) -> list[Json]:
         return [
-            self._event("in_progress", response=self._response("in_progress"))
+            self._event("in_progress", response=self.whole())
             | {"prompt_progress": prompt_progress(progress)}
             for progress in delta.progress
         ]
@@ -77,24 +100,38 @@ class ResponseAnswer:
         if delta.end is not None:
             status = "incomplete" if delta.end.reason == FinishReason.LENGTH else "completed"
             events += self._end_of_message(status)
-            response = self._response(status, end=delta.end)
-            events.append(self._event(status, response=response))
+            self.status, self._end = status, delta.end
+            events.append(self._event(status, response=self.whole()))
         return events
 
     def failed(self, error: CorralError) -> Json:
         """The event that takes the place of the end."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        details = {"code": code, "message": error.message}
-        return self._event("failed", response=self._response("failed", error=details))
+        self.status, self._error = "failed", {"code": code, "message": error.message}
+        return self._event("failed", response=self.whole())
+
+    def _cancelled(self) -> Json:
+        """OpenAI's clients know no event of that name; the response's status says it."""
+        self.status = "cancelled"
+        return self._event("incomplete", response=self.whole())
 
     def _said(self, text: str) -> list[Json]:
         opening = [] if self._message_id else self._start_of_message()
         self._text.append(text)
         delta = self._event("output_text.delta", **self._place(), delta=text, logprobs=[])
-        return [*opening, delta]
+        return [*opening, self._obfuscated(delta)]
+
+    def _obfuscated(self, event: Json) -> Json:
+        return event | sse.obfuscation(event["delta"]) if self.obfuscates else event
+
+    def _new_id(self, kind: str) -> str:
+        """Of an item or a call. The same for whoever computes this response again."""
+        self._n_items += 1
+        digest = hashlib.blake2b(f"{self.id} {self._n_items}".encode(), digest_size=16)
+        return f"{kind}_{digest.hexdigest()}"
 
     def _start_of_message(self) -> list[Json]:
-        self._message_id = f"msg_{uuid.uuid4().hex}"
+        self._message_id = self._new_id("msg")
         item = self._message("in_progress", [])
         return [
             self._event("output_item.added", output_index=len(self._output), item=item),
@@ -121,8 +158,8 @@ class ResponseAnswer:
         index = len(self._output)
         item = {
             "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": self._new_id("fc"),
+            "call_id": self._new_id("call"),
             "name": call.name,
             "arguments": call.arguments,
             "status": "completed",
@@ -134,7 +171,7 @@ class ResponseAnswer:
         return [
             *ending,
             self._event("output_item.added", output_index=index, item=begun),
-            self._event(f"{name}.delta", **place, delta=call.arguments),
+            self._obfuscated(self._event(f"{name}.delta", **place, delta=call.arguments)),
             self._event(f"{name}.done", **place, arguments=call.arguments),
             self._event("output_item.done", output_index=index, item=item),
         ]
@@ -164,31 +201,29 @@ class ResponseAnswer:
             **fields,
         }
 
-    def _response(
-        self, status: str, *, end: SequenceEnd | None = None, error: Json | None = None
-    ) -> Json:
+    def whole(self) -> Json:
         """The response as it is now."""
+        status, open_items = self.status, list[Json]()
+        if self._message_id:
+            of_message = status if status == "in_progress" else "incomplete"
+            open_items = [self._message(of_message, [_part("".join(self._text))])]
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self.asked,
             "id": self.id,
             "object": "response",
             "created_at": self.created,
-            "completed_at": int(time.time()) if status in ("completed", "incomplete") else None,
+            "completed_at": self._at if status in ("completed", "incomplete") else None,
             "status": status,
-            "background": False,
-            "error": error,
+            "error": self._error,
             "incomplete_details": cut,
             "max_tool_calls": None,
             "model": self.model,
-            "output": list(self._output),
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "output": [*self._output, *open_items],
             "service_tier": "default",
-            "store": False,
             "top_logprobs": 0,
             "truncation": "disabled",
-            "usage": None if end is None else usage_body(end.usage),
+            "usage": None if self._end is None else usage_body(self._end.usage),
         }
 
 
@@ -207,21 +242,33 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-async def collect(answer: ResponseAnswer, deltas: Deltas) -> Json:
-    """Read the sequence to its end: the response is what the last event tells."""
-    found: list[Json] = []
-    async for _, delta in deltas:
-        found = answer.events(delta)
-    response: Json = found[-1]["response"]
-    return response
+async def collect(answer: ResponseAnswer, entries: AsyncIterator[Entry]) -> Json:
+    """Read the response to its end. Raises CorralError."""
+    async for entry in entries:
+        if isinstance(entry.what, CorralError):
+            raise entry.what
+        answer.take(entry)
+    return answer.whole()
 
 
-def events(answer: ResponseAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
-    """The sequence as server-sent events; the last one tells the whole response, or what failed."""
-    return sse.events(
-        deltas,
-        lambda _, delta: answer.events(delta),
-        answer.failed,
-        opening=answer.opening(),
-        write=sse.named,
-    )
+async def events(
+    answer: ResponseAnswer, entries: AsyncGenerator[Entry], after: int = -1
+) -> AsyncIterator[bytes]:
+    """The response as server-sent events, those behind that number; the last one tells the whole
+    response, or what failed. The entries are closed at the end, whatever happens."""
+
+    def written(events: Iterable[Json]) -> bytes:
+        return b"".join(sse.named(one) for one in events if one["sequence_number"] > after)
+
+    async with aclosing(entries):
+        if begun := written(answer.opening()):
+            yield begun
+        try:
+            async for entry in entries:
+                if found := written(answer.take(entry)):
+                    yield found
+        except CorralError as error:
+            yield written([answer.failed(error)])
+        except Exception:
+            logger.exception("A stream failed")
+            yield written([answer.failed(unexpected())])

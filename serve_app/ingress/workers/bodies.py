@@ -43,11 +43,19 @@ class Bodies:
     ) -> T:
         """What a worker makes of the request's body, of JSON unless it is `optional` and empty; with
         `any_type`, whatever its header says. Raises CorralError."""
+        pieces = await self.pieces(request, optional=optional, any_type=any_type)
+        return await self.work(prepare, *pieces)
+
+    async def pieces(
+        self, request: Request, *, optional: bool = False, any_type: bool = False
+    ) -> list[bytes]:
+        """The request's body as it came, of JSON by its header like that of `read`. Raises
+        InvalidRequestError."""
         pieces = [piece async for piece in request.stream() if piece]  # `body()` would copy all
         is_json = any_type or _is_json(request.headers.get("content-type", ""))
         if not is_json and (pieces or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
-        return await self.work(prepare, *pieces)
+        return pieces
 
     async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         """What a worker makes of what these pieces are together, for the caller. Raises CorralError."""

@@ -39,7 +39,8 @@ def arguments(function: Function) -> str:
 def json_call(function: Function, key: str) -> str:
     """A JSON object of the function's name and, at `key`, its arguments, but for the closing bracket."""
     name = json.dumps(function["name"])
-    return " ".join([text(f'{{"name": {name}, "{key}": '), arguments(function)])
+    # The bracket is a lexeme of its own, as in JSON that may stand in the place of the call.
+    return " ".join([text("{"), text(f'"name": {name}, "{key}": '), arguments(function)])
 
 
 def one_of(name: str, bodies: Sequence[str]) -> str:

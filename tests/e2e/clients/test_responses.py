@@ -121,7 +121,7 @@ def test_an_answer_is_parsed_into_a_type(client: openai.OpenAI) -> None:
 def test_errors_are_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'none' does not exist"):
         client.responses.create(model="none", input="x")
-    with pytest.raises(openai.BadRequestError, match="not supported") as bad:
+    with pytest.raises(openai.BadRequestError, match="'resp_1' not found") as bad:
         client.responses.create(model="demo", input="x", previous_response_id="resp_1")
     assert bad.value.param == "previous_response_id"
     for stream in (False, True):

@@ -157,6 +157,24 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
         assert takes(several, both) == (True, True)
 
 
+@every_format
+def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
+    schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
+    grammar = grammars.from_tool_calls(
+        EXAMPLE_FUNCTIONS,
+        form,
+        no_token,
+        forced=False,
+        parallel=False,
+        param="tools",
+        answer=schema,
+    )
+    assert takes(grammar, form.example.first) == (True, True)
+    assert takes(grammar, '{"mood": "glad"}') == (True, True)
+    assert takes(grammar, '{"mood": 7}') == (False, False)
+    assert takes(grammar, "Glad.") == (False, False)
+
+
 def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
     call = hermes.FORMAT.example.second
     tokens = {output_parser.REASONING_OPEN: IM_START, output_parser.REASONING_CLOSE: IM_START}

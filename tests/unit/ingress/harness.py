@@ -202,7 +202,7 @@ class ScriptedEngine:
                     await item.wait()
                 else:
                     yield item
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             self.left_early = True
             raise
 

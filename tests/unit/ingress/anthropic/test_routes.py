@@ -369,3 +369,72 @@ async def test_unknown_models_are_not_found(client: httpx.AsyncClient, path: str
     assert response.status_code == 404
     assert response.json()["error"]["type"] == "not_found_error"
     assert "'third'" in response.json()["error"]["message"]
+
+
+FORMAT = {
+    "type": "json_schema",
+    "schema": {"type": "object", "properties": {"mood": {"type": "string"}}},
+}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}]
+)
+async def test_a_format_is_a_grammar(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    response = await client.post("/v1/messages", json=asked(**fields))
+    assert (response.status_code, response.headers.get("x-corral-ignored")) == (200, None)
+    assert "mood" in (engine.requests[0].sampling.grammar or "")
+
+
+async def test_what_agents_send(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    kept = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    text = {"type": "text", "text": "H", **kept}
+    called = {"type": "tool_use", "id": "t", "name": "f", "input": {}, **kept}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text], **kept}
+    body = asked(
+        system=[text],
+        tools=[TOOL | kept | {"name": "f"}, SEARCH],
+        thinking={"type": "adaptive", "display": "summarized"},
+        output_config={"effort": "high"},
+        betas=["context-management-2025-06-27"],
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        **kept,
+    )
+    body["messages"] = [
+        {"role": "user", "content": [text], **kept},
+        {"role": "assistant", "content": [called]},
+        {"role": "user", "content": [result]},
+        {"role": "system", "content": "N"},
+        {"role": "assistant", "content": "So"},
+    ]
+    response = await client.post("/v1/messages", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-corral-ignored"] == "context_management"
+    prompt = bytes(engine.requests[0].prompt)
+    assert b"tool:H|system:N" in prompt
+    assert prompt.endswith(b"So"), "the answer goes on with it"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"system": "S", "tools": [TOOL], "tool_choice": {"type": "any"}},
+        {"output_config": {"format": FORMAT, "effort": "low"}},
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}},
+        {"messages": [*asked()["messages"], {"role": "assistant", "content": "So"}]},
+    ],
+)
+async def test_a_count_is_what_the_answer_says(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    body = asked() | fields
+    await client.post("/v1/messages", json=body)
+    n_prompt = len(engine.requests[0].prompt)
+    del body["max_tokens"]
+    counted = (await client.post("/v1/messages/count_tokens", json=body)).json()
+    assert counted == {"input_tokens": n_prompt}

@@ -105,10 +105,26 @@ async def test_bodies_are_read_whatever_their_type_is(client: httpx.AsyncClient)
         assert answer.json()["message"]["content"] == "Hello"
 
 
-async def test_unknown_fields_are_ignored(client: httpx.AsyncClient) -> None:
-    odd = asked(stream=False, zeal=1, options={"num_gpu": 99, "zeal": 1, "low_vram": True})
+async def test_unknown_fields_are_ignored_and_named(client: httpx.AsyncClient) -> None:
+    options = {"num_gpu": 99, "zeal": 1, "low_vram": True, "num_ctx": 8192}
+    odd = asked(stream=False, zeal=1, options=options)
     odd["messages"][0]["zeal"] = 1
-    assert (await client.post("/api/chat", json=odd)).status_code == 200
+    answer = await client.post("/api/chat", json=odd)
+    assert answer.status_code == 200
+    ignored = answer.headers["x-corral-ignored"]
+    assert ignored == "zeal, options.zeal, options.num_ctx, messages.zeal"
+
+
+async def test_a_format_beside_tools_is_for_answers_without_calls(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    schema = {"type": "object", "properties": {"mood": {"type": "string"}}}
+    answer = await client.post("/api/chat", json=asked(tools=[tool], format=schema))
+    assert answer.status_code == 200, answer.text
+    grammar = (engine.requests[-1].sampling.grammar or "").replace("\\", "")
+    assert "mood" in grammar
+    assert "<tool_call>" in grammar
 
 
 async def test_options(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

@@ -89,7 +89,7 @@ async def test_a_whole_response(client: httpx.AsyncClient, engine: ScriptedEngin
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
-        "store": False,
+        "store": True,
         "temperature": 0.5,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
@@ -263,9 +263,9 @@ async def test_a_cut_response_is_incomplete(
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' not found"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
-        ({"background": True}, "background", "not supported"),
+        ({"background": True, "store": False}, "background", "needs 'store'"),
         ({"content": []}, "input", "no message"),
         ({"content": [{"type": "reasoning", "summary": []}]}, "input", "no message"),
         ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0", "'item_reference'"),

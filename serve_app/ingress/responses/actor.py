@@ -1,0 +1,197 @@
+"""The store of responses as a Ray actor, which all ingresses of an application share.
+
+It is started by the first response that is kept, outlives every ingress, and ends when it has kept nothing
+for a while: who never keeps a response has no such process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+
+from serve_app.errors import CorralError
+from serve_app.ingress.responses.store import Bounds, Found, News, Owner, Store, Verdict
+from serve_app.routing import broadcast
+
+logger = logging.getLogger("corral.ingress")
+
+T = TypeVar("T")
+
+LOOK_S = 1.0
+"""Responses whose ingress is gone are looked for no more often,"""
+IDLE_S = 10.0
+"""and while none is being made, the store looks no more often whether it has anything left."""
+LAST_S = 60.0
+"""It ends when it has kept nothing for so long."""
+_ANSWER_S = 10.0
+_NAMESPACE = "corral"
+
+
+class StoreActor:
+    """A Store in a process of its own. See ResponseStore for its methods."""
+
+    def __init__(self, bounds: Bounds, app: str, deployment: str) -> None:
+        """Ingresses are found as this deployment of this application."""
+        self._store = Store(bounds)
+        self._app = app
+        self._deployment = deployment
+        self._watching: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What the store's method returns, or the CorralError that it raises."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        try:
+            return await getattr(self._store, method)(*arguments)
+        except CorralError as error:
+            return error
+
+    async def be(self, bounds: Bounds) -> None:
+        """Have these bounds from now on."""
+        self._store.bounds = bounds
+
+    async def _watch(self) -> None:
+        """Until it has had nothing for long."""
+        empty_s = 0.0
+        while empty_s < LAST_S:
+            pause_s = LOOK_S if self._store.n_running else IDLE_S
+            await asyncio.sleep(pause_s)
+            empty_s = 0.0 if len(self._store) else empty_s + pause_s
+            try:
+                await self._pass_on(self._store.orphans())
+            except Exception:
+                logger.exception("Responses without an ingress could not be passed on")
+        ray.get_runtime_context().current_actor.leave.remote()
+
+    async def _pass_on(self, orphans: Sequence[str]) -> None:
+        """Have ingresses go on with these."""
+        if not orphans:
+            return
+        async with broadcast.handle_for_now(self._deployment, self._app) as handle:
+            calls: list[Any] = [handle.adopt_response.remote(one) for one in orphans]
+            async with asyncio.timeout(_ANSWER_S):
+                for call in calls:
+                    await call
+
+    async def leave(self) -> None:
+        """End this process, unless somebody came meanwhile."""
+        if len(self._store):
+            self._watching = asyncio.create_task(self._watch())
+            return
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+
+class RayStore:
+    """See ResponseStore: asks the actor. Used in one ingress's event loop."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        context = serve.get_replica_context()
+        self._app, self._deployment = context.app_name, context.deployment
+        self._name = f"responses-{self._app}"
+        self._actor: Any = None
+        self._finding = asyncio.Lock()
+
+    @property
+    def keeps_any(self) -> bool:
+        """See ResponseStore."""
+        return self._bounds.kept_s > 0
+
+    async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+        """See ResponseStore."""
+        if self.keeps_any:
+            actor = await self._found() or await self._made()
+            await self._call(actor, "put", response_id, owner, recipe, news)
+
+    async def append(self, news: Sequence[News]) -> list[Verdict]:
+        """See ResponseStore."""
+        actor = await self._found()
+        if actor is None:
+            raise ConnectionError("There is no store of responses.")
+        verdicts: list[Verdict] = await self._call(actor, "append", news)
+        return verdicts
+
+    async def find(
+        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+    ) -> Found | None:
+        """See ResponseStore."""
+        found: Found | None = await self._ask(
+            "find", response_id, key, since, wait_s, wait_s=wait_s
+        )
+        return found
+
+    async def delete(self, response_id: str, key: str | None) -> bool:
+        """See ResponseStore."""
+        return bool(await self._ask("delete", response_id, key))
+
+    async def cancel(self, response_id: str, key: str | None) -> None:
+        """See ResponseStore."""
+        await self._ask("cancel", response_id, key)
+
+    async def adopt(self, response_id: str) -> Found | None:
+        """See ResponseStore."""
+        found: Found | None = await self._ask("adopt", response_id)
+        return found
+
+    async def _ask(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        """What it returns; None if there is no store."""
+        actor = await self._found()
+        return None if actor is None else await self._call(actor, method, *arguments, wait_s=wait_s)
+
+    async def _call(self, actor: Any, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        """Raises CorralError, and ConnectionError if the actor is lost or late."""
+        try:
+            answer = await _within(wait_s + _ANSWER_S, actor.call.remote(method, *arguments))
+        except (RayActorError, RayTaskError, TimeoutError) as error:
+            if self._actor is actor:
+                self._actor = None
+            raise ConnectionError(f"The store of responses: {error!r}") from None
+        if isinstance(answer, CorralError):
+            raise answer
+        return answer
+
+    async def _found(self) -> Any:
+        """The actor, if there is one."""
+        if self._actor is None:
+            async with self._finding:
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(self._look)
+        return self._actor
+
+    def _look(self) -> Any:
+        try:
+            return ray.get_actor(self._name, namespace=_NAMESPACE)
+        except ValueError:
+            return None
+
+    async def _made(self) -> Any:
+        """The actor, started if it must be; with this ingress's bounds."""
+        async with self._finding:
+            if self._actor is None:
+                actor = await asyncio.to_thread(self._make)
+                actor.be.remote(self._bounds)
+                self._actor = actor
+        return self._actor
+
+    def _make(self) -> Any:
+        options: dict[str, Any] = {
+            "name": self._name,
+            "namespace": _NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_concurrency": 10_000,
+        }
+        made: Any = ray.remote(StoreActor)
+        return made.options(**options).remote(self._bounds, self._app, self._deployment)
+
+
+async def _within(seconds: float, answer: Awaitable[T]) -> T:
+    async with asyncio.timeout(seconds):
+        return await answer

@@ -1,0 +1,87 @@
+"""What is kept of a response: what it is made from, and what has come of it so far.
+
+All else, its events and the response itself, is computed from these two, by any ingress.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.errors import CorralError
+from serve_app.types import GenerationRequest, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a response is made from."""
+
+    model: str
+    """Its id."""
+    created: int
+    """Unix time."""
+    asked: Mapping[str, Any]
+    """What the response says of its request."""
+    request: GenerationRequest
+    """Its id is the response's."""
+    tools: Sequence[Mapping[str, Any]]
+    """As chat templates read them."""
+    thinks: bool
+    """Whether reasoning is split off."""
+    return_progress: bool
+    items: bytes
+    """The conversation that it answers, as a JSON list of items."""
+
+    @property
+    def id(self) -> str:
+        """The response's."""
+        return self.request.id
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it goes on when its client leaves."""
+        return bool(self.asked["background"])
+
+    def packed(self) -> bytes:
+        """For `unpacked`."""
+        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Recipe:
+        """What was packed by another ingress."""
+        found: Recipe = pickle.loads(packed)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that came of a response. A log of entries has one last."""
+
+    what: TokenDelta | CorralError | None
+    """None: it was cancelled."""
+    at: float
+    """Unix time."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether that is its end."""
+        return not isinstance(self.what, TokenDelta) or self.what.end is not None
+
+
+def packed(entries: Iterable[Entry]) -> bytes:
+    """For `unpacked`."""
+    return pickle.dumps(list(entries), pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(pack: bytes) -> list[Entry]:
+    """The entries that were packed by another ingress."""
+    found: list[Entry] = pickle.loads(pack)
+    return found
+
+
+def tokens(entries: Iterable[Entry]) -> tuple[int, ...]:
+    """All that was generated."""
+    deltas = (one.what for one in entries if isinstance(one.what, TokenDelta))
+    return tuple(token for delta in deltas for token in delta.token_ids)

@@ -1,0 +1,387 @@
+"""The responses that this ingress makes and that go on when their clients leave; and what is read of all.
+
+Each one's log goes to the store a few times a second. If this ingress ends, another one goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import ExitStack, aclosing, suppress
+
+from serve_app.errors import (
+    CorralError,
+    EngineUnavailableError,
+    QueueFullError,
+    ResponseNotFoundError,
+)
+from serve_app.ingress.generation import generation
+from serve_app.ingress.http import request_context
+from serve_app.ingress.http.errors import unexpected
+from serve_app.ingress.http.limits.open_requests import OpenRequests
+from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.responses import log
+from serve_app.ingress.responses.log import Entry, Recipe
+from serve_app.ingress.responses.store import (
+    ABANDONED_S,
+    Found,
+    News,
+    Owner,
+    ResponseStore,
+    Verdict,
+)
+from serve_app.types import GenerationRequest
+
+logger = logging.getLogger("corral.ingress")
+
+TELL_S = 0.25
+"""The store is told no more often what is new,"""
+ALIVE_S = 2.0
+"""and no less often that a response is still being made."""
+WAIT_S = 20.0
+"""How long the store is asked for news at once."""
+_PAUSE_S = 1.0
+PUT_S = 2.0
+"""A store that does not answer holds an answer up for no longer."""
+
+
+class Run:
+    """A response that this ingress makes."""
+
+    def __init__(self, recipe: Recipe, owner: Owner, entries: list[Entry], turn: int = 0) -> None:
+        self.recipe = recipe
+        self.owner = owner
+        self.entries = entries
+        self.turn = turn
+        self.n_told = len(entries)
+        self.told_at = time.monotonic()
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what the engine refuses it with."""
+        self.task: asyncio.Task[None]
+        self.is_left = False
+        """Whether the store's log counts, and not this one."""
+        self.is_over = False
+        """Whether nothing will be added."""
+        self._news = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its log is complete."""
+        return bool(self.entries) and self.entries[-1].is_last
+
+    def add(self, entry: Entry) -> None:
+        """Something came of it."""
+        self.entries.append(entry)
+        self.wake()
+
+    def wake(self) -> None:
+        """All who follow it."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self, since: int) -> AsyncGenerator[Entry]:
+        """The entries from that place on, up to the last one, or until the store's count."""
+        while not self.is_left:
+            while since < len(self.entries):
+                yield self.entries[since]
+                since += 1
+            if self.is_over:
+                return
+            await self._news.wait()
+
+    def news(self) -> News:
+        """What the store does not know."""
+        new = self.entries[self.n_told :]
+        pack = log.packed(new) if new else b""
+        ended = bool(new) and new[-1].is_last
+        return News(self.recipe.id, self.turn, self.n_told, pack, len(new), ended)
+
+    def whole(self) -> News:
+        """All of it."""
+        pack = log.packed(self.entries)
+        return News(self.recipe.id, self.turn, 0, pack, len(self.entries), self.has_ended)
+
+
+class Runs:
+    """All of them in one ingress. For its event loop."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        store: ResponseStore,
+        open_requests: OpenRequests,
+    ) -> None:
+        self.models = models
+        self.open_requests = open_requests
+        self._store = store
+        self._runs: dict[str, Run] = {}
+        self._telling: asyncio.Task[None] | None = None
+        self._putting: set[asyncio.Task[None]] = set()
+
+    @property
+    def keep_any(self) -> bool:
+        """Whether responses are kept at all."""
+        return self._store.keeps_any
+
+    async def start(self, recipe: Recipe, owner: Owner) -> Run:
+        """Make a response for this task's caller; it goes on when that one leaves. Returns when an engine
+        has accepted it. Raises CorralError."""
+        caller = request_context.current()
+        run = Run(recipe, owner, [])
+        with ExitStack() as held:
+            held.enter_context(self.open_requests.entered(caller.holder))
+            try:
+                await self._store.put(recipe.id, owner, recipe.packed(), run.whole())
+            except ConnectionError:
+                raise EngineUnavailableError("Responses cannot be kept now.") from None
+            held.enter_context(caller.handed_over())
+            self._begin(run, caller, held.pop_all())
+        try:
+            await asyncio.shield(run.accepted)
+        except BaseException:  # refused, or its client has left without its id
+            run.task.cancel()
+            await self._forget(run)
+            raise
+        return run
+
+    async def adopt(self, response_id: str) -> bool:
+        """Go on with a response whose ingress is gone. Returns whether there is something to do. What is
+        generated from here on is charged to no key: this ingress has not seen its owner."""
+        try:
+            found = await self._store.adopt(response_id)
+        except ConnectionError:
+            return False
+        if found is None:
+            return False
+        recipe = Recipe.unpacked(found.recipe)
+        logger.warning("%s goes on in this ingress, after %d entries", recipe.id, found.n_entries)
+        run = Run(recipe, found.owner, found.entries(), found.turn)
+        caller = Caller(request_id=recipe.request.http_id, is_operator=False)
+        self._begin(run, caller, ExitStack())
+        return True
+
+    def _begin(self, run: Run, caller: Caller, held: ExitStack) -> None:
+        self._runs[run.recipe.id] = run
+        # In a context of its own: Serve cancels what a request has called when its client leaves.
+        making = self._make(run, caller, held)
+        run.task = asyncio.create_task(making, context=contextvars.Context())
+        if self._telling is None or self._telling.done():
+            telling = self._tell_on()
+            self._telling = asyncio.create_task(telling, context=contextvars.Context())
+
+    async def _make(self, run: Run, caller: Caller, held: ExitStack) -> None:
+        request_context.enter(caller)
+        try:
+            with held:
+                await self._generate(run)
+        except asyncio.CancelledError:
+            if not run.has_ended:
+                run.add(Entry(None, time.time()))
+        except CorralError as error:
+            self._fail(run, error)
+        except Exception:
+            logger.exception("%s failed", run.recipe.id)
+            self._fail(run, unexpected())
+        finally:
+            run.is_over = True
+            run.wake()
+
+    @staticmethod
+    def _fail(run: Run, error: CorralError) -> None:
+        if run.accepted.done():
+            run.add(Entry(error, time.time()))
+        else:
+            run.accepted.set_exception(error)
+            run.accepted.exception()  # where nobody waits for it, nobody is warned
+
+    async def _generate(self, run: Run) -> None:
+        model = find(self.models, run.recipe.model)
+        request = run.recipe.request
+        if run.turn:
+            request = continued(request, log.tokens(run.entries), run.turn)
+            run.accepted.set_result(None)
+        deltas = await self._started(model, request, patiently=run.turn > 0)
+        async with aclosing(deltas):
+            if not run.accepted.done():
+                run.accepted.set_result(None)
+            async for _, delta in deltas:
+                run.add(Entry(delta, time.time()))
+
+    async def _started(
+        self, model: ServedModel, request: GenerationRequest, *, patiently: bool
+    ) -> generation.Deltas:
+        """Where an ingress was lost, engines may be, too."""
+        give_up_at = time.monotonic() + (ABANDONED_S if patiently else 0.0)
+        while True:
+            try:
+                return await generation.start(model, [request])
+            except (EngineUnavailableError, QueueFullError):
+                if time.monotonic() >= give_up_at:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _tell_on(self) -> None:
+        """Tell the store, as long as there are some."""
+        while self._runs:
+            await asyncio.sleep(TELL_S)
+            try:
+                await self._tell()
+            except ConnectionError:
+                await self._put_again()
+            except Exception:
+                logger.exception("The store of responses could not be told what is new")
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _tell(self) -> None:
+        now = time.monotonic()
+        due = [
+            run
+            for run in self._runs.values()
+            if len(run.entries) > run.n_told or run.is_over or now - run.told_at >= ALIVE_S
+        ]
+        news = [run.news() for run in due]
+        if not news:
+            return
+        verdicts = await self._store.append(news)
+        for run, one, verdict in zip(due, news, verdicts, strict=True):
+            run.n_told, run.told_at = one.first + one.n, now
+            if verdict is Verdict.LEAVE:
+                run.is_left = not one.has_ended
+                run.task.cancel()
+                run.wake()
+            elif verdict is Verdict.CANCEL:
+                run.task.cancel()
+            if verdict is Verdict.LEAVE or (run.is_over and run.n_told == len(run.entries)):
+                self._runs.pop(one.id, None)
+
+    async def _put_again(self) -> None:
+        """The store was lost: a new one gets all that this ingress has."""
+        logger.warning("Kept responses were lost; those that are being made are kept again.")
+        for run in list(self._runs.values()):
+            whole = run.whole()
+            try:
+                await self._store.put(run.recipe.id, run.owner, run.recipe.packed(), whole)
+                run.n_told = whole.n
+            except ConnectionError:
+                return
+            except CorralError:
+                logger.exception("%s could not be kept again", run.recipe.id)
+
+    async def _forget(self, run: Run) -> None:
+        self._runs.pop(run.recipe.id, None)
+        with suppress(ConnectionError):
+            await self._store.delete(run.recipe.id, run.owner.key)
+
+    async def keep(self, recipe: Recipe, owner: Owner, entries: list[Entry]) -> None:
+        """Keep a response that is complete. Waits a moment at most, and raises nothing: its client has an
+        answer anyway."""
+        run = Run(recipe, owner, entries)
+        putting = asyncio.create_task(self._keep(run), context=contextvars.Context())
+        self._putting.add(putting)
+        putting.add_done_callback(self._putting.discard)
+        await asyncio.wait([putting], timeout=PUT_S)
+
+    async def _keep(self, run: Run) -> None:
+        run.is_over = True
+        packed, whole = run.recipe.packed(), run.whole()
+        for _ in range(2):
+            try:
+                await self._store.put(run.recipe.id, run.owner, packed, whole)
+                break
+            except ConnectionError:
+                continue
+            except Exception as error:
+                logger.warning("%s is not kept: %s", run.recipe.id, error)
+                break
+
+    async def found(self, response_id: str, key: str | None) -> tuple[Recipe, list[Entry]]:
+        """A response of this key's, as far as it is. Raises ResponseNotFoundError."""
+        run = self._own(response_id, key)
+        if run is not None:
+            return run.recipe, list(run.entries)
+        kept = await self._ask(response_id, key)
+        return Recipe.unpacked(kept.recipe), kept.entries()
+
+    async def follow(self, response_id: str, key: str | None, since: int) -> AsyncGenerator[Entry]:
+        """Its entries from that place on, up to the last one. Ends early if it is deleted."""
+        run = self._own(response_id, key)
+        if run is not None:
+            async for entry in run.follow(since):
+                since += 1
+                yield entry
+            if not run.is_left:
+                return
+        while True:
+            try:
+                kept = await self._ask(response_id, key, since, WAIT_S)
+            except ResponseNotFoundError:
+                return
+            for entry in kept.entries(since):
+                since += 1
+                yield entry
+            if kept.has_ended and since >= kept.n_entries:
+                return
+
+    async def cancel(self, response_id: str, key: str | None) -> None:
+        """Have the making of a response end, and wait for that."""
+        run = self._own(response_id, key)
+        if run is not None:
+            run.task.cancel()
+            await asyncio.wait([run.task])
+            return
+        try:
+            await self._store.cancel(response_id, key)
+        except ConnectionError:
+            raise ResponseNotFoundError(response_id) from None
+
+    async def delete(self, response_id: str, key: str | None) -> None:
+        """Forget a response; its making ends. Raises ResponseNotFoundError."""
+        run = self._own(response_id, key)
+        try:
+            was_kept = await self._store.delete(response_id, key)
+        except ConnectionError:
+            was_kept = False
+        if run is not None:
+            self._runs.pop(response_id, None)
+            run.task.cancel()
+        elif not was_kept:
+            raise ResponseNotFoundError(response_id)
+
+    def _own(self, response_id: str, key: str | None) -> Run | None:
+        run = self._runs.get(response_id)
+        if run is None or run.is_left or run.owner.key != key:
+            return None
+        return run
+
+    async def _ask(
+        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+    ) -> Found:
+        try:
+            kept = await self._store.find(response_id, key, since, wait_s)
+        except ConnectionError:
+            kept = None
+        if kept is None:
+            raise ResponseNotFoundError(response_id)
+        return kept
+
+
+def continued(
+    request: GenerationRequest, tokens: tuple[int, ...], n_before: int
+) -> GenerationRequest:
+    """What is asked for by the ingress that goes on with a request behind these tokens, the n-th one.
+    As after a failover, a seeded draw is another one."""
+    sampling = request.sampling
+    if sampling.seed is not None:
+        sampling = dataclasses.replace(sampling, seed=sampling.seed + len(tokens))
+    return dataclasses.replace(
+        request,
+        id=f"{request.id}~{n_before}",
+        sampling=sampling,
+        generated=tokens,
+        n_failovers=n_before,
+    )

@@ -1,0 +1,332 @@
+"""Keeps responses for some minutes, within bounds for each client.
+
+It is asked by all ingresses, and reads nothing of what it keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serve_app.errors import EngineFailedError, KeyLimitError, RateLimitError
+from serve_app.ingress.responses import log
+from serve_app.ingress.responses.log import Entry
+
+LEASE_S = 10.0
+"""A response that is being made, and that its ingress was silent about for so long, goes on in another."""
+ABANDONED_S = 120.0
+"""One that no ingress went on with for so long has failed."""
+_RETRY_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much is kept, and how long."""
+
+    kept_s: float = 1800.0
+    """Seconds after a response's end; 0 keeps none at all."""
+    max_each: int = 256
+    """Responses of each client."""
+    max_bytes_each: int = 16 << 20
+    """Of each client."""
+    max_bytes: int = 256 << 20
+    """Of all clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a response is."""
+
+    key: str | None
+    """The name of the API key that alone may read it; None without keys: who knows its id may."""
+    holder: str
+    """Whom it counts for: the key, or without keys, an address."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has come of a response, for its log."""
+
+    id: str
+    turn: int
+    """How many ingresses went on with it before."""
+    first: int
+    """The place of the first entry."""
+    entries: bytes
+    """Packed."""
+    n: int
+    """How many they are."""
+    has_ended: bool
+
+
+class Verdict(enum.Enum):
+    """What an ingress shall do with a response that it makes."""
+
+    GO_ON = 0
+    CANCEL = 1
+    """Somebody asked for its end."""
+    LEAVE = 2
+    """It was deleted, or another ingress makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is kept of a response."""
+
+    recipe: bytes
+    """Packed."""
+    packs: Sequence[tuple[int, bytes]]
+    """Of entries, each with the place of its first one: those asked for, and maybe some before."""
+    n_entries: int
+    """How many there are in all."""
+    has_ended: bool
+    turn: int
+    owner: Owner
+
+    def entries(self, since: int = 0) -> list[Entry]:
+        """From that place on."""
+        return [
+            entry
+            for first, pack in self.packs
+            for place, entry in enumerate(log.unpacked(pack), first)
+            if place >= since
+        ]
+
+
+class ResponseStore(Protocol):
+    """Where all ingresses keep responses. What is raised besides CorralErrors is ConnectionError: the store
+    was lost, and with it all that it had."""
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether responses are kept at all."""
+
+    async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+        """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
+        being made, KeyLimitError if it is too large."""
+
+    async def append(self, news: Sequence[News]) -> list[Verdict]:
+        """Add to the logs of responses that are being made; also if there is nothing to add, every few
+        seconds, as a sign of life."""
+
+    async def find(
+        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+    ) -> Found | None:
+        """A response of this key's, its log from that place on; waits for so many seconds until there is
+        something, or the end."""
+
+    async def delete(self, response_id: str, key: str | None) -> bool:
+        """Forget a response of this key's; its making ends. Returns whether there was one."""
+
+    async def cancel(self, response_id: str, key: str | None) -> None:
+        """Have the making of a response end."""
+
+    async def adopt(self, response_id: str) -> Found | None:
+        """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
+
+
+@dataclass
+class _Kept:
+    owner: Owner
+    recipe: bytes
+    packs: list[tuple[int, bytes]]
+    n_entries: int
+    has_ended: bool
+    touched_at: float
+    turn: int = 0
+    is_unwanted: bool = False
+    progressed_at: float = 0.0
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    n_bytes: int = 0
+
+    def changed(self) -> None:
+        """Wake all who wait."""
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def found(self, since: int) -> Found:
+        ends = [*(first for first, _ in self.packs[1:]), self.n_entries]
+        packs = [pack for pack, end in zip(self.packs, ends, strict=False) if end > since]
+        return Found(self.recipe, packs, self.n_entries, self.has_ended, self.turn, self.owner)
+
+
+class Store:
+    """A ResponseStore in memory. For one event loop.
+
+    A client that has too many loses its oldest; where all of them take too much, who has most does.
+    What is being made is lost by nobody.
+    """
+
+    def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bounds = bounds
+        self._clock = clock
+        self._kept: dict[str, _Kept] = {}
+        """The oldest first."""
+
+    @property
+    def keeps_any(self) -> bool:
+        """See ResponseStore."""
+        return self.bounds.kept_s > 0
+
+    def __len__(self) -> int:
+        self._expire()
+        return len(self._kept)
+
+    async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+        """See ResponseStore."""
+        self._expire()
+        n_bytes = len(recipe) + len(news.entries)
+        if n_bytes > min(self.bounds.max_bytes_each, self.bounds.max_bytes):
+            raise KeyLimitError(f"A response of {n_bytes} bytes is too large to be kept.")
+        if not news.has_ended:
+            self._check_running(owner)
+        now = self._clock()
+        packs = [(news.first, news.entries)] if news.n else []
+        self._kept.pop(response_id, None)
+        self._kept[response_id] = _Kept(
+            owner,
+            recipe,
+            packs,
+            news.n,
+            news.has_ended,
+            now,
+            news.turn,
+            progressed_at=now,
+            n_bytes=n_bytes,
+        )
+        self._make_room(owner.holder)
+
+    def _check_running(self, owner: Owner) -> None:
+        of_owner = [one for one in self._of(owner.holder) if not one.has_ended]
+        most = self.bounds.max_each
+        too_large = sum(one.n_bytes for one in of_owner) >= self.bounds.max_bytes_each
+        if len(of_owner) >= most or too_large:
+            raise RateLimitError(
+                f"{len(of_owner)} of your responses are being made in the background, and no more can be.",
+                _RETRY_S,
+            )
+
+    async def append(self, news: Sequence[News]) -> list[Verdict]:
+        """See ResponseStore."""
+        self._expire()
+        return [self._append(one) for one in news]
+
+    def _append(self, news: News) -> Verdict:
+        kept = self._kept.get(news.id)
+        if kept is None or kept.turn != news.turn or kept.has_ended:
+            return Verdict.LEAVE
+        kept.touched_at = kept.progressed_at = self._clock()
+        if news.n and news.first == kept.n_entries:
+            kept.packs.append((news.first, news.entries))
+            kept.n_entries += news.n
+            kept.n_bytes += len(news.entries)
+            kept.has_ended = news.has_ended
+            kept.changed()
+            self._make_room(kept.owner.holder)
+        return Verdict.CANCEL if kept.is_unwanted else Verdict.GO_ON
+
+    async def find(
+        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+    ) -> Found | None:
+        """See ResponseStore."""
+        self._expire()
+        kept = self._owned(response_id, key)
+        if kept is not None and wait_s and kept.n_entries <= since and not kept.has_ended:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await kept.news.wait()
+            except TimeoutError:
+                pass
+            kept = self._owned(response_id, key)
+        return None if kept is None else kept.found(since)
+
+    async def delete(self, response_id: str, key: str | None) -> bool:
+        """See ResponseStore."""
+        self._expire()
+        if self._owned(response_id, key) is None:
+            return False
+        self._kept.pop(response_id).changed()
+        return True
+
+    async def cancel(self, response_id: str, key: str | None) -> None:
+        """See ResponseStore."""
+        kept = self._owned(response_id, key)
+        if kept is not None:
+            kept.is_unwanted = True
+
+    async def adopt(self, response_id: str) -> Found | None:
+        """See ResponseStore."""
+        kept = self._kept.get(response_id)
+        if kept is None or kept.has_ended or not self._is_orphan(kept):
+            return None
+        kept.turn += 1
+        kept.touched_at = self._clock()
+        return kept.found(0)
+
+    def orphans(self) -> list[str]:
+        """The ids of responses whose ingress is silent. Those that nobody went on with for long have
+        failed."""
+        self._expire()
+        orphans = [(i, one) for i, one in self._kept.items() if self._is_orphan(one)]
+        for response_id, kept in orphans:
+            if self._clock() - kept.progressed_at >= ABANDONED_S:
+                error = EngineFailedError("Nobody could go on with this response.")
+                entries = log.packed([Entry(error, time.time())])
+                self._append(News(response_id, kept.turn, kept.n_entries, entries, 1, True))
+        return [response_id for response_id, kept in orphans if not kept.has_ended]
+
+    @property
+    def n_running(self) -> int:
+        """Responses that are being made."""
+        return sum(not one.has_ended for one in self._kept.values())
+
+    def _is_orphan(self, kept: _Kept) -> bool:
+        return not kept.has_ended and self._clock() - kept.touched_at >= LEASE_S
+
+    def _owned(self, response_id: str, key: str | None) -> _Kept | None:
+        kept = self._kept.get(response_id)
+        return kept if kept is not None and kept.owner.key == key else None
+
+    def _of(self, holder: str) -> Iterator[_Kept]:
+        return (one for one in self._kept.values() if one.owner.holder == holder)
+
+    def _expire(self) -> None:
+        """Forget what has been kept long enough."""
+        oldest = self._clock() - self.bounds.kept_s
+        for response_id, kept in list(self._kept.items()):
+            if kept.has_ended and kept.touched_at <= oldest:
+                del self._kept[response_id]
+
+    def _make_room(self, holder: str) -> None:
+        """Keep the bounds, first those of this holder."""
+        bounds = self.bounds
+        while True:
+            own = list(self._of(holder))
+            n_bytes = sum(one.n_bytes for one in own)
+            if len(own) <= bounds.max_each and n_bytes <= bounds.max_bytes_each:
+                break
+            if not self._forget_oldest(holder):
+                break
+        while sum(one.n_bytes for one in self._kept.values()) > bounds.max_bytes:
+            if not self._forget_oldest(self._largest_holder()):
+                break
+
+    def _largest_holder(self) -> str:
+        """Who has most, of those that have something to lose."""
+        held: dict[str, int] = {}
+        losers = {one.owner.holder for one in self._kept.values() if one.has_ended}
+        for one in self._kept.values():
+            if one.owner.holder in losers:
+                held[one.owner.holder] = held.get(one.owner.holder, 0) + one.n_bytes
+        return max(held, key=lambda holder: held[holder], default="")
+
+    def _forget_oldest(self, holder: str) -> bool:
+        for response_id, kept in self._kept.items():
+            if kept.owner.holder == holder and kept.has_ended:
+                del self._kept[response_id]
+                return True
+        return False

@@ -1,0 +1,115 @@
+"""The routes of responses that are kept.
+
+Source: OpenAI's API reference, "Responses".
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import FastAPI, Query
+from fastapi.responses import JSONResponse, Response
+
+from serve_app.errors import InvalidRequestError, ModelNotFoundError, ResponseNotFoundError
+from serve_app.ingress.http import request_context, sse
+from serve_app.ingress.http.limits.bodies import unread
+from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.responses import preparation, serving
+from serve_app.ingress.responses.log import Entry, Recipe
+from serve_app.ingress.responses.runs import Runs
+from serve_app.ingress.responses.serving import ResponseAnswer
+from serve_app.ingress.workers.bodies import Bodies
+
+
+def key() -> str | None:
+    """The name of this task's caller's API key."""
+    account = request_context.current().account
+    return None if account is None else account.key.name
+
+
+def told(
+    models: Mapping[str, ServedModel], recipe: Recipe, entries: Sequence[Entry]
+) -> ResponseAnswer:
+    """A response as far as it is. Raises ResponseNotFoundError if its model is no more."""
+    try:
+        model = find(models, recipe.model)
+    except ModelNotFoundError:
+        raise ResponseNotFoundError(recipe.id) from None
+    answer = ResponseAnswer(
+        recipe.id,
+        recipe.model,
+        dict(recipe.asked),
+        model.tokenizer.output_parser(recipe.request.prompt, recipe.tools, recipe.thinks),
+        return_progress=recipe.return_progress,
+        created=recipe.created,
+    )
+    if entries:
+        answer.opening()
+        for entry in entries:
+            answer.take(entry)
+    return answer
+
+
+def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, runs: Runs) -> None:
+    """Add the routes. Whose API key is another one's finds nothing."""
+
+    @app.get("/v1/responses/{response_id}", response_model=None)
+    async def get_response(
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=-1)] = -1,
+        include_obfuscation: bool = False,
+    ) -> Response:
+        """A response as far as it is; `stream` sends its events, those behind the number
+        `starting_after`, from its beginning and then as they come."""
+        recipe, entries = await runs.found(response_id, key())
+        if not stream:
+            return JSONResponse(told(models, recipe, entries).whole())
+        answer = told(models, recipe, [])
+        answer.obfuscates = include_obfuscation
+        with runs.open_requests.entered(request_context.current().holder):
+            pass  # a refusal has a status here
+        following = _held(runs, recipe.id)
+        return sse.EventStream(serving.events(answer, following, starting_after))
+
+    @app.delete("/v1/responses/{response_id}", response_model=None)
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        """Forget a response. If it is being made, that ends."""
+        await runs.delete(response_id, key())
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.post("/v1/responses/{response_id}/cancel", response_model=None)
+    @unread
+    async def cancel_response(response_id: str) -> Response:
+        """End a response that is made in the background. One that has ended stays as it is."""
+        recipe, entries = await runs.found(response_id, key())
+        if not recipe.is_background:
+            raise InvalidRequestError("Cannot cancel a synchronous response.")
+        if not (entries and entries[-1].is_last):
+            await runs.cancel(response_id, key())
+            async for entry in runs.follow(response_id, key(), len(entries)):
+                entries.append(entry)
+        return JSONResponse(told(models, recipe, entries).whole())
+
+    @app.get("/v1/responses/{response_id}/input_items", response_model=None)
+    async def response_input_items(
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """The conversation that a response answers, that of `previous_response_id` included."""
+        recipe, _ = await runs.found(response_id, key())
+        wanted = orjson.dumps([order, limit, after]) + b"\n"
+        page = await bodies.work(preparation.page, wanted, recipe.items)
+        return Response(page, media_type="application/json")
+
+
+async def _held(runs: Runs, response_id: str) -> AsyncGenerator[Entry]:
+    """Its entries, for one of the readers that the caller may have."""
+    caller = request_context.current()
+    with runs.open_requests.entered(caller.holder):
+        async for entry in runs.follow(response_id, key(), 0):
+            yield entry
