@@ -103,6 +103,11 @@ class RayStore:
         """See ResponseStore."""
         return self._bounds.kept_s > 0
 
+    async def prepare(self) -> None:
+        """See ResponseStore."""
+        if self.keeps_any and await self._found() is None:
+            await self._made()
+
     async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
         """See ResponseStore."""
         if self.keeps_any:

@@ -81,6 +81,17 @@ def unpacked(pack: bytes) -> list[Entry]:
     return found
 
 
+def merged(entries: Sequence[Entry]) -> list[Entry]:
+    """All deltas as one, and what else is the last of them: of these, a response is sooner computed, and is
+    the same."""
+    deltas = [one.what for one in entries if isinstance(one.what, TokenDelta)]
+    found: list[Entry] = []
+    if deltas:
+        text = "".join(delta.text for delta in deltas)
+        found.append(Entry(TokenDelta(text, (), deltas[-1].end), entries[-1].at))
+    return found + [one for one in entries[-1:] if not isinstance(one.what, TokenDelta)]
+
+
 def tokens(entries: Iterable[Entry]) -> tuple[int, ...]:
     """All that was generated."""
     deltas = (one.what for one in entries if isinstance(one.what, TokenDelta))

@@ -140,6 +140,7 @@ def _owner() -> Owner:
 
 def _keeping(runs: Runs, made: Recipe) -> Keep:
     """What keeps it for this task's caller."""
+    runs.prepare()
     owner = _owner()
     return lambda entries: runs.keep(made, owner, entries)
 

@@ -10,8 +10,9 @@ import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import ExitStack, aclosing, suppress
+from typing import Any
 
 from serve_app.errors import (
     CorralError,
@@ -46,6 +47,8 @@ ALIVE_S = 2.0
 WAIT_S = 20.0
 """How long the store is asked for news at once."""
 _PAUSE_S = 1.0
+_AT_ONCE = 32
+"""After so many entries that were there already, others have their turn."""
 PUT_S = 2.0
 """A store that does not answer holds an answer up for no longer."""
 
@@ -90,6 +93,8 @@ class Run:
             while since < len(self.entries):
                 yield self.entries[since]
                 since += 1
+                if since % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
             if self.is_over:
                 return
             await self._news.wait()
@@ -121,7 +126,9 @@ class Runs:
         self._store = store
         self._runs: dict[str, Run] = {}
         self._telling: asyncio.Task[None] | None = None
-        self._putting: set[asyncio.Task[None]] = set()
+        self._putting: dict[str, Run] = {}
+        """Complete ones on their way to the store."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def keep_any(self) -> bool:
@@ -280,11 +287,24 @@ class Runs:
     async def keep(self, recipe: Recipe, owner: Owner, entries: list[Entry]) -> None:
         """Keep a response that is complete. Waits a moment at most, and raises nothing: its client has an
         answer anyway."""
-        run = Run(recipe, owner, entries)
-        putting = asyncio.create_task(self._keep(run), context=contextvars.Context())
-        self._putting.add(putting)
-        putting.add_done_callback(self._putting.discard)
-        await asyncio.wait([putting], timeout=PUT_S)
+        run = self._putting[recipe.id] = Run(recipe, owner, entries)
+        await asyncio.wait([self._aside(self._keep(run))], timeout=PUT_S)
+
+    def prepare(self) -> None:
+        """A response will be kept soon."""
+        self._aside(self._prepare())
+
+    async def _prepare(self) -> None:
+        try:
+            await self._store.prepare()
+        except Exception:
+            logger.exception("The store of responses cannot be started")
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _keep(self, run: Run) -> None:
         run.is_over = True
@@ -298,6 +318,7 @@ class Runs:
             except Exception as error:
                 logger.warning("%s is not kept: %s", run.recipe.id, error)
                 break
+        self._putting.pop(run.recipe.id, None)
 
     async def found(self, response_id: str, key: str | None) -> tuple[Recipe, list[Entry]]:
         """A response of this key's, as far as it is. Raises ResponseNotFoundError."""
@@ -324,12 +345,14 @@ class Runs:
             for entry in kept.entries(since):
                 since += 1
                 yield entry
+                if since % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
             if kept.has_ended and since >= kept.n_entries:
                 return
 
     async def cancel(self, response_id: str, key: str | None) -> None:
         """Have the making of a response end, and wait for that."""
-        run = self._own(response_id, key)
+        run = self._own(response_id, key, only_made=True)
         if run is not None:
             run.task.cancel()
             await asyncio.wait([run.task])
@@ -341,7 +364,7 @@ class Runs:
 
     async def delete(self, response_id: str, key: str | None) -> None:
         """Forget a response; its making ends. Raises ResponseNotFoundError."""
-        run = self._own(response_id, key)
+        run = self._own(response_id, key, only_made=True)
         try:
             was_kept = await self._store.delete(response_id, key)
         except ConnectionError:
@@ -352,8 +375,10 @@ class Runs:
         elif not was_kept:
             raise ResponseNotFoundError(response_id)
 
-    def _own(self, response_id: str, key: str | None) -> Run | None:
+    def _own(self, response_id: str, key: str | None, *, only_made: bool = False) -> Run | None:
         run = self._runs.get(response_id)
+        if run is None and not only_made:
+            run = self._putting.get(response_id)
         if run is None or run.is_left or run.owner.key != key:
             return None
         return run

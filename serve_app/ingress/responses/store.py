@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -105,6 +106,9 @@ class ResponseStore(Protocol):
     def keeps_any(self) -> bool:
         """Whether responses are kept at all."""
 
+    async def prepare(self) -> None:
+        """Be ready to keep one soon."""
+
     async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
         """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
         being made, KeyLimitError if it is too large."""
@@ -166,6 +170,12 @@ class Store:
         self._clock = clock
         self._kept: dict[str, _Kept] = {}
         """The oldest first."""
+        self._held: dict[str, dict[str, _Kept]] = {}
+        """The same by holder."""
+        self._bytes: Counter[str] = Counter()
+        """What each holder's take."""
+        self._n_bytes = 0
+        self._expire_at = clock()
 
     @property
     def keeps_any(self) -> bool:
@@ -175,6 +185,9 @@ class Store:
     def __len__(self) -> int:
         self._expire()
         return len(self._kept)
+
+    async def prepare(self) -> None:
+        """See ResponseStore."""
 
     async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
         """See ResponseStore."""
@@ -186,8 +199,7 @@ class Store:
             self._check_running(owner)
         now = self._clock()
         packs = [(news.first, news.entries)] if news.n else []
-        self._kept.pop(response_id, None)
-        self._kept[response_id] = _Kept(
+        kept = _Kept(
             owner,
             recipe,
             packs,
@@ -196,8 +208,12 @@ class Store:
             now,
             news.turn,
             progressed_at=now,
-            n_bytes=n_bytes,
         )
+        if response_id in self._kept:
+            self._forget(response_id)
+        self._kept[response_id] = kept
+        self._held.setdefault(owner.holder, {})[response_id] = kept
+        self._grow(kept, n_bytes)
         self._make_room(owner.holder)
 
     def _check_running(self, owner: Owner) -> None:
@@ -223,7 +239,7 @@ class Store:
         if news.n and news.first == kept.n_entries:
             kept.packs.append((news.first, news.entries))
             kept.n_entries += news.n
-            kept.n_bytes += len(news.entries)
+            self._grow(kept, len(news.entries))
             kept.has_ended = news.has_ended
             kept.changed()
             self._make_room(kept.owner.holder)
@@ -249,7 +265,7 @@ class Store:
         self._expire()
         if self._owned(response_id, key) is None:
             return False
-        self._kept.pop(response_id).changed()
+        self._forget(response_id)
         return True
 
     async def cancel(self, response_id: str, key: str | None) -> None:
@@ -289,44 +305,56 @@ class Store:
 
     def _owned(self, response_id: str, key: str | None) -> _Kept | None:
         kept = self._kept.get(response_id)
-        return kept if kept is not None and kept.owner.key == key else None
+        if kept is None or kept.owner.key != key or self._is_old(kept):
+            return None
+        return kept
 
-    def _of(self, holder: str) -> Iterator[_Kept]:
-        return (one for one in self._kept.values() if one.owner.holder == holder)
+    def _of(self, holder: str) -> Iterable[_Kept]:
+        return self._held.get(holder, {}).values()
+
+    def _is_old(self, kept: _Kept) -> bool:
+        return kept.has_ended and self._clock() - kept.touched_at >= self.bounds.kept_s
 
     def _expire(self) -> None:
-        """Forget what has been kept long enough."""
-        oldest = self._clock() - self.bounds.kept_s
+        """Forget what has been kept long enough; once a second, as that looks at all."""
+        if self._clock() < self._expire_at:
+            return
+        self._expire_at = self._clock() + 1.0
         for response_id, kept in list(self._kept.items()):
-            if kept.has_ended and kept.touched_at <= oldest:
-                del self._kept[response_id]
+            if self._is_old(kept):
+                self._forget(response_id)
+
+    def _grow(self, kept: _Kept, n_bytes: int) -> None:
+        kept.n_bytes += n_bytes
+        self._bytes[kept.owner.holder] += n_bytes
+        self._n_bytes += n_bytes
+
+    def _forget(self, response_id: str) -> None:
+        kept = self._kept.pop(response_id)
+        holder = kept.owner.holder
+        self._grow(kept, -kept.n_bytes)
+        del self._held[holder][response_id]
+        if not self._held[holder]:
+            del self._held[holder], self._bytes[holder]
+        kept.changed()
 
     def _make_room(self, holder: str) -> None:
         """Keep the bounds, first those of this holder."""
         bounds = self.bounds
-        while True:
-            own = list(self._of(holder))
-            n_bytes = sum(one.n_bytes for one in own)
-            if len(own) <= bounds.max_each and n_bytes <= bounds.max_bytes_each:
-                break
-            if not self._forget_oldest(holder):
-                break
-        while sum(one.n_bytes for one in self._kept.values()) > bounds.max_bytes:
-            if not self._forget_oldest(self._largest_holder()):
-                break
-
-    def _largest_holder(self) -> str:
-        """Who has most, of those that have something to lose."""
-        held: dict[str, int] = {}
-        losers = {one.owner.holder for one in self._kept.values() if one.has_ended}
-        for one in self._kept.values():
-            if one.owner.holder in losers:
-                held[one.owner.holder] = held.get(one.owner.holder, 0) + one.n_bytes
-        return max(held, key=lambda holder: held[holder], default="")
+        while (
+            len(self._held.get(holder, ())) > bounds.max_each
+            or self._bytes[holder] > bounds.max_bytes_each
+        ) and self._forget_oldest(holder):
+            pass
+        while self._n_bytes > bounds.max_bytes:
+            by_size = (name for name, _ in self._bytes.most_common())
+            if not any(self._forget_oldest(name) for name in by_size):
+                break  # all that is left is being made
 
     def _forget_oldest(self, holder: str) -> bool:
-        for response_id, kept in self._kept.items():
-            if kept.owner.holder == holder and kept.has_ended:
-                del self._kept[response_id]
+        """Whether there was one that is complete."""
+        for response_id, kept in self._held.get(holder, {}).items():
+            if kept.has_ended:
+                self._forget(response_id)
                 return True
         return False

@@ -16,7 +16,7 @@ from serve_app.errors import InvalidRequestError, ModelNotFoundError, ResponseNo
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.http.limits.bodies import unread
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.ingress.responses import preparation, serving
+from serve_app.ingress.responses import log, preparation, serving
 from serve_app.ingress.responses.log import Entry, Recipe
 from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.serving import ResponseAnswer
@@ -47,7 +47,7 @@ def told(
     )
     if entries:
         answer.opening()
-        for entry in entries:
+        for entry in log.merged(entries):
             answer.take(entry)
     return answer
 
