@@ -49,7 +49,7 @@ WAIT_S = 20.0
 _PAUSE_S = 1.0
 _AT_ONCE = 32
 """After so many entries that were there already, others have their turn."""
-PUT_S = 2.0
+PUT_S = 0.5
 """A store that does not answer holds an answer up for no longer."""
 
 
