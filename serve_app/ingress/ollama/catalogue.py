@@ -62,8 +62,8 @@ class Description:
             "quantization_level": _quantization(self.metadata.get("general.file_type")),
         }
 
-    def _named(self) -> Json:
-        name = names.displayed(self.id)
+    def _named(self, alias: str | None = None) -> Json:
+        name = names.displayed(alias or self.id)
         return {
             "name": name,
             "model": name,
@@ -72,10 +72,10 @@ class Description:
             "details": self.details,
         }
 
-    def listed(self) -> Json:
-        """Its entry in /api/tags."""
+    def listed(self, alias: str | None = None) -> Json:
+        """Its entry in /api/tags, under this name."""
         return {
-            **self._named(),
+            **self._named(alias),
             "modified_at": timestamp(self.modified_at),
             "capabilities": list(self.capabilities),
         }

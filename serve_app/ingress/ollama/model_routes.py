@@ -46,8 +46,16 @@ def _add_models(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies)
 
     @app.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:
-        """The models that are served here, the default first, Ollama's way."""
-        return {"models": [one.listed() for one in (await catalogue.all()).values()]}
+        """The models that are served here by all of their names, the default first, Ollama's way."""
+        described = await catalogue.all()
+        own = [described[model.id].listed() for model in models.values()]
+        others = [
+            described[model.id].listed(alias)
+            for model in models.values()
+            for alias in model.aliases
+            if alias != "*"
+        ]
+        return {"models": own + others}
 
     @app.post("/api/show", response_model=None)
     async def ollama_show(request: Request) -> Response:

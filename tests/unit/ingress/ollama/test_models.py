@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from serve_app.errors import EngineUnavailableError
+from serve_app.ingress.api import build_api
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama.catalogue import human, value_of
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
@@ -35,6 +37,33 @@ async def test_tags(client: httpx.AsyncClient) -> None:
         "capabilities": ["completion", "tools", "insert"],
     }
     assert second["name"] == "org/second:latest"
+
+
+async def test_aliases_are_names_with_tags_in_any_case() -> None:
+    engine, tokenizer = ScriptedEngine(), ByteTokenizer()
+    models = {
+        name: ServedModel(name, N_CTX_SLOT, tokenizer, engine, aliases)  # type: ignore[arg-type]
+        for name, aliases in (("a", ["GPT-4o", "Llama3.2:3B"]), ("b", ["*"]))
+    }
+    transport = httpx.ASGITransport(build_api(models))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        listed = (await client.get("/api/tags")).json()["models"]
+        names = [one["name"] for one in listed]
+        assert names == ["a:latest", "b:latest", "GPT-4o:latest", "Llama3.2:3B"]
+        assert {one["model"] for one in listed} == set(names)
+        for asked, served in (
+            ("A:latest", "a"),
+            ("gpt-4O", "a"),
+            ("gpt-4o:LATEST", "a"),
+            ("library/llama3.2:3b", "a"),
+            ("llama3.2", "b"),
+            ("whatever:7b", "b"),
+        ):
+            body = {"model": asked, "messages": [{"role": "user", "content": "x"}], "stream": False}
+            answer = await client.post("/api/chat", json=body)
+            assert answer.json()["model"] == asked
+            shown = (await client.post("/api/show", json={"model": asked})).json()
+            assert f"FROM {served}\n" in shown["modelfile"]
 
 
 async def test_running_models(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
