@@ -256,6 +256,24 @@ async def test_events_are_told_again_from_any_place(first: Ingress, second: Ingr
         assert some == events[5:]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_are_told_again_as_they_were(
+    first: Ingress, second: Ingress, engine: ScriptedEngine, stream: bool
+) -> None:
+    call = 'So:<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    engine.script = [*(TokenDelta(char, (1,)) for char in call), HELLO[-1]]
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    asked = {"input": "Hi", "tools": tools, "stream": stream}
+    async with first.client() as client:
+        answer = await client.post("/v1/responses", json=asked)
+    told = named_events(answer) if stream else []
+    body = told[-1]["response"] if stream else answer.json()
+    again = named_events(await got(second, body["id"], stream=True))
+    assert again == told or not stream
+    assert again[-1]["response"] == body
+    assert (await got(second, body["id"])).json() == body
+
+
 async def test_a_background_response_goes_on_when_its_client_leaves(
     first: Ingress, second: Ingress, engine: ScriptedEngine
 ) -> None:
