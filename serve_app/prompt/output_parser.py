@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from serve_app.prompt.tool_calls import FORMATS, CallParser, ToolCall
+from serve_app.prompt.tool_calls import FORMATS, CallParser, CallPiece, ToolCall
 from serve_app.prompt.tool_calls.reader import overlap
 
 REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
@@ -28,8 +28,8 @@ class Reasoning:
     text: str
 
 
-Part = str | Reasoning | ToolCall
-"""A piece of content, or of reasoning, or a call."""
+Part = str | Reasoning | ToolCall | CallPiece
+"""A piece of content, or of reasoning, or a call, or a piece of one."""
 
 
 class _State(Enum):

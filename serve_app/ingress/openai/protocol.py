@@ -354,7 +354,7 @@ class ChatCompletionRequest(GenerationParams):
     max_completion_tokens: MaxTokens | None = None
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
-    """Functions that the model may call, if its chat template asks for calls in a format that is known."""
+    """Functions that the model may call."""
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     """`none` hides the tools from the model; `required`, or a function's name, makes it call some, or that
     one, with arguments that its schema validates."""
