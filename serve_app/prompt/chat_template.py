@@ -58,7 +58,8 @@ class ChatTemplate:
             tool_calls.detect(source) if "tools" in names else None
         ) or tool_calls.GENERIC
         """How it asks for calls, or how they are asked for if it does not, or not in a known way."""
-        self.thinks = output_parser.REASONING_OPEN in source
+        has_channels = self.tool_format.has_channels
+        self.thinks = has_channels or output_parser.REASONING_OPEN in source
         """Whether its model may think before it answers."""
         self._reserved = {"messages", "tools", "add_generation_prompt", *environment.globals}
 
@@ -85,7 +86,7 @@ class ChatTemplate:
         messages = [self.tool_format.message(message) for message in messages]
         given = {
             "messages": messages,
-            "tools": list(tools) or None,
+            "tools": [self.tool_format.tool(tool) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:

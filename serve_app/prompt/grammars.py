@@ -69,11 +69,14 @@ def from_tool_calls(
 
     opening = tool_format.opening
     if answer is None and tool_format.said is not None and not forced:
-        thought = "thought GAP?" if is_thinking else f"({written(REASONING_OPEN)} thought GAP?)?"
-        lazy = "[lazy]" if delimiter_token(REASONING_CLOSE) is None else ""
-        start = f"start: {thought if thinks else ''} (calls | said)\nsaid: {tool_format.said}"
-        if thinks:
-            start += f"""
+        start = tool_format.said(written)
+        if thinks and tool_format.holds_answers:
+            thought = (
+                "thought GAP?" if is_thinking else f"({written(REASONING_OPEN)} thought GAP?)?"
+            )
+            lazy = "[lazy]" if delimiter_token(REASONING_CLOSE) is None else ""
+            start = f"""start: {thought} answer
+answer{start.removeprefix("start")}
 thought{lazy}: TEXT {written(REASONING_CLOSE)}
 TEXT: /(.|\\n)*/
 GAP: /\\s+/"""

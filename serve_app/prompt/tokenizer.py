@@ -269,17 +269,23 @@ class Tokenizer:
     ) -> OutputParser:
         """What splits the answer to this prompt, of a chat with these tools; calls are told `in_pieces` or
         whole. Reasoning stays in the content unless `thinks`."""
-        calls = self.tool_format.parser(tools, in_pieces=in_pieces) if tools else None
+        form = self.tool_format
+        calls = (
+            form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
+            if tools or form.has_channels
+            else None
+        )
+        has_tags = self.thinks and not form.has_channels
         return OutputParser(
-            calls, thinks=thinks and self.thinks, is_thinking=self.is_reasoning(prompt)
+            calls, thinks=thinks and has_tags, is_thinking=self.is_reasoning(prompt)
         )
 
     def reasoning_budget(
         self, prompt: Sequence[int], n_tokens: int, message: str
     ) -> ReasoningBudget | None:
         """What bounds the reasoning of the answer to this prompt; `message` is what it ends with if the
-        budget is used up. None if the model has no reasoning."""
-        if not self.thinks:
+        budget is used up. None if the model has no reasoning, or has it on a channel."""
+        if not self.thinks or self.tool_format.has_channels:
             return None
         close = output_parser.REASONING_CLOSE
         opening, closing, forced = (

@@ -213,7 +213,7 @@ def _with_calls(
     params = sampling(model, body)
     tool_format = model.tokenizer.tool_format
     forced = body.forced_tools()
-    is_held = body.holds_calls or tool_format.said is not None
+    is_held = body.holds_calls or tool_format.holds_answers
     if not (body.tools_for_template() and is_held):
         return params
     grammar = grammars.from_tool_calls(

@@ -21,6 +21,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Some of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallPiece:
     """A piece of a call, where calls are told in pieces."""
 

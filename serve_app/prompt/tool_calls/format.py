@@ -69,16 +69,26 @@ class ToolFormat:
     """The delimiter before a call; None if a call is just the whole answer."""
     message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """What its templates take of a message."""
-    said: str | None = None
-    """The body of a Lark rule for answers without calls, in formats that hold every answer; None if these
-    are free."""
+    tool: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """What they take of a tool."""
+    said: Callable[[lark.Delimiter], str] | None = None
+    """The rule `start` of answers that need not be calls, and what it needs, where that is not any text and
+    then calls."""
+    holds_answers: bool = False
+    """Whether a grammar holds all answers to chats with tools."""
+    has_channels: bool = False
+    """Whether its parser splits reasoning off, too, and is needed without tools."""
     describe: Describe | None = None
     """Puts functions, calls and results into the messages, for templates that have none."""
 
     def parser(
-        self, tools: Sequence[Mapping[str, Any]] = (), *, in_pieces: bool = False
+        self,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        in_pieces: bool = False,
+        splits_reasoning: bool = True,
     ) -> CallParser:
         """For an answer to a chat with these tools, as OpenAI describes them."""
         parser = self.make_parser([tool["function"] for tool in tools])
-        parser.in_pieces = in_pieces
+        parser.in_pieces, parser.splits_reasoning = in_pieces, splits_reasoning
         return parser

@@ -127,6 +127,11 @@ def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: b
     return f'calls: {start} call {more} "]}}"\n{lark.one_of("call", bodies)}'
 
 
+def _said(_: lark.Delimiter) -> str:
+    start = lark.text(f'{{"{RESPONSE}": ')
+    return f'start: calls | said\nsaid: {start} {lark.value({"type": "string"})} "}}"'
+
+
 _FIRST = '{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}'
 _SECOND = '{"name": "now", "arguments": {}}'
 
@@ -141,6 +146,7 @@ FORMAT = ToolFormat(
         second=f'{{"{CALLS}": [{_SECOND}]}}',
         both=f'{{"{CALLS}": [{_FIRST}, {_SECOND}]}}',
     ),
-    said=" ".join([lark.text(f'{{"{RESPONSE}": '), lark.value({"type": "string"}), '"}"']),
+    said=_said,
+    holds_answers=True,
     describe=describe,
 )

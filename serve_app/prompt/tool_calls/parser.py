@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from serve_app.prompt.tool_calls.calls import CallPiece, ToolCall, call_of, calls_of
+from serve_app.prompt.tool_calls.calls import CallPiece, Reasoning, ToolCall, call_of, calls_of
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader, overlap
 
-Part = str | ToolCall | CallPiece
-"""Content, or a call, or a piece of one."""
+Part = str | Reasoning | ToolCall | CallPiece
+"""Content, or reasoning, or a call, or a piece of one."""
 
 # Keys before the arguments of a call that is told in pieces.
 _MOST_KEYS = 16
@@ -44,6 +44,8 @@ class CallParser:
     """What every call begins with."""
     in_pieces = False
     """Whether calls are told in pieces. To be set before the first text."""
+    splits_reasoning = True
+    """Whether reasoning is no content, in formats with channels. To be set before the first text."""
 
     def __init__(self) -> None:
         self._text = TextReader()

@@ -104,13 +104,29 @@ class TextReader:
                 raise NoCallError
             yield
 
-    def until(self, text: str) -> Reading[str]:
-        """What is before the next such text, which is read, too."""
+    def some_until(self, text: str) -> Reading[str | None]:
+        """What is there before the next such text, and not empty; None when that is next, and read."""
+        while True:
+            found = self.text.find(text, self.at)
+            end = found if found >= 0 else len(self.text) - overlap(self.text, text, self.at)
+            if end > self.at:
+                piece = self.text[self.at : end]
+                self.advance(end)
+                return piece
+            if found >= 0:
+                self.advance(end + len(text))
+                return None
+            yield
+
+    def until(self, text: str, most_chars: int | None = None) -> Reading[str]:
+        """What is before the next such text, which is read, too; of so many characters at most."""
         pieces: list[str] = []
         while True:
             found = self.text.find(text, self.at)
             end = found if found >= 0 else len(self.text) - overlap(self.text, text, self.at)
             pieces.append(self.text[self.at : end])
+            if most_chars is not None and sum(map(len, pieces)) > most_chars:
+                raise NoCallError
             if found >= 0:
                 self.advance(end + len(text))
                 return "".join(pieces)

@@ -20,7 +20,7 @@ from tests.unit.prompt.tool_calls.formats import TEMPLATES, TOOLS, format_of
 
 def write(path: Path, template: str) -> Path:
     """A vocabulary of bytes and delimiters, and no weights."""
-    end = "<|end|>"
+    end = "<|finish|>"
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [chr(256 + i) for i in range(256 - len(plain))]  # as GPT-2 writes these bytes
     text = [*map(chr, plain), *others]

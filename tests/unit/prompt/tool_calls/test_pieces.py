@@ -23,7 +23,7 @@ def read(form: ToolFormat, pieces: Sequence[str]) -> list[Any]:
     joined: list[Any] = []
     for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]:
         assert part != ""
-        assert not isinstance(part, ToolCall)
+        assert isinstance(part, str | CallPiece)
         last = joined[-1] if joined else None
         if isinstance(part, str):
             joined[-1:] = [last + part] if isinstance(last, str) else [*joined[-1:], part]
