@@ -52,7 +52,7 @@ class Chat:
 
     generation: Generation
     tools: Sequence[Mapping[str, Any]]
-    """As chat templates read them."""
+    """As chat templates read them; empty if calls are not looked for."""
     thinks: bool
     """Whether reasoning is split off."""
     prefill: str = ""
@@ -130,7 +130,7 @@ def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: s
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
         generation(model, body, [prompt], n, sampling, prompt_field),
-        body.tools_for_template(),
+        body.tools_for_template() if body.parse_tool_calls else [],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         _prefill(body)[1],
     )

@@ -360,6 +360,8 @@ class ChatCompletionRequest(GenerationParams):
     one, with arguments that its schema validates."""
     parallel_tool_calls: bool | None = None
     """False allows one call in a turn."""
+    parse_tool_calls: bool = True
+    """llama-server's: false leaves calls in the content, as the model writes them."""
     chat_template_kwargs: dict[str, Any] | None = None
     """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
     add_generation_prompt: bool | None = None

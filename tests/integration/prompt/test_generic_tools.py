@@ -52,12 +52,12 @@ def engine() -> Iterator[Engine]:
     engine.close(0)
 
 
-def grammar_of(tokenizer: Tokenizer, **options: bool) -> str:
+def grammar_of(tokenizer: Tokenizer, **options: Any) -> str:
     return grammars.from_tool_calls(
         EXAMPLE_FUNCTIONS,
         tokenizer.tool_format,
         tokenizer.delimiter_token,
-        **({"forced": True, "parallel": True} | options),
+        **{"forced": True, "parallel": True, **options},
         param="tools",
     )
 

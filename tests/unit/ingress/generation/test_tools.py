@@ -160,6 +160,23 @@ async def test_models_without_tools_answer_in_json(
         assert "response" in (engine.requests[-1].sampling.grammar or "")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_that_are_not_to_be_parsed_are_text(
+    client: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.script = script(CALL)
+    if stream:
+        _, *choices = await streamed(client, parse_tool_calls=False)
+        content = "".join(c["delta"].get("content") or "" for c in choices)
+        assert called(choices) == []
+        reason = choices[-1]["finish_reason"]
+    else:
+        choice = await answer(client, parse_tool_calls=False)
+        content, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (content, reason) == (CALL, "stop")
+    assert bytes(engine.requests[0].prompt) == b"[get_weather]user:Weather in Oslo?"
+
+
 async def test_text_that_looks_like_a_call_needs_tools_to_be_one(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
