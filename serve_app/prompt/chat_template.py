@@ -54,9 +54,12 @@ class ChatTemplate:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"The model's chat template is not valid: {error}") from error
-        self.tool_format = tool_calls.detect(source) if "tools" in names else None
-        """How it asks for calls; None if it takes no tools, or asks in a way that is not understood."""
-        self.thinks = output_parser.REASONING_OPEN in source
+        self.tool_format = (
+            tool_calls.detect(source) if "tools" in names else None
+        ) or tool_calls.GENERIC
+        """How it asks for calls, or how they are asked for if it does not, or not in a known way."""
+        has_channels = self.tool_format.has_channels
+        self.thinks = has_channels or output_parser.REASONING_OPEN in source
         """Whether its model may think before it answers."""
         self._reserved = {"messages", "tools", "add_generation_prompt", *environment.globals}
 
@@ -80,11 +83,10 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"chat_template_kwargs: {name!r} is not yours to set.", "chat_template_kwargs"
             )
-        if self.tool_format is not None:
-            messages = [self.tool_format.message(message) for message in messages]
+        messages = [self.tool_format.message(message) for message in messages]
         given = {
             "messages": messages,
-            "tools": list(tools) or None,
+            "tools": [self.tool_format.tool(tool) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:

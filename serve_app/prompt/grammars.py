@@ -48,11 +48,14 @@ def from_tool_calls(
     parallel: bool,
     param: str,
     answer: Mapping[str, Any] | None = None,
+    thinks: bool = False,
+    is_thinking: bool = False,
 ) -> str:
     """Calls of these functions, with arguments that their schemas validate: one, and with `parallel`
     perhaps more. If they are not forced, any text may come before them, or instead of them;
     with the schema of an `answer`, nothing before them, and a JSON text instead of them that it validates.
-    `delimiter_token` says which delimiters are tokens of their own: see
+    `thinks` and `is_thinking` say whether reasoning may come first, and whether the prompt begins it, to
+    formats that hold every answer. `delimiter_token` says which delimiters are tokens of their own: see
     `serve_app.llama.model.Model.delimiter_token`."""
     schemas = [function.get("parameters") or {} for function in functions]
     schemas += [] if answer is None else [dict(answer)]
@@ -65,7 +68,19 @@ def from_tool_calls(
         return lark.text(text) if token is None else f"<[{token}]>"
 
     opening = tool_format.opening
-    if opening is None:
+    if answer is None and tool_format.said is not None and not forced:
+        start = tool_format.said(written)
+        if thinks and tool_format.holds_answers:
+            thought = (
+                "thought GAP?" if is_thinking else f"({written(REASONING_OPEN)} thought GAP?)?"
+            )
+            lazy = "[lazy]" if delimiter_token(REASONING_CLOSE) is None else ""
+            start = f"""start: {thought} answer
+answer{start.removeprefix("start")}
+thought{lazy}: TEXT {written(REASONING_CLOSE)}
+TEXT: /(.|\\n)*/
+GAP: /\\s+/"""
+    elif opening is None:
         other = "OTHER?\nOTHER: /\\s*[^{\\s](.|\\n)*/" if answer is None else "answer"
         start = "start: calls" if forced else f"start: calls | {other}"
     elif forced:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve_app.llama import chat_templates
+from serve_app.prompt import tool_calls
 from serve_app.prompt.chat_template import Message
 
 
 class NamedTemplate:
     """See ChatTemplate. It reads roles and texts: no tools, no variables."""
 
-    tool_format = None
+    tool_format = tool_calls.GENERIC
     thinks = False
 
     def __init__(self, name: str) -> None:

@@ -6,11 +6,12 @@ DeepSeek-R1 write it; some templates write the first tag into the prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
-from serve_app.prompt.tool_calls import FORMATS, CallParser, ToolCall
+from serve_app.prompt.tool_calls import FORMATS, CallParser, CallPiece, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.reader import overlap
+
+__all__ = ["DELIMITERS", "OutputParser", "Part", "Reasoning"]
 
 REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
 DELIMITERS = (
@@ -21,15 +22,8 @@ DELIMITERS = (
 """What structures answers: reasoning, and calls of all formats. Control tokens in some vocabularies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Some of what the model thinks before it answers."""
-
-    text: str
-
-
-Part = str | Reasoning | ToolCall
-"""A piece of content, or of reasoning, or a call."""
+Part = str | Reasoning | ToolCall | CallPiece
+"""A piece of content, or of reasoning, or a call, or a piece of one."""
 
 
 class _State(Enum):

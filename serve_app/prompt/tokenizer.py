@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
@@ -61,8 +62,8 @@ class Tokenizer:
         """Whether somebody has chosen that template."""
 
     @property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model calls tools; None if its chat template takes none, or is not understood."""
+    def tool_format(self) -> ToolFormat:
+        """How the model calls tools."""
         return self._template.tool_format
 
     @property
@@ -204,19 +205,26 @@ class Tokenizer:
     ) -> str:
         """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`, to
         the end of the last turn; if it shall not think, reasoning that the template begins is ended. Raises
-        InvalidRequestError if the chat template refuses the messages or knows no tools."""
-        if tools and self.tool_format is None:
-            raise InvalidRequestError(
-                "This model's chat template has no tools, or asks for calls in a format that is not "
-                "understood here.",
-                "tools",
-            )
+        InvalidRequestError if the chat template refuses the messages."""
+        describe = self.tool_format.describe
+        if describe is not None and (tools or any(map(_has_calls, messages))):
+            messages, tools = describe(messages, tools, takes_system=self._takes_system), ()
         text = self._template.render(
             messages, tools, add_generation_prompt=add_generation_prompt, extra=extra
         )
         if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
             text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
         return text
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the chat template writes what the system says."""
+        said = "Be brief."
+        turns = [{"role": "system", "content": said}, {"role": "user", "content": "Hi"}]
+        try:
+            return said in self._template.render(turns)
+        except InvalidRequestError:
+            return False
 
     def encode_chat(
         self,
@@ -252,31 +260,42 @@ class Tokenizer:
         return tuple(tokens)
 
     def output_parser(
-        self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), thinks: bool = True
+        self,
+        prompt: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinks: bool = True,
+        *,
+        in_pieces: bool = False,
     ) -> OutputParser:
-        """What splits the answer to this prompt, of a chat with these tools. Reasoning stays in the
-        content unless `thinks`."""
-        calls = self.tool_format.parser(tools) if tools and self.tool_format else None
+        """What splits the answer to this prompt, of a chat with these tools; calls are told `in_pieces` or
+        whole. Reasoning stays in the content unless `thinks`."""
+        form = self.tool_format
+        calls = (
+            form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
+            if tools or form.has_channels
+            else None
+        )
+        has_tags = self.thinks and not form.has_channels
         return OutputParser(
-            calls, thinks=thinks and self.thinks, is_thinking=self._is_reasoning(prompt)
+            calls, thinks=thinks and has_tags, is_thinking=self.is_reasoning(prompt)
         )
 
     def reasoning_budget(
         self, prompt: Sequence[int], n_tokens: int, message: str
     ) -> ReasoningBudget | None:
         """What bounds the reasoning of the answer to this prompt; `message` is what it ends with if the
-        budget is used up. None if the model has no reasoning."""
-        if not self.thinks:
+        budget is used up. None if the model has no reasoning, or has it on a channel."""
+        if not self.thinks or self.tool_format.has_channels:
             return None
         close = output_parser.REASONING_CLOSE
         opening, closing, forced = (
             tuple(self.tokenize(text, add_special=False, parse_special=True))
             for text in (output_parser.REASONING_OPEN, close, message + close)
         )
-        is_open = self._is_reasoning(prompt)
+        is_open = self.is_reasoning(prompt)
         return ReasoningBudget(n_tokens, len(prompt), is_open, opening, closing, forced)
 
-    def _is_reasoning(self, prompt: Sequence[int]) -> bool:
+    def is_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends within the answer's reasoning."""
         beginning = self.decode(prompt[-_REASONING_TOKENS:], special=True)
         return beginning.rstrip().endswith(output_parser.REASONING_OPEN)
@@ -298,6 +317,10 @@ class Tokenizer:
 
     def _special(self, token: int | None) -> str:
         return "" if token is None else self._model.detokenize([token], special=True)
+
+
+def _has_calls(message: Message) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def _number(text: str) -> int | float:

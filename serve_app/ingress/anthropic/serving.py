@@ -16,7 +16,7 @@ from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import anthropic_error_body
 from serve_app.prompt.output_parser import OutputParser
-from serve_app.prompt.tool_calls import ToolCall
+from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -38,10 +38,12 @@ class MessageAnswer:
     shows_reasoning: bool
     _blocks: list[Json] = field(default_factory=list)
     """Those that are complete."""
-    _open: Literal["text", "thinking"] | None = None
+    _open: Literal["text", "thinking", "tool_use"] | None = None
     """What kind of block is not."""
     _pieces: list[str] = field(default_factory=list)
     """What it has so far."""
+    _called: Json = field(default_factory=dict)
+    """A call's block, but for its input."""
 
     def opening(self) -> list[Json]:
         """The events before any text. How much of the prompt was cached is told at the end."""
@@ -52,8 +54,8 @@ class MessageAnswer:
         """One delta's events; the last one's tell the end."""
         events: list[Json] = []
         for part in chat.parts(self.parser, delta):
-            if isinstance(part, ToolCall):
-                events += self._called(part)
+            if isinstance(part, ToolCall | CallPiece):
+                events += self._call(part)
             elif isinstance(part, str):
                 events += self._said("text", part)
             elif self.shows_reasoning:
@@ -82,21 +84,30 @@ class MessageAnswer:
         self._pieces.append(text)
         return [*opening, self._delta({"type": f"{kind}_delta", kind: text})]
 
-    def _called(self, call: ToolCall) -> list[Json]:
-        block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
-        return [
-            *self._end_of_block(),
-            self._start(block | {"input": {}}),
-            self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
-            self._end(block | {"input": json.loads(call.arguments)}),
-        ]
+    def _call(self, call: ToolCall | CallPiece) -> list[Json]:
+        events: list[Json] = []
+        if call.name is not None:
+            events = self._end_of_block()
+            named = {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
+            self._open, self._called = "tool_use", {"type": "tool_use", **named}
+            events.append(self._start(self._called | {"input": {}}))
+        if call.arguments:
+            self._pieces.append(call.arguments)
+            delta = {"type": "input_json_delta", "partial_json": call.arguments}
+            events.append(self._delta(delta))
+        return events
 
     def _end_of_block(self) -> list[Json]:
         """A thinking block is signed before it ends; nobody checks that here, so the signature is empty."""
         if self._open is None:
             return []
         signing = [self._delta({"type": "signature_delta", "signature": ""})]
-        ended = _block(self._open, "".join(self._pieces))
+        text = "".join(self._pieces)
+        ended = (
+            self._called | {"input": _input(text)}
+            if self._open == "tool_use"
+            else _block(self._open, text)
+        )
         before = signing if self._open == "thinking" else []
         self._open = None
         self._pieces.clear()
@@ -136,6 +147,15 @@ class MessageAnswer:
             elif reason == "end_turn" and any(b["type"] == "tool_use" for b in self._blocks):
                 reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": end.stop if end else None}
+
+
+def _input(arguments: str) -> Json:
+    """A call's arguments; none of those that were cut short."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _block(kind: Literal["text", "thinking"], text: str) -> Json:

@@ -52,7 +52,7 @@ class Chat:
 
     generation: Generation
     tools: Sequence[Mapping[str, Any]]
-    """As chat templates read them."""
+    """As chat templates read them; empty if calls are not looked for."""
     thinks: bool
     """Whether reasoning is split off."""
     prefill: str = ""
@@ -124,13 +124,13 @@ def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
 
 def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
-    sampling = _with_calls(model, body)
     prompt = chat_prompt(model, body)
+    sampling = _with_calls(model, body, prompt)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
         generation(model, body, [prompt], n, sampling, prompt_field),
-        body.tools_for_template(),
+        body.tools_for_template() if body.parse_tool_calls else [],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         _prefill(body)[1],
     )
@@ -206,13 +206,16 @@ def _has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message["role"] == "system" for message in messages)
 
 
-def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParams:
+def _with_calls(
+    model: KnownModel, body: ChatCompletionRequest, prompt: Sequence[int]
+) -> SamplingParams:
     """The sampling parameters, with what calls must be like, if the request says so."""
     params = sampling(model, body)
     tool_format = model.tokenizer.tool_format
-    if not body.holds_calls or tool_format is None:
-        return params
     forced = body.forced_tools()
+    is_held = body.holds_calls or tool_format.holds_answers
+    if not (body.tools_for_template() and is_held):
+        return params
     grammar = grammars.from_tool_calls(
         [tool.function.model_dump() for tool in forced or body.tools],
         tool_format,
@@ -221,5 +224,7 @@ def _with_calls(model: KnownModel, body: ChatCompletionRequest) -> SamplingParam
         parallel=body.parallel_tool_calls is not False,
         param="tools",
         answer=body.answer_schema,
+        thinks=model.tokenizer.thinks,
+        is_thinking=model.tokenizer.is_reasoning(prompt),
     )
     return dataclasses.replace(params, grammar=grammar)

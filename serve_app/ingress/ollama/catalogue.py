@@ -176,7 +176,7 @@ def _capabilities(model: KnownModel) -> list[str]:
         return ["embedding"]
     found = {
         "completion": True,
-        "tools": tokenizer.tool_format is not None,
+        "tools": True,
         "insert": tokenizer.can_infill,
         "thinking": tokenizer.thinks,
     }

@@ -58,7 +58,7 @@ def chat(models: Models, body: bytes) -> Asked | Load:
     model = names.find(models, asked.model)
     if not asked.messages:
         return _load(model, asked)
-    _check_capabilities(model, asked, has_tools=bool(asked.tools))
+    _check_thinking(model, asked)
     turns = messages.as_chat(asked.messages)
     request = asked.as_chat(turns, asked.tools, can_think=model.tokenizer.thinks)
     try:
@@ -85,7 +85,7 @@ def generate(models: Models, body: bytes) -> Asked | Load:
             "template: Ollama's templates are not rendered here. Send the whole prompt, with raw: true.",
             "template",
         )
-    _check_capabilities(model, asked)
+    _check_thinking(model, asked)
     if asked.suffix:
         return _asked(model, asked, _infill(model, asked), context=False)
     if asked.raw:
@@ -119,14 +119,10 @@ def _asked(model: KnownModel, asked: GenerationRequest, found: Chat, *, context:
     return Asked(_name(model, asked), found, shows_thinking, asked.logprobs, context)
 
 
-def _check_capabilities(
-    model: KnownModel, asked: GenerationRequest, *, has_tools: bool = False
-) -> None:
+def _check_thinking(model: KnownModel, asked: GenerationRequest) -> None:
     """Raises InvalidRequestError, in Ollama's words, which clients look for."""
     if asked.think and not model.tokenizer.thinks:
         raise InvalidRequestError(f'"{_name(model, asked)}" does not support thinking', "think")
-    if has_tools and model.tokenizer.tool_format is None:
-        raise InvalidRequestError(f'"{_name(model, asked)}" does not support tools', "tools")
 
 
 def _last_turns(

@@ -57,7 +57,7 @@ async def _respond(
     answer = OllamaAnswer(
         kind,
         asked.name,
-        chat.parser(model, asked.chat),
+        chat.parser(model, asked.chat, in_pieces=False),
         asked.shows_thinking,
         model.tokenizer.piece if asked.logprobs else None,
         list(asked.chat.prompt) if asked.has_context else None,

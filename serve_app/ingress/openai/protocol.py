@@ -354,12 +354,14 @@ class ChatCompletionRequest(GenerationParams):
     max_completion_tokens: MaxTokens | None = None
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
-    """Functions that the model may call, if its chat template asks for calls in a format that is known."""
+    """Functions that the model may call."""
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     """`none` hides the tools from the model; `required`, or a function's name, makes it call some, or that
     one, with arguments that its schema validates."""
     parallel_tool_calls: bool | None = None
     """False allows one call in a turn."""
+    parse_tool_calls: bool = True
+    """llama-server's: false leaves calls in the content, as the model writes them."""
     chat_template_kwargs: dict[str, Any] | None = None
     """llama-server's and vLLM's: more variables for the chat template, as `enable_thinking`."""
     add_generation_prompt: bool | None = None

@@ -21,7 +21,7 @@ from serve_app.ingress.http.timings import (
 )
 from serve_app.ingress.openai import logprobs
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
-from serve_app.prompt.tool_calls import ToolCall
+from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -111,20 +111,16 @@ class Choice:
     def _shaped(self, part: Part) -> str | Json:
         if isinstance(part, Reasoning):
             return {"reasoning_content": part.text}
-        return self._call(part) if isinstance(part, ToolCall) else part
+        return part if isinstance(part, str) else self._call(part)
 
-    def _call(self, call: ToolCall) -> Json:
-        self._n_calls += 1
-        return {
-            "tool_calls": [
-                {
-                    "index": self._n_calls - 1,
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-            ]
-        }
+    def _call(self, call: ToolCall | CallPiece) -> Json:
+        function = {"arguments": call.arguments}
+        begun: Json = {}
+        if call.name is not None:
+            self._n_calls += 1
+            begun = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            function = {"name": call.name, **function}
+        return {"tool_calls": [{"index": self._n_calls - 1, **begun, "function": function}]}
 
     def _body(self, content: Json, delta: TokenDelta | None) -> Json:
         """The choice with this content, which is, or ends with, this delta's."""

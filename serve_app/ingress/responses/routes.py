@@ -70,7 +70,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, runs: R
             made.id,
             model.id,
             told,
-            chat.parser(model, asked.chat),
+            chat.parser(model, asked.chat, in_pieces=True),
             return_progress=wanted.return_progress,
             timings_per_token=wanted.timings_per_token,
             obfuscates=asked.obfuscates,

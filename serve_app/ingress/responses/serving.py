@@ -20,7 +20,7 @@ from serve_app.ingress.http.errors import unexpected
 from serve_app.ingress.http.timings import Running, prompt_progress, timings
 from serve_app.ingress.responses.log import Entry
 from serve_app.prompt.output_parser import OutputParser
-from serve_app.prompt.tool_calls import ToolCall
+from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -54,7 +54,9 @@ class ResponseAnswer:
     _message_id: str = ""
     """Of the message that is not; empty if there is none."""
     _text: list[str] = field(default_factory=list)
-    """Its pieces."""
+    """Its pieces, or the call's."""
+    _call: Json | None = None
+    """The call that is not complete."""
     _n_events: int = 0
     _running: Running = field(default_factory=Running)
 
@@ -99,7 +101,7 @@ class ResponseAnswer:
             events += self._said(part) if isinstance(part, str) else self._called(part)
         if delta.end is not None:
             status = "incomplete" if delta.end.reason == FinishReason.LENGTH else "completed"
-            events += self._end_of_message(status)
+            events += self._end_of_message(status) + self._end_of_call(status)
             self.status, self._end = status, delta.end
             events.append(self._event(status, response=self.whole()))
         return events
@@ -116,7 +118,9 @@ class ResponseAnswer:
         return self._event("incomplete", response=self.whole())
 
     def _said(self, text: str) -> list[Json]:
-        opening = [] if self._message_id else self._start_of_message()
+        opening = self._end_of_call("completed")
+        if not self._message_id:
+            opening += self._start_of_message()
         self._text.append(text)
         delta = self._event("output_text.delta", **self._place(), delta=text, logprobs=[])
         return [*opening, self._obfuscated(delta)]
@@ -153,28 +157,48 @@ class ResponseAnswer:
         self._text.clear()
         return events
 
-    def _called(self, call: ToolCall) -> list[Json]:
-        ending = self._end_of_message("completed")
-        index = len(self._output)
-        item = {
+    def _called(self, call: ToolCall | CallPiece) -> list[Json]:
+        events: list[Json] = []
+        if call.name is not None:
+            events = self._end_of_message("completed") + self._end_of_call("completed")
+            events.append(self._start_of_call(call.name))
+        if call.arguments:
+            self._text.append(call.arguments)
+            name = "function_call_arguments.delta"
+            delta = self._event(name, **self._call_place(), delta=call.arguments)
+            events.append(self._obfuscated(delta))
+        return events
+
+    def _start_of_call(self, name: str) -> Json:
+        self._call = {
             "type": "function_call",
             "id": self._new_id("fc"),
             "call_id": self._new_id("call"),
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
+            "name": name,
+            "arguments": "",
+            "status": "in_progress",
         }
-        self._output.append(item)
-        place = {"item_id": item["id"], "output_index": index}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        name = "function_call_arguments"
-        return [
-            *ending,
-            self._event("output_item.added", output_index=index, item=begun),
-            self._obfuscated(self._event(f"{name}.delta", **place, delta=call.arguments)),
-            self._event(f"{name}.done", **place, arguments=call.arguments),
-            self._event("output_item.done", output_index=index, item=item),
+        return self._event("output_item.added", output_index=len(self._output), item=self._call)
+
+    def _end_of_call(self, status: str) -> list[Json]:
+        if self._call is None:
+            return []
+        text = "".join(self._text)
+        item = self._call | {"arguments": text, "status": status}
+        name = "function_call_arguments.done"
+        events = [
+            self._event(name, **self._call_place(), arguments=text),
+            self._event("output_item.done", output_index=len(self._output), item=item),
         ]
+        self._output.append(item)
+        self._call = None
+        self._text.clear()
+        return events
+
+    def _call_place(self) -> Json:
+        """Where the open call is."""
+        assert self._call is not None
+        return {"item_id": self._call["id"], "output_index": len(self._output)}
 
     def _message(self, status: str, content: list[Json]) -> Json:
         return {
@@ -207,6 +231,9 @@ class ResponseAnswer:
         if self._message_id:
             of_message = status if status == "in_progress" else "incomplete"
             open_items = [self._message(of_message, [_part("".join(self._text))])]
+        if self._call is not None:
+            of_call = status if status == "in_progress" else "incomplete"
+            open_items = [self._call | {"arguments": "".join(self._text), "status": of_call}]
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self.asked,

@@ -41,7 +41,9 @@ def told(
         recipe.id,
         recipe.model,
         dict(recipe.asked),
-        model.tokenizer.output_parser(recipe.request.prompt, recipe.tools, recipe.thinks),
+        model.tokenizer.output_parser(
+            recipe.request.prompt, recipe.tools, recipe.thinks, in_pieces=True
+        ),
         return_progress=recipe.return_progress,
         created=recipe.created,
     )

@@ -1,8 +1,18 @@
 """Tool calls in what a model says, in each format that chat templates ask for."""
 
-from serve_app.prompt.tool_calls.calls import ToolCall
+from serve_app.prompt.tool_calls.calls import CallPiece, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.format import ToolFormat
 from serve_app.prompt.tool_calls.formats import FORMATS, detect
+from serve_app.prompt.tool_calls.generic import FORMAT as GENERIC
 from serve_app.prompt.tool_calls.parser import CallParser
 
-__all__ = ["FORMATS", "CallParser", "ToolCall", "ToolFormat", "detect"]
+__all__ = [
+    "FORMATS",
+    "GENERIC",
+    "CallParser",
+    "CallPiece",
+    "Reasoning",
+    "ToolCall",
+    "ToolFormat",
+    "detect",
+]

@@ -20,6 +20,23 @@ class ToolCall:
     """A JSON object, as text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Some of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A piece of a call, where calls are told in pieces."""
+
+    name: str | None
+    """With the first piece of a call; the next ones go on with its arguments."""
+    arguments: str
+    """Of all pieces together, a JSON object as text, unless the answer is cut short or goes wrong."""
+
+
 def calls_of(*bodies: object, arguments: tuple[str, ...]) -> list[ToolCall]:
     """The calls that JSON objects with a `name` stand for; none at all if one of them is no call. The
     first of the keys `arguments` that an object has holds its arguments, if one does."""

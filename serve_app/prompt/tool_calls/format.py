@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.parser import CallParser
+
+
+class Describe(Protocol):
+    """See ToolFormat."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        takes_system: bool,
+    ) -> list[dict[str, Any]]: ...
+
 
 EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
     {
@@ -56,7 +69,26 @@ class ToolFormat:
     """The delimiter before a call; None if a call is just the whole answer."""
     message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """What its templates take of a message."""
+    tool: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """What they take of a tool."""
+    said: Callable[[lark.Delimiter], str] | None = None
+    """The rule `start` of answers that need not be calls, and what it needs, where that is not any text and
+    then calls."""
+    holds_answers: bool = False
+    """Whether a grammar holds all answers to chats with tools."""
+    has_channels: bool = False
+    """Whether its parser splits reasoning off, too, and is needed without tools."""
+    describe: Describe | None = None
+    """Puts functions, calls and results into the messages, for templates that have none."""
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> CallParser:
+    def parser(
+        self,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        in_pieces: bool = False,
+        splits_reasoning: bool = True,
+    ) -> CallParser:
         """For an answer to a chat with these tools, as OpenAI describes them."""
-        return self.make_parser([tool["function"] for tool in tools])
+        parser = self.make_parser([tool["function"] for tool in tools])
+        parser.in_pieces, parser.splits_reasoning = in_pieces, splits_reasoning
+        return parser

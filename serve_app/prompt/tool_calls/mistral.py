@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from serve_app.prompt.tool_calls.calls import ToolCall, call_of, calls_of
+from serve_app.prompt.tool_calls.calls import ToolCall
 from serve_app.prompt.tool_calls.parser import CallParser
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
 
@@ -26,16 +26,15 @@ class MistralParser(CallParser):
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         yield from text.run(BLANKS)
-        if (yield from text.peek()) in "[{":
-            bodies = yield from text.json("[{")
-            bodies = bodies if isinstance(bodies, list) else [bodies]
-            return calls_of(*bodies, arguments=("arguments",))
+        first = yield from text.peek()
+        if first in "[{":
+            read = self._json_calls if first == "[" else self._json_call
+            return (yield from read(text, ("arguments",)))
         name = yield from text.run(_NAME)
         if (yield from text.one_of(ARGUMENTS, CALL_ID)) == CALL_ID:
             yield from text.run(_WORD)
             yield from text.one_of(ARGUMENTS)
-        arguments = yield from text.json()
-        return call_of(name, arguments) if name else ()
+        return (yield from self._named_call(name or None, text))
 
 
 def with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:

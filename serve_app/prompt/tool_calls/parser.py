@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
-from serve_app.prompt.tool_calls.calls import ToolCall
-from serve_app.prompt.tool_calls.reader import NoCallError, Reading, TextReader, overlap
+from serve_app.prompt.tool_calls.calls import CallPiece, Reasoning, ToolCall, call_of, calls_of
+from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader, overlap
+
+Part = str | Reasoning | ToolCall | CallPiece
+"""Content, or reasoning, or a call, or a piece of one."""
+
+# Keys before the arguments of a call that is told in pieces.
+_MOST_KEYS = 16
 
 
 class After(Enum):
@@ -17,27 +24,50 @@ class After(Enum):
     CONTENT = 2
 
 
+@dataclass
+class TaggedCall:
+    """A call whose arguments come one by one."""
+
+    name: str
+    arguments: dict[str, object] = field(default_factory=dict)
+
+
 class CallParser:
     """Splits a text that arrives in pieces into content and calls. What is found does not depend on how the
     text is cut, and nothing is lost but line ends around calls, and what a format has between them: what
-    looks like a call and is none comes back as the content that it is. Not thread-safe."""
+    looks like a call and is none comes back as the content that it is. Not thread-safe.
+
+    With `in_pieces`, calls are CallPieces, and a call's arguments are told as they come. What was told of a
+    call is not taken back: if it is cut short or goes wrong, its arguments stay as they are."""
 
     opening: str
     """What every call begins with."""
+    in_pieces = False
+    """Whether calls are told in pieces. To be set before the first text."""
+    splits_reasoning = True
+    """Whether reasoning is no content, in formats with channels. To be set before the first text."""
 
     def __init__(self) -> None:
         self._text = TextReader()
         """What is not certain yet: the start of an opening, or a call that is not complete."""
         self._after = After.NOTHING
-        self._reading: Reading[Sequence[ToolCall]] | None = None
+        self._reading: Reading[Sequence[ToolCall] | None] | None = None
         """Reads what is behind an opening."""
         self._n_opening = 0
         """How long that opening is, with what is dropped before it."""
+        self._was_told = False
+        """Whether something behind it was told."""
+        self._told: list[Part] = []
+        """What the reading has told and `feed` has not."""
+        self._n_told = 0
+        """How many calls of this opening were told."""
+        self._arguments: list[str] | None = None
+        """What was told of the arguments that are being read."""
 
-    def feed(self, text: str) -> list[str | ToolCall]:
+    def feed(self, text: str) -> list[Part]:
         """What is certain now, in order; no piece of content is empty."""
         self._text.append(text)
-        parts: list[str | ToolCall] = []
+        parts: list[Part] = []
         while True:
             if self._reading is None:
                 parts += self._content_before_opening()
@@ -45,21 +75,24 @@ class CallParser:
                 return parts
             try:
                 next(self._reading)
-                return parts
+                self._tell_arguments()
+                return parts + self._taken()
             except StopIteration as end:
-                calls: Sequence[ToolCall] = end.value
+                calls: Sequence[ToolCall] | None = end.value
             except NoCallError:
                 calls = ()
             self._reading = None
-            parts += self._called(calls) if calls else self._refused()
+            parts += self._taken()
+            parts += self._refused() if calls is not None and not calls else self._called(calls)
 
-    def finish(self) -> list[str | ToolCall]:
-        """The rest, when there is no more text."""
+    def finish(self) -> list[Part]:
+        """The rest, when there is no more text; nothing of what was told in part."""
+        was_told = self._reading is not None and self._was_told
         self._reading = None
         self._text.rewind()
-        return self._content(len(self._text.text))
+        return [] if was_told else self._content(len(self._text.text))
 
-    def _content_before_opening(self) -> list[str | ToolCall]:
+    def _content_before_opening(self) -> list[Part]:
         """What is certain to be content; begins to read if an opening follows."""
         text = self._text
         if self._after is After.CALL:
@@ -71,20 +104,32 @@ class CallParser:
         if end is not None:
             text.advance(end)
             self._n_opening = end - start
+            self._n_told, self._was_told = 0, False
             self._reading = self._read(text)
         return content
 
-    def _called(self, calls: Sequence[ToolCall]) -> list[str | ToolCall]:
+    def _called(self, calls: Sequence[ToolCall] | None) -> list[Part]:
         self._text.forget()
+        if calls is None:
+            self._after = After.CONTENT
+            return []
         self._after = After.CALL
-        return [*calls]
+        return [self._whole(call) for call in calls[self._n_told :]]
 
-    def _refused(self) -> list[str | ToolCall]:
-        """The opening is content; calls may begin behind it."""
+    def _whole(self, call: ToolCall) -> Part:
+        return CallPiece(call.name, call.arguments) if self.in_pieces else call
+
+    def _refused(self) -> list[Part]:
+        """The opening is content; calls may begin behind it. What was told is not."""
+        if self._was_told:
+            self._tell_arguments()
+            self._arguments = None
+            self._after = After.CALL
+            return self._taken()
         self._text.rewind()
         return self._content(self._text.at + self._n_opening)
 
-    def _content(self, end: int) -> list[str | ToolCall]:
+    def _content(self, end: int) -> list[Part]:
         """What is before this place."""
         self._text.advance(end)
         self._after = After.CONTENT
@@ -100,7 +145,119 @@ class CallParser:
             start -= 1
         return start, None if found < 0 else found + len(self.opening)
 
-    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        """Reads what is behind an opening, and returns its calls. Raises NoCallError, or returns none, if
-        there is no call."""
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
+        """Reads what is behind an opening, and returns its calls; None if all of it was told. Raises
+        NoCallError, or returns an empty list, if there is no call."""
         raise NotImplementedError
+
+    # -- what is told before it is complete ----------------------------------------------------------
+
+    def _tell(self, part: Part) -> None:
+        """Tells what is certain, although more is to be read. What was read up to here is not content."""
+        self._text.forget()
+        self._was_told = True
+        self._told.append(part)
+
+    def _taken(self) -> list[Part]:
+        told, self._told = self._told, []
+        return told
+
+    def _tell_arguments(self) -> None:
+        if self._arguments is not None and (piece := self._text.forget()):
+            self._arguments.append(piece)
+            self._told.append(CallPiece(None, piece))
+
+    def _named_call(self, name: str | None, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        """The call of that name whose arguments, a JSON object, come next; none if there is none."""
+        if not (self.in_pieces and name):
+            return call_of(name, (yield from text.json()))
+        yield from text.run(BLANKS)
+        if (yield from text.peek()) != "{":
+            raise NoCallError
+        self._tell(CallPiece(name, ""))
+        self._arguments = []
+        yield from text.skip_json()
+        self._tell_arguments()
+        arguments, self._arguments = "".join(self._arguments), None
+        self._n_told += 1
+        return [ToolCall(name, arguments)]
+
+    def _argument(self, call: TaggedCall, key: str, value: object) -> None:
+        """One more argument, of a format that has them one by one."""
+        first, call.arguments[key] = not call.arguments, value
+        if not self.in_pieces:
+            return
+        written = call_of(call.name, {key: value})
+        if not written:
+            raise NoCallError
+        start = "{" if first else ", "
+        piece = f"{start}{written[0].arguments[1:-1]}"
+        self._tell(CallPiece(call.name if first else None, piece))
+
+    def _tagged_call(self, call: TaggedCall) -> Sequence[ToolCall]:
+        """Such a call, when it has all of its arguments."""
+        found = call_of(call.name, call.arguments) if call.name else []
+        if found and self.in_pieces:
+            begun = bool(call.arguments)
+            self._tell(CallPiece(None, "}") if begun else CallPiece(call.name, "{}"))
+            self._n_told += 1
+        return found
+
+    def _json_call(
+        self, text: TextReader, keys: tuple[str, ...], *, needs_arguments: bool = False
+    ) -> Reading[Sequence[ToolCall]]:
+        """The call that the JSON object that comes next stands for: see `calls_of`."""
+        if self.in_pieces:
+            return (yield from self._json_call_in_pieces(text, keys, needs_arguments))
+        body = yield from text.json()
+        if needs_arguments and not (isinstance(body, dict) and not body.keys().isdisjoint(keys)):
+            return ()
+        return calls_of(body, arguments=keys)
+
+    def _json_call_in_pieces(
+        self, text: TextReader, keys: tuple[str, ...], needs_arguments: bool
+    ) -> Reading[Sequence[ToolCall]]:
+        body: dict[str, object] = {}
+        calls: Sequence[ToolCall] = ()
+        yield from text.run(BLANKS)
+        yield from text.one_of("{")
+        for _ in range(_MOST_KEYS):
+            key = yield from text.json('"')
+            yield from text.run(BLANKS)
+            yield from text.one_of(":")
+            yield from text.run(BLANKS)
+            name = body.get("name")
+            is_object = (yield from text.peek()) == "{"
+            if key in keys and not calls and isinstance(name, str) and is_object:
+                calls = yield from self._named_call(name, text)
+            else:
+                body[str(key)] = yield from text.json_value()
+            yield from text.run(BLANKS)
+            if (yield from text.one_of(",", "}")) == "}":
+                return calls or self._late_call(body, keys, needs_arguments)
+        raise NoCallError
+
+    def _late_call(
+        self, body: dict[str, object], keys: tuple[str, ...], needs_arguments: bool
+    ) -> Sequence[ToolCall]:
+        """The call of an object whose name came last, or which has no arguments."""
+        lacks = needs_arguments and body.keys().isdisjoint(keys)
+        calls = () if lacks else calls_of(body, arguments=keys)
+        for call in calls:
+            self._tell(self._whole(call))
+            self._n_told += 1
+        return calls
+
+    def _json_calls(self, text: TextReader, keys: tuple[str, ...]) -> Reading[Sequence[ToolCall]]:
+        """The calls of a JSON list of such objects, which comes next."""
+        if not self.in_pieces:
+            bodies = yield from text.json("[")
+            return calls_of(*bodies, arguments=keys) if isinstance(bodies, list) else ()
+        calls: list[ToolCall] = []
+        yield from text.run(BLANKS)
+        yield from text.one_of("[")
+        while True:
+            calls += yield from self._json_call(text, keys)
+            yield from text.run(BLANKS)
+            if (yield from text.one_of(",", "]")) == "]":
+                return calls

@@ -15,6 +15,9 @@ BLANKS = re.compile(r"\s*")
 _JSON_BLANKS = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[-+.0-9a-zE]*")
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 # The characters with which a JSON value can begin.
 _VALUE = '{["-0123456789tfn'
 
@@ -101,13 +104,29 @@ class TextReader:
                 raise NoCallError
             yield
 
-    def until(self, text: str) -> Reading[str]:
-        """What is before the next such text, which is read, too."""
+    def some_until(self, text: str) -> Reading[str | None]:
+        """What is there before the next such text, and not empty; None when that is next, and read."""
+        while True:
+            found = self.text.find(text, self.at)
+            end = found if found >= 0 else len(self.text) - overlap(self.text, text, self.at)
+            if end > self.at:
+                piece = self.text[self.at : end]
+                self.advance(end)
+                return piece
+            if found >= 0:
+                self.advance(end + len(text))
+                return None
+            yield
+
+    def until(self, text: str, most_chars: int | None = None) -> Reading[str]:
+        """What is before the next such text, which is read, too; of so many characters at most."""
         pieces: list[str] = []
         while True:
             found = self.text.find(text, self.at)
             end = found if found >= 0 else len(self.text) - overlap(self.text, text, self.at)
             pieces.append(self.text[self.at : end])
+            if most_chars is not None and sum(map(len, pieces)) > most_chars:
+                raise NoCallError
             if found >= 0:
                 self.advance(end + len(text))
                 return "".join(pieces)
@@ -121,11 +140,54 @@ class TextReader:
         if (yield from self.peek()) not in brackets:
             raise NoCallError
         n_before = len(self._held())
-        yield from self._skip_json()
+        yield from self.skip_json()
         return decode(self._held()[n_before:])
 
-    def _skip_json(self) -> Reading[None]:
-        """Brackets, strings, commas and colons have to be where JSON has them."""
+    def string_piece(self) -> Reading[str | None]:
+        """What comes next of a JSON string, behind its first quotation mark, as far as it is there; None at
+        its end. Half of a character pair is U+FFFD, and what is no escape is itself."""
+        if (yield from self.peek()) == '"':
+            self.advance(self.at + 1)
+            return None
+        if self.text[self.at] != "\\":
+            found = _PLAIN.match(self.text, self.at)
+            self.advance(found.end() if found else self.at)
+            return found[0] if found else ""
+        self.advance(self.at + 1)
+        char = yield from self.peek()
+        self.advance(self.at + 1)
+        if char != "u":
+            return _ESCAPES.get(char, char)
+        first = yield from self._code_unit()
+        if first not in _HIGH:
+            return "\ufffd" if first in _LOW else chr(first)
+        if (yield from self.peek()) != "\\":
+            return "\ufffd"
+        self.advance(self.at + 1)
+        if (yield from self.peek()) != "u":
+            raise NoCallError
+        self.advance(self.at + 1)
+        second = yield from self._code_unit()
+        pair = 0x10000 + ((first - _HIGH.start) << 10) + second - _LOW.start
+        return chr(pair) if second in _LOW else "\ufffd"
+
+    def _code_unit(self) -> Reading[int]:
+        """The four digits of an escape."""
+        digits = ""
+        for _ in range(4):
+            digits += yield from self.peek()
+            self.advance(self.at + 1)
+        if not _HEX.fullmatch(digits):
+            raise NoCallError
+        return int(digits, 16)
+
+    def json_value(self) -> Reading[object]:
+        """The JSON value of any kind that comes next, after blanks."""
+        return self.json(_VALUE)
+
+    def skip_json(self) -> Reading[None]:
+        """Reads past a JSON value: brackets, strings, commas and colons have to be where JSON has
+        them."""
         closing: list[str] = []
         allowed = _VALUE
         while True:

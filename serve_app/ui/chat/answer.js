@@ -68,6 +68,7 @@ export class AnswerView {
     if (reasoning) setText(this.#reasoning, reasoning);
     this.#markdown.show(content);
     const calls = tool_calls ?? [];
+    this.#calls.lastElementChild?.remove(); // it may have grown
     while (this.#calls.children.length < calls.length) {
       this.#calls.append(call(calls[this.#calls.children.length]));
     }

@@ -87,7 +87,9 @@ function take(message, delta) {
   if (delta.content) message.content += delta.content;
   if (delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + delta.reasoning_content;
   for (const { index, ...call } of delta.tool_calls ?? []) {
-    (message.tool_calls ??= [])[index] = call;
+    const known = (message.tool_calls ??= [])[index];
+    if (known) known.function.arguments += call.function.arguments;
+    else message.tool_calls[index] = call;
   }
   return Boolean(delta.content || delta.reasoning_content || delta.tool_calls);
 }

@@ -20,7 +20,7 @@ from tests.unit.prompt.tool_calls.formats import TEMPLATES, TOOLS, format_of
 
 def write(path: Path, template: str) -> Path:
     """A vocabulary of bytes and delimiters, and no weights."""
-    end = "<|end|>"
+    end = "<|finish|>"
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [chr(256 + i) for i in range(256 - len(plain))]  # as GPT-2 writes these bytes
     text = [*map(chr, plain), *others]
@@ -49,13 +49,12 @@ def takes(model: Model, grammar: str, text: str) -> bool:
     return all(constraint.take(token) for token in tokens)
 
 
-WITH_OPENING = [path for path in TEMPLATES if (form := format_of(path)) and form.opening]
+WITH_OPENING = [path for path in TEMPLATES if format_of(path).opening]
 
 
 @pytest.mark.parametrize("path", WITH_OPENING, ids=lambda path: path.stem)
 def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
     form = format_of(path)
-    assert form is not None
     source, call = path.read_text(), form.example.first
     hidden = next(text for text in DELIMITERS if text not in source)
     path = write(tmp_path / "delimiters.gguf", source)
@@ -92,7 +91,6 @@ def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
     (template,) = (path for path in TEMPLATES if path.stem == "qwen3")
     path = write(tmp_path / "delimiters.gguf", template.read_text())
     model, tokenizer = Model(path, vocab_only=True, delimiters=DELIMITERS), Tokenizer(path)
-    assert tokenizer.tool_format is not None
     grammar = grammars.from_tool_calls(
         [{"name": "now"}],
         tokenizer.tool_format,

@@ -17,6 +17,7 @@ from serve_app.demo_model.corpus.skills import Exchange
 from serve_app.demo_model.corpus.source import Source
 from serve_app.demo_model.corpus.stories import story
 from serve_app.demo_model.corpus.tools import TOOLS, Toolbox
+from serve_app.prompt.tool_calls import ToolCall
 from serve_app.prompt.tool_calls.formats import hermes
 
 SEEDS = [str(seed) for seed in range(150)]
@@ -192,7 +193,8 @@ def test_training_text_holds_no_call_that_the_server_does_not_understand() -> No
         for body, made in zip(said, expected, strict=True):
             parser = hermes.FORMAT.parser()
             parts = parser.feed(body) + parser.finish()
-            found = [p for p in parts if not isinstance(p, str)]
+            found = [p for p in parts if isinstance(p, ToolCall)]
+            assert all(isinstance(p, str | ToolCall) for p in parts)
             assert [(c.name, json.loads(c.arguments)) for c in found] == [
                 (call["function"]["name"], call["function"]["arguments"]) for call in made
             ]

@@ -76,10 +76,10 @@ class ByteTokenizer:
     vocab_type, n_ctx_train = 2, 2048
     eog_tokens = (256,)
     reranks = False
-    tool_format: ToolFormat | None = hermes.FORMAT
+    tool_format: ToolFormat = hermes.FORMAT
     thinks = False
     output_parser = Tokenizer.output_parser
-    _is_reasoning = Tokenizer._is_reasoning
+    is_reasoning = Tokenizer.is_reasoning
     reasoning_budget = Tokenizer.reasoning_budget
     can_infill = True
 

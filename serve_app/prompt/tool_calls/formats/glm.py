@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 
 from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import Function, ToolCall, call_of
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
-from serve_app.prompt.tool_calls.parser import CallParser
+from serve_app.prompt.tool_calls.parser import CallParser, TaggedCall
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
 from serve_app.prompt.tool_calls.schemas import properties_of, read_value
 
@@ -44,16 +44,16 @@ class GlmParser(CallParser):
         name = yield from text.run(_NAME)
         schema = self._schemas.get(name, {})
         properties = properties_of(schema)
-        arguments = {}
+        call = TaggedCall(name)
         yield from text.run(BLANKS)
         while (yield from text.one_of(KEY, CLOSE)) == KEY:
             key = (yield from text.until(KEY_END)).strip()
             yield from text.run(BLANKS)
             yield from text.one_of(VALUE)
             value = yield from text.until(VALUE_END)
-            arguments[key] = read_value(value, properties.get(key), schema)
+            self._argument(call, key, read_value(value, properties.get(key), schema))
             yield from text.run(BLANKS)
-        return call_of(name, arguments) if name else ()
+        return self._tagged_call(call)
 
 
 def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import Function, ToolCall, calls_of
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
 from serve_app.prompt.tool_calls.parser import CallParser
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
@@ -25,10 +25,10 @@ class HermesParser(CallParser):
     opening = OPEN
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        body = yield from text.json()
+        calls = yield from self._json_call(text, ("arguments", "parameters"))
         yield from text.run(BLANKS)
         yield from text.one_of(CLOSE)
-        return calls_of(body, arguments=("arguments", "parameters"))
+        return calls
 
 
 def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import Function, ToolCall, call_of
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
 from serve_app.prompt.tool_calls.parser import CallParser
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
@@ -42,7 +42,7 @@ class KimiParser(CallParser):
             name = _NAME.fullmatch((yield from text.run(_ID)))
             yield from text.run(BLANKS)
             yield from text.one_of(ARGUMENTS)
-            found = call_of(name and name[1], (yield from text.json()))
+            found = yield from self._named_call(name and name[1], text)
             if not found:
                 raise NoCallError
             calls += found

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import Function, ToolCall, calls_of
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
 from serve_app.prompt.tool_calls.parser import After, CallParser
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
@@ -41,9 +41,7 @@ class Llama3Parser(CallParser):
         return super()._find(text, at)
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        body = yield from text.json()
-        has_both = isinstance(body, dict) and "parameters" in body
-        return calls_of(body, arguments=("parameters",)) if has_both else ()
+        return self._json_call(text, ("parameters",), needs_arguments=True)
 
 
 def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:

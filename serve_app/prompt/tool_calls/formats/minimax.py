@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from serve_app.errors import InvalidRequestError
 from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import Function, ToolCall, call_of
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
-from serve_app.prompt.tool_calls.parser import CallParser
+from serve_app.prompt.tool_calls.parser import CallParser, TaggedCall
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
 from serve_app.prompt.tool_calls.schemas import properties_of, read_value
 
@@ -55,15 +55,15 @@ class MiniMaxParser(CallParser):
         yield from text.one_of(NAME_END)
         schema = self._schemas.get(name, {})
         properties = properties_of(schema)
-        arguments = {}
+        call = TaggedCall(name)
         yield from text.run(BLANKS)
         while (yield from text.one_of(PARAMETER, CALL_END)) == PARAMETER:
             key = yield from text.run(_PARAMETER_NAME)
             yield from text.one_of(NAME_END)
             value = yield from text.until(PARAMETER_END)
-            arguments[key] = read_value(value, properties.get(key), schema)
+            self._argument(call, key, read_value(value, properties.get(key), schema))
             yield from text.run(BLANKS)
-        return call_of(name, arguments) if name else ()
+        return self._tagged_call(call)
 
 
 def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:

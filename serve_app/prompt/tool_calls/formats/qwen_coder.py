@@ -12,18 +12,17 @@ import re
 from collections.abc import Sequence
 
 from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import Function, ToolCall, call_of
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
-from serve_app.prompt.tool_calls.parser import CallParser
+from serve_app.prompt.tool_calls.parser import CallParser, TaggedCall
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
 from serve_app.prompt.tool_calls.schemas import properties_of, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 _NAME = re.compile(r"[^<>\n]*")
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
-)
 
 
 class QwenCoderParser(CallParser):
@@ -37,30 +36,38 @@ class QwenCoderParser(CallParser):
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         yield from text.run(BLANKS)
-        yield from text.one_of("<function=")
-        name = yield from text.run(_NAME)
+        yield from text.one_of(FUNCTION)
+        call = TaggedCall((yield from text.run(_NAME)))
         yield from text.one_of(">")
-        body: list[str] = []
-        while True:
-            body.append((yield from text.until("</function>")))
-            blanks = yield from text.run(BLANKS)
-            try:
-                yield from text.one_of(CLOSE)
-            except NoCallError:  # then it is part of a value
-                body += ["</function>", blanks]
-            else:
-                return self._call(name, "".join(body)) if name else ()
-
-    def _call(self, name: str, body: str) -> Sequence[ToolCall]:
-        schema = self._schemas.get(name, {})
+        schema = self._schemas.get(call.name, {})
         properties = properties_of(schema)
-        arguments = {}
-        place = 0
-        while found := _PARAMETER.match(body, place):
-            key, value = found.groups()
-            arguments[key] = read_value(value, properties.get(key), schema)
-            place = found.end()
-        return () if body[place:].strip() else call_of(name, arguments)
+        yield from text.run(BLANKS)
+        tag = yield from text.one_of(PARAMETER, FUNCTION_END)
+        if tag == FUNCTION_END:
+            yield from text.run(BLANKS)
+            yield from text.one_of(CLOSE)
+        while tag == PARAMETER and call.name:
+            key = yield from text.run(_NAME)
+            yield from text.one_of(">")
+            value, tag = yield from self._value(text)
+            self._argument(call, key, read_value(value, properties.get(key), schema))
+        return self._tagged_call(call)
+
+    def _value(self, text: TextReader) -> Reading[tuple[str, str]]:
+        """A parameter's value, and the tag behind it: the next one's, or the call's end."""
+        value: list[str] = []
+        while True:
+            value.append((yield from text.until(PARAMETER_END)))
+            passed = [PARAMETER_END, (yield from text.run(BLANKS))]
+            try:
+                tag = yield from text.one_of(PARAMETER, FUNCTION_END)
+                if tag == FUNCTION_END:
+                    passed += [tag, (yield from text.run(BLANKS))]
+                    yield from text.one_of(CLOSE)
+            except NoCallError:  # then all of this is part of the value
+                value += passed
+            else:
+                return "".join(value).removeprefix("\n").removesuffix("\n"), tag
 
 
 def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:

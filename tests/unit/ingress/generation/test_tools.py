@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 
-from serve_app.prompt.tool_calls import ToolCall, ToolFormat
+from serve_app.prompt.tool_calls import GENERIC, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from tests.unit.ingress.harness import END, ByteTokenizer, ScriptedEngine, chat, events
@@ -44,6 +45,20 @@ async def streamed(client: httpx.AsyncClient, **fields: Any) -> list[Any]:
     return [chunk["choices"][0] for chunk in chunks]
 
 
+def called(choices: list[Any]) -> list[Any]:
+    """The calls of a stream, put together as OpenAI's clients do."""
+    found: list[Any] = []
+    for choice in choices:
+        for piece in choice["delta"].get("tool_calls", []):
+            if "id" in piece:
+                assert piece["index"] == len(found)
+                found.append({**piece, "function": dict(piece["function"])})
+            else:
+                assert piece["index"] == len(found) - 1
+                found[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    return found
+
+
 async def test_tools_reach_the_prompt(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     await answer(client)
     await answer(client, tool_choice="none")
@@ -66,10 +81,12 @@ async def test_calls_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngi
     opening, *choices = await streamed(client)
     assert opening["delta"] == {"role": "assistant", "content": None}
     assert "".join(c["delta"].get("content", "") for c in choices) == "I will look."
-    calls = [call for c in choices for call in c["delta"].get("tool_calls", [])]
+    calls = called(choices)
     assert [call["index"] for call in calls] == [0, 1]
     assert len({call["id"] for call in calls}) == 2
-    assert {call["function"]["name"] for call in calls} == {"get_weather"}
+    assert {call["type"] for call in calls} == {"function"}
+    function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert [call["function"] for call in calls] == [function, function]
     assert [c["finish_reason"] for c in choices][-2:] == [None, "tool_calls"]
 
 
@@ -80,13 +97,84 @@ async def test_an_answer_without_calls(client: httpx.AsyncClient, engine: Script
     assert choice["finish_reason"] == "stop"
 
 
-async def test_a_call_cut_short_is_shown_as_text(
+async def test_arguments_come_in_pieces(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.script = script(CALL)
+    _, *choices = await streamed(client)
+    (start, *pieces) = [c["delta"]["tool_calls"][0] for c in choices if "tool_calls" in c["delta"]]
+    assert start["function"] == {"name": "get_weather", "arguments": ""}
+    assert pieces == [
+        {"index": 0, "function": {"arguments": piece}}
+        for piece in ('{"', "cit", 'y":', ' "O', "slo", '"}')
+    ]
+
+
+@pytest.mark.parametrize("end", [40, len(CALL) - 15])
+async def test_a_call_cut_short_is_told_as_far_as_it_came(
+    client: httpx.AsyncClient, engine: ScriptedEngine, end: int
+) -> None:
+    engine.script = script(CALL[:end], CUT)
+    choices = await streamed(client)
+    arguments = CALL[CALL.index('{"city') : end]
+    calls = called(choices)
+    assert [call["function"]["arguments"] for call in calls] == [arguments] * bool(arguments)
+    content = "".join(c["delta"].get("content") or "" for c in choices)
+    assert content == ("" if arguments else CALL[:end])
+    assert choices[-1]["finish_reason"] == "length"
+
+
+async def test_a_call_cut_short_is_text_in_a_whole_answer(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    engine.script = script(CALL[:40], CUT)
-    choices = await streamed(client)
-    assert "".join(c["delta"].get("content") or "" for c in choices) == CALL[:40]
-    assert choices[-1]["finish_reason"] == "length"
+    engine.script = script(CALL[:-15], CUT)
+    choice = await answer(client)
+    assert choice["message"] == {"role": "assistant", "content": CALL[:-15]}
+    assert choice["finish_reason"] == "length"
+
+
+GENERIC_CALL = '{"tool_calls": [{"name": "get_weather", "arguments": {"city": "Oslo"}}]}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_models_without_tools_answer_in_json(
+    client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer, stream: bool
+) -> None:
+    """A grammar holds every answer, also where the model may do without calls."""
+    tokenizer.tool_format = GENERIC
+    function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    for text, calls, content in (
+        (GENERIC_CALL, [function], ""),
+        ('{"response": "It is \\"sunny\\"."}', [], 'It is "sunny".'),
+    ):
+        engine.script = script(text)
+        if stream:
+            _, *choices = await streamed(client)
+            found, reason = called(choices), choices[-1]["finish_reason"]
+            said = "".join(c["delta"].get("content", "") for c in choices)
+        else:
+            choice = await answer(client)
+            found, reason = choice["message"].get("tool_calls", []), choice["finish_reason"]
+            said = choice["message"]["content"] or ""
+        assert [call["function"] for call in found] == calls
+        assert said == content
+        assert reason == ("tool_calls" if calls else "stop")
+        assert "response" in (engine.requests[-1].sampling.grammar or "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_that_are_not_to_be_parsed_are_text(
+    client: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.script = script(CALL)
+    if stream:
+        _, *choices = await streamed(client, parse_tool_calls=False)
+        content = "".join(c["delta"].get("content") or "" for c in choices)
+        assert called(choices) == []
+        reason = choices[-1]["finish_reason"]
+    else:
+        choice = await answer(client, parse_tool_calls=False)
+        content, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (content, reason) == (CALL, "stop")
+    assert bytes(engine.requests[0].prompt) == b"[get_weather]user:Weather in Oslo?"
 
 
 async def test_text_that_looks_like_a_call_needs_tools_to_be_one(
@@ -175,13 +263,14 @@ async def test_every_format(
     engine.script = script(form.example.first)
     if stream:
         _, *choices = await streamed(client, tools=TOOLS, tool_choice=choice)
-        (call,) = (call for c in choices for call in c["delta"].get("tool_calls", []))
+        (call,) = called(choices)
         reason = choices[-1]["finish_reason"]
         assert not any("content" in c["delta"] for c in choices)
     else:
         said = await answer(client, tools=TOOLS, tool_choice=choice)
         (call,), reason = said["message"]["tool_calls"], said["finish_reason"]
-    assert ToolCall(**call["function"]) == EXAMPLE_CALLS[0]
+    assert call["function"]["name"] == EXAMPLE_CALLS[0].name
+    assert json.loads(call["function"]["arguments"]) == json.loads(EXAMPLE_CALLS[0].arguments)
     assert reason == "tool_calls"
     grammar = engine.requests[0].sampling.grammar
     assert (grammar is not None) is (choice == "required")

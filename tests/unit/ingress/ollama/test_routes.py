@@ -189,12 +189,10 @@ async def test_thinking(
 async def test_what_the_model_cannot_do(
     client: httpx.AsyncClient, tokenizer: ByteTokenizer
 ) -> None:
-    tokenizer.tool_format = None
     tokenizer.can_infill = False
     for path, fields, told in (
         ("/api/chat", {"think": True}, '"first" does not support thinking'),
         ("/api/generate", {"prompt": "x", "think": "low"}, '"first" does not support thinking'),
-        ("/api/chat", {"tools": [WEATHER]}, '"first" does not support tools'),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, '"first" does not support insert'),
     ):
         answer = await client.post(path, json=asked(**fields))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.prompt.chat_template import ChatTemplate
-from serve_app.prompt.tool_calls import FORMATS, ToolFormat
+from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
 
 TEMPLATES = sorted((Path(__file__).parents[3] / "data" / "templates").glob("*/*.jinja"))
@@ -19,9 +19,9 @@ every_template = pytest.mark.parametrize(
 )
 
 
-def format_of(path: Path) -> ToolFormat | None:
+def format_of(path: Path) -> ToolFormat:
     """The format that a template's folder names."""
-    return next((form for form in FORMATS if form.name == path.parent.name), None)
+    return next(form for form in (*FORMATS, GENERIC) if form.name == path.parent.name)
 
 
 def template_at(path: Path) -> ChatTemplate:

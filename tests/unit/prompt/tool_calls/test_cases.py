@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.prompt.tool_calls import FORMATS, ToolCall
+from serve_app.prompt.tool_calls import FORMATS, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.schemas import types_of
 from tests.unit.prompt.splitting import cuts, parse
 
@@ -74,6 +74,9 @@ def minimax(**values: str) -> str:
     return f'<minimax:tool_call>\n<invoke name="add">\n{inner}</invoke>\n</minimax:tool_call>'
 
 
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Noon.\n"
+H_NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
 HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 L3_ADD = '{"name": "add", "parameters": {"a": 1, "b": "é"}}'
 M_ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
@@ -146,6 +149,18 @@ M_ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
         ("qwen-coder", xml(a="1").replace(">\n1", ">1").replace("1\n", "1"), one(a=1)),
         ("qwen-coder", xml(a="1").replace("</function>", "x</function>"),
          [xml(a="1").replace("</function>", "x</function>")]),
+        ("harmony", " to=functions.now<|channel|>commentary json<|message|>{}", [NOW]),
+        ("harmony", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>", [NOW]),
+        ("harmony", ANALYSIS + "<|start|>assistant" + H_NOW, [Reasoning("Hm."), NOW]),
+        ("harmony", ANALYSIS + FINAL + "<|return|>", [Reasoning("Hm."), "Noon.\n"]),
+        ("harmony", f"<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant{H_NOW}",
+         ["Wait.", NOW]),
+        ("harmony", "<|channel|>analysis<|message|>Hm", [Reasoning("Hm")]),
+        ("harmony", "<|channel|>final<|message|>", []),
+        ("harmony", "Noon.", ["Noon."]),
+        ("harmony", " to", [" to"]),
+        ("harmony", H_NOW.replace("{}", "[]"), [H_NOW.replace("{}", "[]")]),
+        ("harmony", "<|channel|>" + "x" * 300 + "<|message|>", ["<|channel|>" + "x" * 300 + "<|message|>"]),
         ("glm", glm(a="1", b="é"), [ADD]),
         ("glm", glm(b="\n</tool_call> "), one(b="\n</tool_call> ")),
         ("glm", glm(either="null", flag="true"), one(either=None, flag=True)),
@@ -187,3 +202,12 @@ def test_tools_with_odd_schemas_are_read() -> None:
             [{"function": {"name": "add", "parameters": parameters}}]
         )
         assert parse(parser, [xml(a="1")]) == one(a=1)
+
+
+def test_harmony_without_tools_or_without_reasoning() -> None:
+    form = FORMAT["harmony"]
+    for pieces in cuts(ANALYSIS + FINAL):
+        assert parse(form.parser(), pieces) == [Reasoning("Hm."), "Noon.\n"]
+        kept = form.parser(splits_reasoning=False)
+        assert parse(kept, pieces) == ["Hm.Noon.\n"]
+    assert parse(form.parser(), [H_NOW]) == [H_NOW]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from serve_app.demo_model.template import CHAT_TEMPLATE
 from serve_app.prompt.chat_template import ChatTemplate
-from serve_app.prompt.tool_calls import FORMATS, ToolCall, ToolFormat, detect, reader
+from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolCall, ToolFormat, detect, reader
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.prompt.tool_calls.reader import Reading, TextReader
@@ -87,6 +87,8 @@ def test_any_text_is_read_the_same_in_any_pieces(
         rest = rest[size:]
     found = read(form, [*pieces, rest])
     assert found == read(form, [text])
+    if form.has_channels:
+        return  # there are headers between
     # Content is the text, in order, without the calls.
     place, skipped = 0, []
     for content in (part for part in found if isinstance(part, str)):
@@ -184,7 +186,8 @@ def test_work_grows_with_the_text_and_not_with_its_square(
     text = form.example.first.replace("Tromsø", city)
     parser = form.parser(TOOLS)
     parts = [part for char in text for part in parser.feed(char)]
-    (call,) = [*parts, *parser.finish()]
+    parts += parser.finish()
+    (call,) = parts
     assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == {"city": city, "days": 2}
     assert len(text) <= work["read"] < 3 * len(text)
@@ -211,9 +214,9 @@ def test_what_looks_like_many_calls_is_not_read_again_and_again(
 
 @every_template
 def test_the_format_of_real_templates(path: Path) -> None:
-    template = template_at(path)
-    assert template.tool_format is format_of(path)
-    assert template.thinks is ("<think>" in path.read_text())
+    template, form = template_at(path), format_of(path)
+    assert template.tool_format is form
+    assert template.thinks is (form.has_channels or "<think>" in path.read_text())
 
 
 @every_format
@@ -234,8 +237,9 @@ def test_the_format_of_other_templates(template: str, form: ToolFormat | None) -
     assert detect(template) is form
 
 
-def test_a_template_without_tools_has_no_format() -> None:
-    assert ChatTemplate('{{ messages }}<tool_call>{"name', bos="", eos="").tool_format is None
+def test_a_template_without_tools_gets_the_generic_format() -> None:
+    template = ChatTemplate('{{ messages }}<tool_call>{"name', bos="", eos="")
+    assert template.tool_format is GENERIC
 
 
 def earlier_turns(call_id: str) -> list[dict[str, Any]]:
@@ -255,10 +259,10 @@ def earlier_turns(call_id: str) -> list[dict[str, Any]]:
 def test_what_a_template_writes_is_read(path: Path) -> None:
     """The call of an earlier turn, as the model sees it, is what the parser finds."""
     template, form = template_at(path), format_of(path)
-    if form is None:
+    if form is GENERIC:
         return
     text = template.render(earlier_turns("call_0123456789abcdef"), TOOLS)
-    said = text[text.rindex(form.opening or form.example.first[:12]) :]
+    said = text[text.rindex(form.opening or form.example.first.partition(FIRST.name)[0]) :]
     assert read(form, [said])[0] == FIRST
 
 
