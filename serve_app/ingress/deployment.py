@@ -23,7 +23,6 @@ from ray.serve.schema import ApplicationStatus
 from serve_app import heap
 from serve_app.channel.address import Address
 from serve_app.channel.listener import Call, Listener
-from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import (
     CorralError,
@@ -48,6 +47,7 @@ from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast, reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
+from serve_app.store.models import vocabulary
 from serve_app.types import (
     Accepted,
     GenerationRequest,
@@ -293,7 +293,9 @@ class Ingress:
         self._open = OpenRequests(access.max_requests)
         self._cpu = CpuShare()
         self._sse_ping_interval_s = sse_ping_interval_s
-        paths = [locate(model.source) for model in models]
+        paths = [
+            await asyncio.to_thread(vocabulary, model.source, model.downloads) for model in models
+        ]
         self._workers = WorkerPool(
             [
                 ModelFile(model.id, model.options.n_ctx_slot, path, model.aliases, model.defaults)

@@ -1,0 +1,69 @@
+"""A model's files where they come from: what is known of them, and a way to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import PurePosixPath
+from typing import Protocol
+
+from serve_app.errors import ConfigError
+
+
+class UnreachableError(ConfigError):
+    """Nobody answers where the files come from; another time may be better."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file."""
+
+    path: str
+    """How its origin calls it."""
+    n_bytes: int
+    sha256: str | None = None
+    """Of its content in hexadecimal digits, if the origin tells."""
+    version: str = ""
+    """What its origin tells a changed file by, if it has no such sum."""
+
+    @property
+    def name(self) -> str:
+        """Without folders: what it is called here."""
+        return PurePosixPath(self.path).name
+
+
+class Origin(Protocol):
+    """Reads files. Any thread."""
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        """The bytes from one position up to another, in pieces as they come. Raises ConfigError for what
+        another try would not help, and anything else for what it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """All files of a model, the one to open first."""
+
+    label: str
+    """What people know it by, the same for other versions."""
+    files: tuple[RemoteFile, ...]
+    origin: Origin
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.n_bytes for file in self.files)
+
+    @property
+    def folder(self) -> str:
+        """A name for a folder of its own: other content has another."""
+        told = [(file.name, file.n_bytes, file.sha256 or file.version) for file in self.files]
+        key = blake2b(repr(told).encode(), digest_size=8).hexdigest()
+        return f"{safe(self.label)}--{key}"
+
+
+def safe(text: str) -> str:
+    """A text as part of a file's name."""
+    kept = "".join(one if one.isalnum() or one in "._-" else "-" for one in text)
+    return kept.lstrip(".")[-150:]
