@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.progress import nowhere
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.store.models import locate
-from serve_app.types import ReplicaStats, RequestRecord, SlotAction
+from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
 
 
 class LocalClient:
@@ -67,6 +67,10 @@ class LocalClient:
     async def replica_states(self) -> dict[str, int]:
         """See EngineClient."""
         return {"RUNNING": 1}
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        """See EngineClient."""
+        return ()
 
     async def stats(self) -> Answers[ReplicaStats]:
         """See EngineClient."""

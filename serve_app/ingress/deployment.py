@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -45,11 +45,12 @@ from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.routing import broadcast, reports
+from serve_app.routing import broadcast, fetching, reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
 from serve_app.store.models import vocabulary
 from serve_app.types import (
     Accepted,
+    FetchingReplica,
     GenerationRequest,
     ReplicaStats,
     RequestRecord,
@@ -85,6 +86,7 @@ class HandleClient:
         self._vocabulary_key = vocabulary_key
         self._listener = listener
         self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
+        self._fetching = SharedLooks(self._ask_fetching, _LOOK_EVERY_S)
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
         self._starting = Places(_STARTING, _STARTING_EACH)
@@ -162,6 +164,17 @@ class HandleClient:
         deployment = application.deployments.get(self._handle.deployment_name)
         # Serve's model keeps the names of its states, and not the states that its types promise.
         return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        """See EngineClient. Who asks meanwhile shares the next look."""
+        try:
+            return await asyncio.wait_for(self._fetching.ask(), _STATS_TIMEOUT_S)
+        except (RayError, OSError, TimeoutError):
+            return ()
+
+    async def _ask_fetching(self, _: str) -> Sequence[FetchingReplica]:
+        named = self._handle.app_name, self._handle.deployment_name
+        return await asyncio.to_thread(fetching.read, *named)
 
     async def explain(self, wanted: str) -> Answers[RequestRecord]:
         """See EngineClient. Who asks for the same meanwhile shares the next look."""

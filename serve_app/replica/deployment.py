@@ -40,6 +40,7 @@ from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
 from serve_app.replica.settling import settle_in
+from serve_app.routing import fetching
 from serve_app.routing.reporter import pressure
 from serve_app.store.models import locate
 from serve_app.types import (
@@ -65,7 +66,9 @@ class EngineReplica:
         forward_to_serve()
         heap.give_back()
         report = progress.to_folder(model.id)
-        path = await asyncio.to_thread(locate, model.source, model.downloads, report)
+        context, (_, node_id) = serve.get_replica_context(), _whereabouts()
+        async with fetching.told(context, node_id, report) as tell:
+            path = await asyncio.to_thread(locate, model.source, model.downloads, tell)
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(

@@ -16,7 +16,11 @@ Read = Callable[[int, int], bytes]
 MOST_BYTES = 2**28
 """No header is longer."""
 
-_FIRST_BYTES = 8 * 2**20  # of a model with a vocabulary of 150,000 tokens, all of it
+FIRST_BYTES = 8 * 2**20
+"""Of a model with a vocabulary of 150,000 tokens, all of it."""
+SHARD_BYTES = 2**17
+"""Of a shard with the tensors of a few layers, all of it."""
+
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -87,10 +91,10 @@ def length(data: bytes) -> int:
     return parser.at
 
 
-def read(source: Read, name: str) -> bytes:
-    """The header of a file, of which no more than twice as much is read, or 8 MiB. Raises ConfigError if it
-    is none, and what `source` raises."""
-    data, wanted = b"", _FIRST_BYTES
+def read(source: Read, name: str, first_bytes: int) -> bytes:
+    """The header of a file, of which no more than twice as much is read, or so many bytes. Raises
+    ConfigError if it is none, and what `source` raises."""
+    data, wanted = b"", first_bytes
     while True:
         data += source(len(data), wanted)
         try:

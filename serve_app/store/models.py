@@ -62,7 +62,9 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
             made[0].parent.mkdir(parents=True, exist_ok=True)
             for file, path in zip(model.files, made, strict=True):
                 if not path.exists():
-                    header = gguf_header.read(_reader(model, file, local), file.path)
+                    is_first = file is model.files[0]
+                    first = gguf_header.FIRST_BYTES if is_first else gguf_header.SHARD_BYTES
+                    header = gguf_header.read(_reader(model, file, local), file.path, first)
                     gguf_header.write_hollow(path, header, file.n_bytes)
     except OSError as error:
         raise download.disk_error(folder.path, error) from error

@@ -39,6 +39,8 @@ class Hub:
     """Whether the content is not what its sum says."""
     stalled: threading.Event | None = None
     """Content waits for it, after its first half."""
+    held: threading.Event | None = None
+    """The ends of files wait for it."""
     url: str = ""
     n_bytes: Counter[str] = field(default_factory=Counter)
     """That left it, by file."""
@@ -65,8 +67,9 @@ def running(hub: Hub) -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        if hub.stalled is not None:
-            hub.stalled.set()
+        for event in (hub.stalled, hub.held):
+            if event is not None:
+                event.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -158,6 +161,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command == "HEAD":
                 return
+            if hub.held is not None and end >= len(content):
+                hub.held.wait(600)
             most = hub.breaks_after.pop(0) if hub.breaks_after else len(part)
             self._write(part[:most], name)
             if most < len(part):

@@ -19,7 +19,7 @@ from serve_app.config.schema import DownloadsConfig, ModelSource
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.progress import Stage, nowhere
-from serve_app.store import download
+from serve_app.store import download, gguf_header
 from serve_app.store import folder as folder_module
 from serve_app.store.models import locate, pinned, vocabulary
 from serve_app.store.remote import UnreachableError
@@ -76,7 +76,8 @@ def test_a_missing_shard_is_named(
 def test_the_vocabulary_needs_no_weights(
     hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.store.gguf_header._FIRST_BYTES", 8192)
+    monkeypatch.setattr(gguf_header, "FIRST_BYTES", 8192)
+    monkeypatch.setattr(gguf_header, "SHARD_BYTES", 256)
     full = Model(locate(THREE, DownloadsConfig(folder=downloads.folder / "full"), nowhere))  # type: ignore[operator]
     hub.n_bytes.clear()
     path = vocabulary(THREE, downloads)
