@@ -75,7 +75,7 @@ def fetch(origin: Origin, file: RemoteFile, folder: Path, on_bytes: OnBytes) -> 
     try:
         reserve(folder, file)
         _Fetching(origin, file, part, pieces, on_bytes).run()
-        _check(file, part)
+        _check(origin, file, part)
         part.replace(folder / file.name)
         pieces.unlink()
         _sync(folder)
@@ -172,8 +172,12 @@ class _WriteError(OSError):
     """The disk's fault, not the network's."""
 
 
-def _check(file: RemoteFile, part: Path) -> None:
+def _check(origin: Origin, file: RemoteFile, part: Path) -> None:
     """Raises DamagedError."""
+    if not origin.is_current(file):
+        raise DamagedError(
+            f"{file.path} was changed while it was downloaded. The next try begins anew."
+        )
     if file.sha256 is None:
         return
     with part.open("rb") as whole:

@@ -7,10 +7,10 @@ package: so the bytes are fetched here, through its sessions.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,15 +20,23 @@ from typing import Any
 from serve_app.errors import ConfigError
 from serve_app.store import names
 from serve_app.store.names import HubName
-from serve_app.store.remote import RemoteFile, RemoteModel, UnreachableError, safe
+from serve_app.store.remote import (
+    Listing,
+    RemoteFile,
+    RemoteModel,
+    UnreachableError,
+    keep,
+    kept,
+    safe,
+)
 
 logger = logging.getLogger("corral.store")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK_BYTES = 2**20
 # Worth another try; Hugging Face's library waits as long as the server says.
 _BUSY = (408, 429, 500, 502, 503, 504)
-Listing = dict[str, Any]
-"""A repository at one commit: `commit`, and `files` as `RemoteFile`s' fields."""
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+_MOST_PAUSE_S = 60.0
 
 
 class HubOrigin:
@@ -65,6 +73,10 @@ class HubOrigin:
             if error.response.status_code in _BUSY:
                 raise
             raise ConfigError(_refusal(self._repo, error)) from None
+
+    def is_current(self, file: RemoteFile) -> bool:
+        """See Origin. A commit never changes."""
+        return True
 
 
 def find(wanted: HubName, folder: Path) -> RemoteModel:
@@ -113,8 +125,8 @@ def _is_same(path: Path, file: RemoteFile) -> bool:
 
 
 def _listing(wanted: HubName, folder: Path) -> Listing:
-    kept = folder / f"{safe(wanted.repo)}@{safe(wanted.revision or 'main')}.json"
-    before = _kept(kept)
+    path = folder / f"{safe(wanted.repo)}@{safe(wanted.revision or 'main')}.json"
+    before = kept(path)
     if before is not None and _COMMIT.fullmatch(wanted.revision or ""):
         return before  # which never changes
     try:
@@ -125,18 +137,16 @@ def _listing(wanted: HubName, folder: Path) -> Listing:
             raise
         logger.warning("%s It is taken as it was when it was last asked.", error)
         return found
-    for path in {kept, kept.with_name(f"{safe(wanted.repo)}@{listing['commit']}.json")}:
-        _keep(path, listing)
+    for one in {path, path.with_name(f"{safe(wanted.repo)}@{listing['commit']}.json")}:
+        keep(one, listing)
     return listing
 
 
 def _ask(wanted: HubName) -> Listing:
-    from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        api = HfApi(endpoint=_endpoint(), library_name="corral")
-        info = api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+        info = _info(wanted)
     except HfHubHTTPError as error:
         if error.response.status_code in _BUSY:
             raise UnreachableError(f"{wanted.repo}: {_first_line(error)}") from None
@@ -157,6 +167,23 @@ def _ask(wanted: HubName) -> Listing:
     return {"commit": info.sha, "files": [asdict(file) for file in files]}
 
 
+def _info(wanted: HubName) -> Any:
+    """The Hub's description of a repository; the library asks once only. Raises what it raises."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi(endpoint=_endpoint(), library_name="corral")
+    for pause_s in _PAUSES_S:
+        try:
+            return api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+        except HfHubHTTPError as error:
+            if error.response.status_code not in _BUSY:
+                raise
+            told = error.response.headers.get("Retry-After", "")
+            time.sleep(min(_MOST_PAUSE_S, float(told)) if told.isdecimal() else pause_s)
+    return api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+
+
 def _in_library(wanted: HubName) -> Listing | None:
     """What Hugging Face's own cache holds of the repository."""
     from huggingface_hub import snapshot_download
@@ -172,22 +199,6 @@ def _in_library(wanted: HubName) -> Listing | None:
         for path in sorted(snapshot.rglob("*.gguf"))
     ]
     return {"commit": snapshot.name, "files": [asdict(file) for file in files]}
-
-
-def _kept(path: Path) -> Listing | None:
-    with suppress(OSError, ValueError):
-        found: Listing = json.loads(path.read_text())
-        return found
-    return None
-
-
-def _keep(path: Path, listing: Listing) -> None:
-    """For another time; a folder that cannot be written only costs another question."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(listing))
-        part.replace(path)
 
 
 def _endpoint() -> str | None:

@@ -108,7 +108,7 @@ def _remote(source: ModelSource, configured: DownloadsConfig) -> RemoteModel:
     if wanted is not None:
         return hub.find(wanted, _folder(configured).names)
     assert source.url is not None
-    return url.find(source.url)
+    return url.find(source.url, _folder(configured).names)
 
 
 def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import PurePosixPath
-from typing import Protocol
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 from serve_app.errors import ConfigError
 
@@ -40,6 +43,9 @@ class Origin(Protocol):
         """The bytes from one position up to another, in pieces as they come. Raises ConfigError for what
         another try would not help, and anything else for what it may."""
 
+    def is_current(self, file: RemoteFile) -> bool:
+        """Whether the file is still what it was when it was found. Raises ConfigError."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
@@ -61,6 +67,27 @@ class RemoteModel:
         told = [(file.name, file.n_bytes, file.sha256 or file.version) for file in self.files]
         key = blake2b(repr(told).encode(), digest_size=8).hexdigest()
         return f"{safe(self.label)}--{key}"
+
+
+Listing = dict[str, Any]
+"""What was found at some time; `files` are the fields of `RemoteFile`s."""
+
+
+def kept(path: Path) -> Listing | None:
+    """What was kept there."""
+    with suppress(OSError, ValueError):
+        found: Listing = json.loads(path.read_text())
+        return found
+    return None
+
+
+def keep(path: Path, listing: Listing) -> None:
+    """For another time; a folder that cannot be written only costs another question."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(listing))
+        part.replace(path)
 
 
 def safe(text: str) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.store.remote import RemoteFile, RemoteModel, UnreachableError
+from serve_app.store.remote import RemoteFile, RemoteModel, UnreachableError, keep, kept
 
 # What kinds of file systems tell a changed file by.
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "last_modified")
 _CHUNK_BYTES = 2**20
+logger = logging.getLogger("corral.store")
 
 
 class UrlOrigin:
@@ -28,13 +33,29 @@ class UrlOrigin:
         except (FileNotFoundError, PermissionError) as error:
             raise ConfigError(f"{file.path}: {type(error).__name__}") from None
 
+    def is_current(self, file: RemoteFile) -> bool:
+        """See Origin."""
+        self._files.invalidate_cache()
+        return _described(self._files, file.path) == file
 
-def find(url: str) -> RemoteModel:
-    """The file there, with its other shards if it is the first of several. Raises ConfigError."""
+
+def find(url: str, folder: Path) -> RemoteModel:
+    """The file there, with its other shards if it is the first of several. What is found is kept in that
+    folder, for when nobody answers. Raises ConfigError."""
     first, *others = shards.names(url)
     file_system, path = _open(first)
     paths = [path, *(file_system._strip_protocol(other) for other in others)]
-    files = tuple(_described(file_system, path) for path in paths)
+    before = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
+    try:
+        files = tuple(_described(file_system, path) for path in paths)
+    except UnreachableError as error:
+        found = kept(before)
+        if found is None:
+            raise
+        logger.warning("%s. It is taken as it was when it was last asked.", error)
+        files = tuple(RemoteFile(**one) for one in found["files"])
+    else:
+        keep(before, {"files": [asdict(file) for file in files]})
     return RemoteModel(path.rpartition("/")[2], files, UrlOrigin(file_system))
 
 

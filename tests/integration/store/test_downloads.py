@@ -106,9 +106,11 @@ def test_a_broken_connection_goes_on_where_it_was(hub: Hub, downloads: Downloads
 
 
 def test_a_hub_that_is_busy_is_asked_again(hub: Hub, downloads: DownloadsConfig) -> None:
-    vocabulary(ONE, downloads)
     hub.busy = 2
-    assert locate(ModelSource(repo=f"owner/name:Q4_0@{COMMIT}"), downloads, nowhere).is_file()
+    source = pinned(ONE, downloads)
+    assert hub.busy == 0
+    hub.busy = 2
+    assert locate(source, downloads, nowhere).is_file()
 
 
 def test_damaged_content_is_refused_and_deleted(hub: Hub, downloads: DownloadsConfig) -> None:
@@ -289,6 +291,35 @@ def test_a_url_is_downloaded(shards: list[Path], downloads: DownloadsConfig) -> 
     assert Model(path).n_bytes == Model(shards[0]).n_bytes
     with pytest.raises(ConfigError, match="there is no file"):
         locate(ModelSource(url=f"{shards[0].as_uri()}x"), downloads, nowhere)
+
+
+def test_a_url_that_changes_meanwhile_is_refused(
+    hub: Hub, shards: list[Path], downloads: DownloadsConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(shards[0].read_bytes())
+
+    def change(stage: Stage) -> None:
+        if 0 < stage.done < 1:
+            os.utime(path, (0, 0))
+
+    source = ModelSource(url=path.as_uri())
+    with pytest.raises(ConfigError, match="was changed while it was downloaded"):
+        locate(source, downloads, change)
+    assert locate(source, downloads, nowhere).read_bytes() == path.read_bytes()
+
+
+def test_a_url_that_does_not_answer_is_what_it_was(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/tiny-Q4_0.gguf")
+    path = locate(source, downloads, nowhere)
+
+    def gone(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("fsspec.implementations.http.HTTPFileSystem.info", gone)
+    assert locate(source, downloads, nowhere) == path
 
 
 def test_a_url_over_http_is_downloaded(hub: Hub, downloads: DownloadsConfig) -> None:
