@@ -14,14 +14,16 @@ from ray.serve.exceptions import RayServeException
 
 from serve_app.config import schema, sizing
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import (
+    NO_DOWNLOADS,
     DefaultsConfig,
     DeploymentConfig,
+    DownloadsConfig,
     EngineConfig,
     IngressConfig,
     ModelConfig,
+    ModelSource,
 )
 from serve_app.config.sizing import ModelNeeds
 from serve_app.errors import ConfigError
@@ -37,6 +39,8 @@ from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
 from serve_app.replica.deployment import EngineReplica
 from serve_app.sampling import Api
+from serve_app.store import models as store
+from serve_app.store.remote import UnreachableError
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -62,7 +66,7 @@ def build(args: dict[str, Any]) -> Application:
     try:
         app = schema.parse(args)
         _refuse_strangers(app.ingress)
-        models = resolve(app.models)
+        models = resolve(app.models, downloads=app.downloads)
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [
@@ -129,8 +133,12 @@ def _http_host() -> str | None:
     return None if serve is None else serve.http_config.host
 
 
-def resolve(models: Sequence[ModelConfig], here: Machine | None = None) -> list[ResolvedModel]:
-    """Decide what the configuration leaves open, from the model files if they are here and from a machine,
+def resolve(
+    models: Sequence[ModelConfig],
+    here: Machine | None = None,
+    downloads: DownloadsConfig = NO_DOWNLOADS,
+) -> list[ResolvedModel]:
+    """Decide what the configuration leaves open, from what the model files begin with and from a machine,
     by default this one: all models must fit on it. Raises ConfigError that names the model."""
     here = here or machine.read()
     resolved = []
@@ -138,7 +146,7 @@ def resolve(models: Sequence[ModelConfig], here: Machine | None = None) -> list[
         if _is_sized(model):
             share = plan.undivided(here, len(models))
         try:
-            resolved.append(_resolve(model, share, here, len(models)))
+            resolved.append(_resolve(model, share, here, len(models), downloads))
         except ConfigError as error:
             raise ConfigError(f"models ({model.id}): {error}") from None
     return resolved
@@ -151,8 +159,11 @@ def _is_sized(model: ModelConfig) -> bool:
     return any(size is not None for size in sizes)
 
 
-def _resolve(model: ModelConfig, share: Share, here: Machine, n_models: int) -> ResolvedModel:
-    needs, memory_bytes = _needs(model), here.memory_bytes // n_models
+def _resolve(
+    model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
+) -> ResolvedModel:
+    source, needs = _looked_up(model, downloads)
+    memory_bytes = here.memory_bytes // n_models
     if needs is not None:
         share = _with_room(model, share, needs, here.total_bytes // n_models)
     num_cpus = _num_cpus(model, share, here)
@@ -171,7 +182,8 @@ def _resolve(model: ModelConfig, share: Share, here: Machine, n_models: int) -> 
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
         defaults=_defaults(model.defaults),
-        source=model.source,
+        source=source,
+        downloads=downloads,
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
         threads=model.engine.threads,
@@ -256,15 +268,23 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
     return max(share.num_cpus, wanted) if engine.threads is None else wanted
 
 
-def _needs(model: ModelConfig) -> ModelNeeds | None:
-    """What the model needs; None if its file is not here and the configuration leaves nothing open. Raises
-    ConfigError for a file here that cannot be served."""
-    if model.engine.n_slots is not None and model.engine.n_ctx_slot is not None:
-        path = None if model.source.path is None else model.source.path.expanduser()
-        if path is None or not path.is_file():  # replicas on other nodes look for themselves
-            return None
-        return ModelNeeds.of(Model(path, vocab_only=True))
-    return ModelNeeds.of(Model(locate(model.source), vocab_only=True))
+def _looked_up(
+    model: ModelConfig, downloads: DownloadsConfig
+) -> tuple[ModelSource, ModelNeeds | None]:
+    """The model's source at the version that it is now, and what the model needs, without its weights: None
+    if it can be neither found here nor asked for, and the configuration leaves nothing open. Raises
+    ConfigError for a model that cannot be served."""
+    path = None if model.source.path is None else model.source.path.expanduser()
+    is_sized = model.engine.n_slots is not None and model.engine.n_ctx_slot is not None
+    if is_sized and path is not None and not path.is_file():
+        return model.source, None  # replicas on other nodes look for themselves
+    try:
+        source = store.pinned(model.source, downloads)
+        return source, ModelNeeds.of(Model(store.vocabulary(source, downloads), vocab_only=True))
+    except UnreachableError:
+        if not is_sized:
+            raise
+        return model.source, None
 
 
 def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, Any]:

@@ -153,6 +153,18 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchingReplica:
+    """An engine replica that does not answer yet, as it fetches its model."""
+
+    replica_id: str
+    node_id: str
+    stage: str
+    """What it does, as `serve_app.progress.Stage.name`."""
+    done: float
+    """The part of it that is done."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaRecords:
     """What one engine replica remembers of a request."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +23,16 @@ from numpy.typing import NDArray
 from loadtests.compare.capitals import CapitalHeaders
 from serve_app.app import access, resolve
 from serve_app.config import schema
-from serve_app.config.model_files import locate
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
 from serve_app.folders import cache_folder
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
+from serve_app.progress import nowhere
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import ReplicaStats, RequestRecord, SlotAction
+from serve_app.store.models import locate
+from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
 
 
 class LocalClient:
@@ -67,6 +68,10 @@ class LocalClient:
         """See EngineClient."""
         return {"RUNNING": 1}
 
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        """See EngineClient."""
+        return ()
+
     async def stats(self) -> Answers[ReplicaStats]:
         """See EngineClient."""
         engine = dataclasses.asdict(self._engine.stats())
@@ -79,7 +84,7 @@ def serve(file: Path) -> None:
     http_options = yaml.safe_load(file.read_text())["http_options"]
     config = schema.load(file)
     (model,) = resolve(config.models[:1])
-    path = locate(model.source)
+    path = locate(model.source, model.downloads, nowhere)
     options = dataclasses.replace(model.options, profile_folder=cache_folder() / "profiles")
     engine = Engine.load(path, options)  # as the replica does it
     try:

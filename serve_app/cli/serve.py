@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,8 @@ from serve_app.errors import ConfigError
 
 _LOOK_EVERY_S = 0.2
 _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
+_REMOTE = {"repo", "repo_id", "url"}
+"""Fields of a source that name something to download."""
 _TOLD_LINES = 15
 """Of the log's end, where the server ends without a word."""
 STEPS = {
@@ -106,19 +109,21 @@ def _args(content: Json) -> Json:
 
 
 def _download(content: Json, shown: Screen) -> None:
-    """Files of Hugging Face's that are not here yet, with its own bars. Raises ConfigError."""
+    """Models that are not here yet. Raises ConfigError."""
     for model in _args(content).get("models") or ():
         source = model.get("source") if isinstance(model, dict) else None
-        if not isinstance(source, dict) or not source.get("repo_id") or not source.get("filename"):
+        if not isinstance(source, dict) or not _REMOTE & source.keys():
             continue
-        from huggingface_hub import try_to_load_from_cache
+        from serve_app.config.schema import DownloadsConfig, ModelSource
+        from serve_app.store.models import locate
 
-        from serve_app.config.model_files import download
-
-        repo_id, filename = str(source["repo_id"]), str(source["filename"])
-        if not isinstance(try_to_load_from_cache(repo_id, filename), str):
-            shown.say(f"Downloading {filename} of {repo_id} ...")
-            download(repo_id, filename)
+        try:
+            known = ModelSource.model_validate(source)
+            downloads = DownloadsConfig.model_validate(_args(content).get("downloads") or {})
+        except ValueError:
+            continue  # the server says what is wrong with it
+        locate(known, downloads, partial(shown.stage, str(model.get("id"))))
+    shown.clear()
 
 
 class _Server:
@@ -136,6 +141,7 @@ class _Server:
             for model in _args(content).get("models") or ()
             if isinstance(model, dict)
         }
+        self._downloads = _args(content).get("downloads") or {}
         port = int(http.get("port") or 8000)
         host = str(http.get("host") or "127.0.0.1")
         key_file = ingress.get("api_key_file")
@@ -226,13 +232,14 @@ class _Server:
 
     def _trained(self, model_id: str) -> int | None:
         """How many tokens a model was trained for; None if its file is not here."""
-        from serve_app.config.model_files import locate
-        from serve_app.config.schema import ModelSource
+        from serve_app.config.schema import DownloadsConfig, ModelSource
         from serve_app.llama.model import Model
+        from serve_app.store.models import vocabulary
 
         try:
             source = ModelSource.model_validate(self._sources[model_id])
-            return Model(locate(source), vocab_only=True).n_ctx_train
+            downloads = DownloadsConfig.model_validate(self._downloads)
+            return Model(vocabulary(source, downloads), vocab_only=True).n_ctx_train
         except (ConfigError, KeyError, ValueError):
             return None
 

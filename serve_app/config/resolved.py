@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.schema import ModelSource
+from serve_app.config.schema import DownloadsConfig, ModelSource
 from serve_app.engine.options import EngineOptions
 
 
@@ -18,6 +18,8 @@ class ResolvedModel:
     tags: tuple[str, ...]
     defaults: ModelDefaults
     source: ModelSource
+    """Of a repository, the commit: each replica gets the same file."""
+    downloads: DownloadsConfig
     options: EngineOptions
     system_prompts: tuple[str, ...]
     """Which of their tokens are pinned, each replica finds out: it has the vocabulary."""

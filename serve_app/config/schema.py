@@ -29,6 +29,7 @@ from serve_app.ingress.generation.sampling_fields import takes_sampling
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
 from serve_app.sampling import Api
+from serve_app.store import names
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
 _MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
@@ -41,25 +42,48 @@ class _Section(BaseModel):
 
 
 class ModelSource(_Section):
-    """Where a model's GGUF file comes from: exactly one of `builtin`, `path`, and `repo_id` with
-    `filename`."""
+    """Where a model's GGUF file comes from: exactly one of `builtin`, `path`, `repo`, `url`, and `repo_id`
+    with `filename`. Of a model in shards, the first one is named."""
 
     builtin: bool = False
     """The small model that Corral brings along; nothing is downloaded."""
     path: Path | None = None
     """A file that exists under this path on every node that runs a replica or the ingress."""
+    repo: str | None = None
+    """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`,
+    each with `@REVISION` behind it for another than the newest. Each node downloads it once."""
     repo_id: str | None = None
-    """A Hugging Face repository; each node downloads the file once, into its own cache."""
+    """A Hugging Face repository, the long way to say `repo`."""
     filename: str | None = None
     """The file in that repository."""
+    url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")] | None = None
+    """A file at a URL that fsspec reads, as `https://`, `s3://` or `gs://`. Each node downloads it once."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ModelSource:
-        if [self.builtin, self.path is not None, self.repo_id is not None].count(True) != 1:
-            raise ValueError("give exactly one of builtin: true, path, or repo_id with filename")
+        given = [self.path, self.repo, self.repo_id, self.url]
+        if [self.builtin, *(one is not None for one in given)].count(True) != 1:
+            raise ValueError(
+                "give exactly one of builtin: true, path, repo, url, or repo_id with filename"
+            )
         if (self.repo_id is None) != (self.filename is None):
             raise ValueError("repo_id and filename belong together")
+        if self.repo is not None:
+            try:
+                names.parse(self.repo)
+            except ConfigError as error:
+                raise ValueError(f"repo: {error}") from None
         return self
+
+
+class DownloadsConfig(_Section):
+    """Where each node keeps the models that it downloads."""
+
+    folder: Path | None = None
+    """Default: `models` in this user's cache folder, `~/.cache/corral`."""
+    max_gib: Annotated[float, Field(gt=0)] | None = None
+    """What all of them take at most, in GiB; the least recently used go first, and none that is in use.
+    Default: what the disk has room for."""
 
 
 class EngineConfig(_Section):
@@ -328,6 +352,8 @@ class AppConfig(_Section):
     """The models, by the name that clients use. A request without `model` gets the first."""
     ingress: IngressConfig = IngressConfig()
     """The HTTP side."""
+    downloads: DownloadsConfig = DownloadsConfig()
+    """Where each node keeps the models that it downloads."""
 
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:
@@ -335,6 +361,10 @@ class AppConfig(_Section):
         if len(set(names)) != len(names):
             raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
         return self
+
+
+NO_DOWNLOADS = DownloadsConfig()
+"""Where downloads go unless the configuration says otherwise."""
 
 
 def parse(args: object) -> AppConfig:

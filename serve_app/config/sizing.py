@@ -62,7 +62,7 @@ class ModelNeeds:
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
         """Read from a GGUF's metadata; the vocabulary is enough."""
-        weight_bytes = model.path.stat().st_size
+        weight_bytes = sum(path.stat().st_size for path in model.files)
         mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
         return cls(
             model.n_ctx_train,

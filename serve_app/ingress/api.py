@@ -103,17 +103,22 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
         """Every replica that answers: its slots, queue and counters. `missing` names those that run and do
-        not answer in time. What is in slots, operators are told only."""
+        not answer in time; `fetching` says how far those are that download their model. What is in slots,
+        operators are told only."""
         told = dataclasses.asdict if request_context.current().is_operator else _told_to_all
-        answers = await asyncio.gather(*(model.engine.stats() for model in models.values()))
+        answers, fetching = await asyncio.gather(
+            asyncio.gather(*(model.engine.stats() for model in models.values())),
+            asyncio.gather(*(model.engine.fetching() for model in models.values())),
+        )
         return {
             "models": [
                 {
                     "id": model.id,
                     "replicas": [told(replica) for replica in of_model.found],
                     "missing": of_model.missing,
+                    "fetching": [dataclasses.asdict(replica) for replica in coming],
                 }
-                for model, of_model in zip(models.values(), answers, strict=True)
+                for model, of_model, coming in zip(models.values(), answers, fetching, strict=True)
             ]
         }
 

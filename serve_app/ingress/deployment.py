@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,6 @@ from ray.serve.schema import ApplicationStatus
 from serve_app import heap
 from serve_app.channel.address import Address
 from serve_app.channel.listener import Call, Listener
-from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import (
     CorralError,
@@ -46,10 +45,12 @@ from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.routing import broadcast, reports
+from serve_app.routing import broadcast, fetching, reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
+from serve_app.store.models import vocabulary
 from serve_app.types import (
     Accepted,
+    FetchingReplica,
     GenerationRequest,
     ReplicaStats,
     RequestRecord,
@@ -85,6 +86,7 @@ class HandleClient:
         self._vocabulary_key = vocabulary_key
         self._listener = listener
         self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
+        self._fetching = SharedLooks(self._ask_fetching, _LOOK_EVERY_S)
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
         self._starting = Places(_STARTING, _STARTING_EACH)
@@ -162,6 +164,17 @@ class HandleClient:
         deployment = application.deployments.get(self._handle.deployment_name)
         # Serve's model keeps the names of its states, and not the states that its types promise.
         return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        """See EngineClient. Who asks meanwhile shares the next look."""
+        try:
+            return await asyncio.wait_for(self._fetching.ask(), _STATS_TIMEOUT_S)
+        except (RayError, OSError, TimeoutError):
+            return ()
+
+    async def _ask_fetching(self, _: str) -> Sequence[FetchingReplica]:
+        named = self._handle.app_name, self._handle.deployment_name
+        return await asyncio.to_thread(fetching.read, *named)
 
     async def explain(self, wanted: str) -> Answers[RequestRecord]:
         """See EngineClient. Who asks for the same meanwhile shares the next look."""
@@ -293,7 +306,9 @@ class Ingress:
         self._open = OpenRequests(access.max_requests)
         self._cpu = CpuShare()
         self._sse_ping_interval_s = sse_ping_interval_s
-        paths = [locate(model.source) for model in models]
+        paths = [
+            await asyncio.to_thread(vocabulary, model.source, model.downloads) for model in models
+        ]
         self._workers = WorkerPool(
             [
                 ModelFile(model.id, model.options.n_ctx_slot, path, model.aliases, model.defaults)

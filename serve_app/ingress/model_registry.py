@@ -16,6 +16,7 @@ from serve_app.ingress.openai.protocol import ModelCard, ModelMeta
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
     Accepted,
+    FetchingReplica,
     GenerationRequest,
     ReplicaStats,
     RequestRecord,
@@ -52,6 +53,9 @@ class EngineClient(Protocol):
     async def replica_states(self) -> dict[str, int]:
         """How many replicas are in which state, by Serve's names (`STARTING`, `RUNNING`, `STOPPING`).
         Raises EngineClosedError if the application is being stopped."""
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        """The replicas that fetch their model now. Nothing if nobody knows in time."""
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str

@@ -17,7 +17,7 @@ from gguf import GGUFReader
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.llama import library
+from serve_app.llama import library, shards
 from serve_app.llama.constraint import LIMITS, CompiledGrammars, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammar_tokenizer import grammar_tokenizer, is_delimiter
@@ -230,18 +230,25 @@ class Model:
 
         Of the size, both ends and evenly spaced blocks, 2.25 MiB in all: to read a file of many GB
         would take minutes at every start. The beginning is the metadata, and other weights differ
-        nearly everywhere; a change that leaves the size and all that is read is not noticed, nor one
-        in the further files of a split model. Raises OSError when the file is gone.
+        nearly everywhere; a change that leaves the size and all that is read is not noticed. The same is
+        read of each file of a model in shards. Raises OSError when a file is gone.
         """
-        size = self.path.stat().st_size
-        spans = [(0, _END_BYTES), (max(0, size - _END_BYTES), _END_BYTES)]
-        spans += [(size * i // _N_BLOCKS, _BLOCK_BYTES) for i in range(_N_BLOCKS)]
-        digest = blake2b(size.to_bytes(8, "little"), digest_size=32)
-        with self.path.open("rb") as file:
-            for start, n_bytes in spans:
-                file.seek(start)
-                digest.update(file.read(n_bytes))
+        digest = blake2b(digest_size=32)
+        for path in self.files:
+            size = path.stat().st_size
+            spans = [(0, _END_BYTES), (max(0, size - _END_BYTES), _END_BYTES)]
+            spans += [(size * i // _N_BLOCKS, _BLOCK_BYTES) for i in range(_N_BLOCKS)]
+            digest.update(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                for start, n_bytes in spans:
+                    file.seek(start)
+                    digest.update(file.read(n_bytes))
         return digest.digest()
+
+    @functools.cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The file, or all of a model in shards."""
+        return tuple(self.path.with_name(name) for name in shards.names(self.path.name))
 
     @functools.cached_property
     def window(self) -> int:

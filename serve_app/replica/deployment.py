@@ -22,7 +22,6 @@ from ray import serve
 from serve_app import heap, progress
 from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
-from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
@@ -41,7 +40,9 @@ from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
 from serve_app.replica.settling import settle_in
+from serve_app.routing import fetching
 from serve_app.routing.reporter import pressure
+from serve_app.store.models import locate
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,
@@ -64,7 +65,10 @@ class EngineReplica:
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         forward_to_serve()
         heap.give_back()
-        path = locate(model.source)
+        report = progress.to_folder(model.id)
+        context, (_, node_id) = serve.get_replica_context(), _whereabouts()
+        async with fetching.told(context, node_id, report) as tell:
+            path = await asyncio.to_thread(locate, model.source, model.downloads, tell)
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
@@ -75,7 +79,7 @@ class EngineReplica:
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
         )
-        self._engine = Engine.load(path, options, progress.to_folder(model.id))
+        self._engine = Engine.load(path, options, report)
         self._vocabulary_key = self._engine.vocabulary_key
         replica_id, node_id = _whereabouts()
         self._channels = Channels(node_id, replica_id)

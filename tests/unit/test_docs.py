@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from serve_app.config.schema import (
     DeploymentConfig,
+    DownloadsConfig,
     EngineConfig,
     IngressConfig,
     ModelConfig,
@@ -46,6 +47,7 @@ def errors(base: type[CorralError] = CorralError) -> list[type[CorralError]]:
     [
         (ModelConfig, ""),
         (ModelSource, "source."),
+        (DownloadsConfig, "downloads."),
         (EngineConfig, "engine."),
         (DeploymentConfig, ""),
         (IngressConfig, "ingress."),
@@ -58,7 +60,7 @@ def test_every_field_is_in_a_table(section: type[BaseModel], prefix: str) -> Non
     assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", DOCS, re.M)] == []
 
 
-@pytest.mark.parametrize("section", [ModelConfig, ModelSource, EngineConfig])
+@pytest.mark.parametrize("section", [ModelConfig, ModelSource, EngineConfig, DownloadsConfig])
 def test_every_field_says_what_it_is(section: type[BaseModel]) -> None:
     bare = [name for name, field in section.model_fields.items() if not field.description]
     assert bare == []

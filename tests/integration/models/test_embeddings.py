@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.config.model_files import locate
-from serve_app.config.schema import ModelSource
+from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.formats import EmbeddingPooling
 from tests.integration.reference import reference
 
-PATH = locate(ModelSource(builtin=True))
+PATH = BUILTIN_MODEL
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=512, threads=1, n_batch=64, flash_attn=False, profile_limit_s=0
 )

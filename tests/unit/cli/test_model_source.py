@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import model_source
-from serve_app.cli.model_source import NamedModel, chosen, named
+from serve_app.cli.model_source import NamedModel, named
 from serve_app.errors import ConfigError
 
 FILES = (
@@ -52,35 +52,28 @@ def test_what_is_no_model_is_refused(model: str, message: str) -> None:
     [
         ("Qwen/Qwen3-4B-GGUF", "Qwen3-4B-Q4_K_M.gguf"),
         ("Qwen/Qwen3-4B-GGUF:q8_0", "Qwen3-4B-Q8_0.gguf"),
-        ("Qwen/Qwen3-4B-GGUF:IQ4_XS", "Qwen3-4B-IQ4_XS.gguf"),
+        ("hf.co/Qwen/Qwen3-4B-GGUF:IQ4_XS", "Qwen3-4B-IQ4_XS.gguf"),
+        ("https://huggingface.co/Qwen/Qwen3-4B-GGUF", "Qwen3-4B-Q4_K_M.gguf"),
         ("Qwen/Qwen3-4B-GGUF:some-other.gguf", "some-other.gguf"),
     ],
 )
 def test_a_repository_is_asked_for_its_files(
     model: str, filename: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_source, "_files", lambda repo_id: [*FILES])
+    monkeypatch.setattr(model_source, "_files", lambda wanted: [*FILES])
     found = named(model)
-    assert found.source == {"repo_id": "Qwen/Qwen3-4B-GGUF", "filename": filename}
+    assert found.source == {"repo": f"Qwen/Qwen3-4B-GGUF:{filename}"}
     assert found.id == filename.removesuffix(".gguf")
 
 
-def test_the_only_file_needs_no_name() -> None:
-    assert chosen(["x/odd-name.gguf", "mmproj-x.gguf"], "a/b", None) == "x/odd-name.gguf"
+def test_a_revision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_source, "_files", lambda wanted: [*FILES])
+    found = named("Qwen/Qwen3-4B-GGUF:BF16@v2")
+    assert found == NamedModel(
+        "Qwen3-4B-BF16", {"repo": "Qwen/Qwen3-4B-GGUF:Qwen3-4B-BF16-00001-of-00002.gguf@v2"}
+    )
 
 
-@pytest.mark.parametrize(
-    ("files", "quant", "message"),
-    [
-        (FILES, "Q5_K_M", "It has: Qwen3-4B-BF16-00001-of-00002.gguf, .*, Qwen3-4B-Q8_0.gguf$"),
-        (FILES, "Q4_K", "choose a file by its quantisation"),
-        (FILES, "BF16", "is one of several parts"),
-        (("README.md", "mmproj-a.gguf"), None, "a/b holds no GGUF file"),
-        (("a-Q2_K.gguf", "a-Q3_K_S.gguf"), None, "It has: a-Q2_K.gguf, a-Q3_K_S.gguf$"),
-    ],
-)
-def test_what_a_repository_has_not_is_refused(
-    files: tuple[str, ...], quant: str | None, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        chosen(files, "a/b", quant)
+def test_a_url_is_a_source() -> None:
+    url = "s3://bucket/models/tiny-00001-of-00003.gguf"
+    assert named(url) == NamedModel("tiny", {"url": url})

@@ -20,6 +20,7 @@ from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.types import (
     Accepted,
+    FetchingReplica,
     FinishReason,
     GenerationRequest,
     ReplicaStats,
@@ -188,6 +189,7 @@ class ScriptedEngine:
         self.n_replicas = 1
         self.missing: tuple[str, ...] = ()
         """Replicas that do not answer."""
+        self.fetching_replicas: tuple[FetchingReplica, ...] = ()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         self.requests.append(request)
@@ -228,6 +230,9 @@ class ScriptedEngine:
 
     async def replica_states(self) -> dict[str, int]:
         return {"RUNNING": self.n_replicas}
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        return self.fetching_replicas
 
     async def stats(self) -> Answers[ReplicaStats]:
         slots = [

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from serve_app.errors import CorralError, DecodeError, QueueFullError
+from serve_app.types import FetchingReplica
 from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, chat, events
 
 
@@ -466,3 +467,11 @@ async def test_unknown_routes(
 
 async def test_health(client: httpx.AsyncClient) -> None:
     assert (await client.get("/health")).json() == {"status": "ok"}
+
+
+async def test_stats_say_who_downloads(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.fetching_replicas = (FetchingReplica("r2", "n2", "downloading", 0.25),)
+    for model in (await client.get("/v1/stats")).json()["models"]:
+        assert model["fetching"] == [
+            {"replica_id": "r2", "node_id": "n2", "stage": "downloading", "done": 0.25}
+        ]

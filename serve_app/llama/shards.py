@@ -1,0 +1,34 @@
+"""Names of the files of a model that is in several, as llama.cpp looks for them."""
+
+from __future__ import annotations
+
+import re
+
+from serve_app.errors import ConfigError
+
+_SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+def number(name: str) -> int:
+    """Which shard a file is, from 1; 1 for a model in one file."""
+    found = _SHARD.search(name)
+    return 1 if found is None else int(found["number"])
+
+
+def stem(name: str) -> str:
+    """The name without its number and ending."""
+    return _SHARD.sub("", name).removesuffix(".gguf")
+
+
+def names(first: str) -> tuple[str, ...]:
+    """All files of a model, of which this is the first or the only one. Raises ConfigError for another."""
+    found = _SHARD.search(first)
+    if found is None:
+        return (first,)
+    begin, count = first[: found.start()], int(found["count"])
+    if int(found["number"]) != 1:
+        raise ConfigError(
+            f"{first} is one of {count} files of a model: name the first one, "
+            f"{begin}-00001-of-{count:05d}.gguf."
+        )
+    return tuple(f"{begin}-{one:05d}-of-{count:05d}.gguf" for one in range(1, count + 1))

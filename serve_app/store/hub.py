@@ -1,0 +1,222 @@
+"""Models of the Hugging Face Hub, or of another server that speaks as it does (HF_ENDPOINT).
+
+`huggingface_hub` asks the questions: it knows tokens, proxies, mirrors, offline mode and when to try again.
+Its own downloads begin anew in each process, are checked by size only, and end at 50 GB without another
+package: so the bytes are fetched here, through its sessions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from serve_app.errors import ConfigError
+from serve_app.store import names
+from serve_app.store.names import HubName
+from serve_app.store.remote import (
+    Listing,
+    RemoteFile,
+    RemoteModel,
+    UnreachableError,
+    keep,
+    kept,
+    safe,
+)
+
+logger = logging.getLogger("corral.store")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHUNK_BYTES = 2**20
+# Worth another try; Hugging Face's library waits as long as the server says.
+_BUSY = (408, 429, 500, 502, 503, 504)
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+_MOST_PAUSE_S = 60.0
+
+
+class HubOrigin:
+    """Reads files of a repository at one commit."""
+
+    def __init__(self, repo: str, commit: str) -> None:
+        self._repo, self._commit = repo, commit
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        """See Origin."""
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # it exports them lazily
+            build_hf_headers,
+            hf_raise_for_status,
+            http_stream_backoff,
+        )
+
+        url = hf_hub_url(self._repo, file.path, revision=self._commit, endpoint=_endpoint())
+        asked = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        try:
+            with http_stream_backoff(
+                "GET",
+                url,
+                headers=build_hf_headers(library_name="corral") | asked,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                retry_on_status_codes=_BUSY,
+            ) as response:
+                hf_raise_for_status(response)
+                if response.status_code != 206 and (start, end) != (0, file.n_bytes):
+                    raise ConfigError(f"{url}: the server sends whole files only.")
+                yield from response.iter_bytes(_CHUNK_BYTES)
+        except HfHubHTTPError as error:
+            if error.response.status_code in _BUSY:
+                raise
+            raise ConfigError(_refusal(self._repo, error)) from None
+
+    def is_current(self, file: RemoteFile) -> bool:
+        """See Origin. A commit never changes."""
+        return True
+
+
+def find(wanted: HubName, folder: Path) -> RemoteModel:
+    """The model's files. What a repository has is kept in that folder, for when nobody answers. Raises
+    ConfigError, UnreachableError if the repository cannot be asked and was not before."""
+    listing = _listing(wanted, folder)
+    files = {one["path"]: RemoteFile(**one) for one in listing["files"]}
+    model = tuple(files[path] for path in names.chosen(files, wanted))
+    return RemoteModel(wanted.repo, model, HubOrigin(wanted.repo, listing["commit"]))
+
+
+def files(wanted: HubName, folder: Path) -> list[str]:
+    """The repository's GGUF files. Raises like `find`."""
+    return [str(one["path"]) for one in _listing(wanted, folder)["files"]]
+
+
+def pinned(wanted: HubName, folder: Path) -> HubName:
+    """The same name at the commit, and with the file, that it means now. Raises like `find`."""
+    listing = _listing(wanted, folder)
+    first, *_ = names.chosen([one["path"] for one in listing["files"]], wanted)
+    return HubName(wanted.repo, first, listing["commit"])
+
+
+def in_library_cache(wanted: HubName, model: RemoteModel) -> Path | None:
+    """The first file, if Hugging Face's own cache on this node holds all of them whole."""
+    from huggingface_hub import try_to_load_from_cache
+
+    paths = []
+    for file in model.files:
+        path = try_to_load_from_cache(wanted.repo, file.path, revision=wanted.revision)
+        if not isinstance(path, str) or not _is_same(Path(path), file):
+            return None
+        paths.append(Path(path))
+    return paths[0]
+
+
+def _is_same(path: Path, file: RemoteFile) -> bool:
+    """By the size, and by the sum that the library names its files by."""
+    with suppress(OSError):
+        blob = path.resolve(strict=True)
+        named = re.fullmatch(r"[0-9a-f]{64}", blob.name) is not None
+        return blob.stat().st_size == file.n_bytes and (
+            file.sha256 is None or not named or blob.name == file.sha256
+        )
+    return False
+
+
+def _listing(wanted: HubName, folder: Path) -> Listing:
+    path = folder / f"{safe(wanted.repo)}@{safe(wanted.revision or 'main')}.json"
+    before = kept(path)
+    if before is not None and _COMMIT.fullmatch(wanted.revision or ""):
+        return before  # which never changes
+    try:
+        listing = _ask(wanted)
+    except UnreachableError as error:
+        found = before or _in_library(wanted)
+        if found is None:
+            raise
+        logger.warning("%s It is taken as it was when it was last asked.", error)
+        return found
+    for one in {path, path.with_name(f"{safe(wanted.repo)}@{listing['commit']}.json")}:
+        keep(one, listing)
+    return listing
+
+
+def _ask(wanted: HubName) -> Listing:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        info = _info(wanted)
+    except HfHubHTTPError as error:
+        if error.response.status_code in _BUSY:
+            raise UnreachableError(f"{wanted.repo}: {_first_line(error)}") from None
+        raise ConfigError(_refusal(wanted.repo, error)) from None
+    except HFValidationError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:  # no network: each version of the library has its own kinds
+        raise UnreachableError(
+            f"Hugging Face cannot be asked for the files of {wanted.repo} ({_first_line(error)})."
+        ) from None
+    files = [
+        RemoteFile(
+            one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs else None, one.blob_id or ""
+        )
+        for one in info.siblings or ()
+        if one.rfilename.endswith(".gguf")
+    ]
+    return {"commit": info.sha, "files": [asdict(file) for file in files]}
+
+
+def _info(wanted: HubName) -> Any:
+    """The Hub's description of a repository; the library asks once only. Raises what it raises."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi(endpoint=_endpoint(), library_name="corral")
+    for pause_s in _PAUSES_S:
+        try:
+            return api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+        except HfHubHTTPError as error:
+            if error.response.status_code not in _BUSY:
+                raise
+            told = error.response.headers.get("Retry-After", "")
+            time.sleep(min(_MOST_PAUSE_S, float(told)) if told.isdecimal() else pause_s)
+    return api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+
+
+def _in_library(wanted: HubName) -> Listing | None:
+    """What Hugging Face's own cache holds of the repository."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = Path(
+            snapshot_download(wanted.repo, revision=wanted.revision, local_files_only=True)
+        )
+    except Exception:  # there is none
+        return None
+    files = [
+        RemoteFile(path.relative_to(snapshot).as_posix(), path.stat().st_size)
+        for path in sorted(snapshot.rglob("*.gguf"))
+    ]
+    return {"commit": snapshot.name, "files": [asdict(file) for file in files]}
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _refusal(repo: str, error: Any) -> str:
+    """What the Hub's refusal means. It answers 401 for repositories that do not exist, too."""
+    status = error.response.status_code
+    if status == 401:
+        return (
+            f"{repo}: Hugging Face says 401: there is no such repository, or HF_TOKEN is missing or wrong "
+            "for it where this runs."
+        )
+    if status == 403:
+        return f"{repo}: Hugging Face says 403: HF_TOKEN may not read it. Accept its terms on its page."
+    return f"{repo}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

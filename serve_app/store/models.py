@@ -1,0 +1,236 @@
+"""From a configured source to files on this node: all of a model, or its vocabulary alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from serve_app import folders
+from serve_app.config.schema import DownloadsConfig, ModelSource
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.errors import ConfigError
+from serve_app.llama import shards
+from serve_app.progress import Report, Stage
+from serve_app.store import download, gguf_header, hub, names, url
+from serve_app.store.folder import ModelsFolder
+from serve_app.store.names import HubName
+from serve_app.store.remote import Origin, RemoteFile, RemoteModel, UnreachableError
+
+_LOOK_EVERY_S = 0.3
+_SAY_EVERY_S = 15.0
+_N_TRIES = 4
+logger = logging.getLogger("corral.store")
+
+
+def locate(source: ModelSource, configured: DownloadsConfig, report: Report) -> Path:
+    """The model's file, or the first one of its shards, on this node; downloaded first if it has to be, as
+    long as that takes: `report` is told how far it is. It stays there while this process lives. Raises
+    ConfigError."""
+    if source.builtin:
+        return BUILTIN_MODEL
+    if source.path is not None:
+        return _at(source.path)
+    model = _remote(source, configured)
+    wanted = _hub_name(source)
+    if wanted is not None and (path := hub.in_library_cache(wanted, model)) is not None:
+        return path
+    folder = _folder(configured)
+    try:
+        _obtain(model, folder, report)
+    except OSError as error:
+        raise download.disk_error(folder.path, error) from error
+    return folder.of(model) / model.files[0].name
+
+
+def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
+    """A file with the model's metadata and vocabulary: the model's own if it is here for the taking, or one
+    that has a hole where the weights would be, made of the first megabytes of where it comes from. It can
+    be opened with `vocab_only`. Raises ConfigError."""
+    if source.builtin:
+        return BUILTIN_MODEL
+    if source.path is not None:
+        return _at(source.path)
+    model = _remote(source, configured)
+    folder = _folder(configured)
+    made = [folder.vocabularies(model) / file.name for file in model.files]
+    try:
+        with folder.reading(model, lambda: None):
+            local = _local(model, _hub_name(source), folder)
+            made[0].parent.mkdir(parents=True, exist_ok=True)
+            for file, path in zip(model.files, made, strict=True):
+                if not path.exists():
+                    is_first = file is model.files[0]
+                    first = gguf_header.FIRST_BYTES if is_first else gguf_header.SHARD_BYTES
+                    header = gguf_header.read(_reader(model, file, local), file.path, first)
+                    gguf_header.write_hollow(path, header, file.n_bytes)
+    except OSError as error:
+        raise download.disk_error(folder.path, error) from error
+    return made[0]
+
+
+def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
+    """The same source, of which every node gets the same bytes: at the commit that it is now, if it is a
+    repository that can be asked. Raises ConfigError."""
+    wanted = _hub_name(source)
+    if wanted is None:
+        return source
+    return ModelSource(repo=str(hub.pinned(wanted, _folder(configured).names)))
+
+
+def _at(path: Path) -> Path:
+    """Raises ConfigError unless all files of that model are here."""
+    path = path.expanduser()
+    for name in shards.names(path.name):
+        if not path.with_name(name).is_file():
+            raise ConfigError(f"source.path: there is no file {path.with_name(name)} on this node")
+    return path
+
+
+def _hub_name(source: ModelSource) -> HubName | None:
+    if source.repo is not None:
+        return names.parse(source.repo)
+    if source.repo_id is not None:
+        return HubName(source.repo_id, source.filename)
+    return None
+
+
+def _folder(configured: DownloadsConfig) -> ModelsFolder:
+    most = None if configured.max_gib is None else int(configured.max_gib * 2**30)
+    path = configured.folder or folders.cache_folder() / "models"
+    return ModelsFolder(path.expanduser(), most)
+
+
+def _remote(source: ModelSource, configured: DownloadsConfig) -> RemoteModel:
+    wanted = _hub_name(source)
+    if wanted is not None:
+        return hub.find(wanted, _folder(configured).names)
+    assert source.url is not None
+    return url.find(source.url, _folder(configured).names)
+
+
+def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report) -> None:
+    """Have all of it here, and open. One process of this node downloads; the others wait for it, and go on
+    if it dies."""
+    told = _Told(model, folder, report)
+    while not folder.open(model):
+        with folder.alone(model) as mine:
+            if mine:
+                folder.make_room(model)
+                told.begin()
+                for file in model.files:
+                    download.fetch(model.origin, file, folder.of(model), told.more)
+                told.end()
+                continue
+        told.look()
+        time.sleep(_LOOK_EVERY_S)
+
+
+class _Told:
+    """Says how far a download is, to `report` and in the log. Any thread."""
+
+    def __init__(self, model: RemoteModel, folder: ModelsFolder, report: Report) -> None:
+        self._model, self._folder, self._report = model, folder.of(model), report
+        self._changing = threading.Lock()
+        self._n_before = self._n_done = self._present()
+        self._began = self._said = time.monotonic()
+
+    def _present(self) -> int:
+        return sum(download.n_present(self._folder, file) for file in self._model.files)
+
+    def begin(self) -> None:
+        """It is downloaded here."""
+        self._n_before = self._n_done = self._present()
+        self._began = self._said = time.monotonic()
+        logger.info(
+            "Downloading %s: %s, %.2f GiB%s.",
+            self._model.label,
+            ", ".join(file.name for file in self._model.files),
+            self._model.n_bytes / 2**30,
+            f", of which {self._n_before / 2**30:.2f} are here" if self._n_before else "",
+        )
+        self._tell()
+
+    def more(self, n_bytes: int) -> None:
+        """So many more bytes are here."""
+        with self._changing:
+            self._n_done += n_bytes
+            self._tell()
+            now = time.monotonic()
+            if now - self._said < _SAY_EVERY_S:
+                return
+            self._said = now
+        done, all_bytes, rate = self._n_done, self._model.n_bytes, self._rate()
+        logger.info(
+            "Downloading %s: %.0f%% of %.2f GiB, %.1f MB/s, %.0f s left.",
+            self._model.label,
+            100 * done / all_bytes,
+            all_bytes / 2**30,
+            rate / 1e6,
+            (all_bytes - done) / max(rate, 1.0),
+        )
+
+    def look(self) -> None:
+        """Another process downloads it."""
+        self._n_done = self._present()
+        self._tell()
+
+    def end(self) -> None:
+        """All is here."""
+        logger.info(
+            "Downloaded %s: %.2f GiB in %.0f s.",
+            self._model.label,
+            (self._n_done - self._n_before) / 2**30,
+            time.monotonic() - self._began,
+        )
+
+    def _rate(self) -> float:
+        """Bytes a second."""
+        spent = max(1e-3, time.monotonic() - self._began)
+        return (self._n_done - self._n_before) / spent
+
+    def _tell(self) -> None:
+        self._report(Stage("downloading", min(1.0, self._n_done / max(1, self._model.n_bytes))))
+
+
+def _local(model: RemoteModel, wanted: HubName | None, folder: ModelsFolder) -> Path | None:
+    """Where the model's files are on this node, if they are."""
+    if wanted is not None and (path := hub.in_library_cache(wanted, model)) is not None:
+        return path.parent
+    here = folder.of(model)
+    return here if all(download.is_whole(here, file) for file in model.files) else None
+
+
+def _reader(model: RemoteModel, file: RemoteFile, local: Path | None) -> gguf_header.Read:
+    """Reads of a file that is here, or of a remote one, tried again when the connection breaks."""
+    origin = model.origin
+
+    def read_here(start: int, end: int) -> bytes:
+        assert local is not None
+        with (local / file.name).open("rb") as opened:
+            opened.seek(start)
+            return opened.read(end - start)
+
+    def read(start: int, end: int) -> bytes:
+        end = min(end, file.n_bytes)
+        data = b""
+        for attempt in range(_N_TRIES):
+            try:
+                for chunk in _from(origin, file, start + len(data), end):
+                    data += chunk
+                return data
+            except ConfigError:
+                raise
+            except Exception as error:  # of a network; each library has its own kinds
+                if attempt == _N_TRIES - 1:
+                    raise UnreachableError(f"{file.path} cannot be read: {error}") from error
+                time.sleep(0.5 * 2**attempt)
+        return data
+
+    return read if local is None else read_here
+
+
+def _from(origin: Origin, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+    return origin.read(file, start, end) if start < end else iter(())

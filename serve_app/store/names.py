@@ -1,0 +1,120 @@
+"""Names of models: a Hugging Face repository with a quantisation, and the files of it that are meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from serve_app.errors import ConfigError
+from serve_app.llama import shards
+
+PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0", "F16", "BF16")
+"""Quantisations to take where none is named, the best for CPUs first."""
+_HOSTS = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/", re.IGNORECASE)
+_NAME = re.compile(
+    r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<early>[\w./-]+))?(?::(?P<choice>[\w./-]+))?"
+    r"(?:@(?P<late>[\w./-]+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """What somebody calls a model of a repository."""
+
+    repo: str
+    choice: str | None = None
+    """A quantisation, or a file of the repository."""
+    revision: str | None = None
+    """A branch, a tag or a commit."""
+
+    def __str__(self) -> str:
+        choice = f":{self.choice}" if self.choice else ""
+        return self.repo + choice + (f"@{self.revision}" if self.revision else "")
+
+
+def is_hub_url(text: str) -> bool:
+    """Whether it is the address of a repository's page."""
+    return re.fullmatch(r"https?://(hf\.co|huggingface\.co)/[^/]+/[^/]+/?", text) is not None
+
+
+def parse(text: str) -> HubName:
+    """`OWNER/NAME`, with `:QUANT` or `:FILE.gguf` and `@REVISION` if you like, and `hf.co/` before it.
+    Raises ConfigError."""
+    found = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
+    if found is None or (found["early"] and found["late"]):
+        raise ConfigError(
+            f"{text} is no name of a Hugging Face repository: OWNER/NAME, OWNER/NAME:QUANT or "
+            "OWNER/NAME:FILE.gguf, with @REVISION behind it for another than the newest."
+        )
+    choice = found["choice"]
+    if choice is not None and choice.lower() == "latest":  # as Ollama calls what is not chosen
+        choice = None
+    return HubName(found["repo"], choice, found["early"] or found["late"])
+
+
+def chosen(files: Iterable[str], wanted: HubName) -> tuple[str, ...]:
+    """The files of the model that is meant: the quantisation or file that the name says, or the first of
+    `PREFERRED` that the repository has, or the only one. Raises ConfigError that lists what there is."""
+    present = frozenset(files)
+    models = sorted(name for name in present if _begins_model(name))
+    if not models:
+        raise ConfigError(f"{wanted.repo} holds no GGUF model.")
+    if wanted.choice is not None and wanted.choice.endswith(".gguf"):
+        return _complete(_file(models, wanted), present, wanted)
+    if wanted.choice is not None:
+        return _complete(_only(models, wanted.choice, wanted), present, wanted)
+    for quant in PREFERRED:
+        if any(_is_of(name, quant) for name in models):
+            return _complete(_only(models, quant, wanted), present, wanted)
+    if len(models) == 1:
+        return _complete(models[0], present, wanted)
+    raise ConfigError(f"{wanted.repo}: choose a file by its quantisation. {_list(models)}")
+
+
+def _file(models: Sequence[str], wanted: HubName) -> str:
+    first, *_ = shards.names(wanted.choice or "")
+    if first not in models:
+        raise ConfigError(f"{wanted.repo} has no model {first}. {_list(models)}")
+    return first
+
+
+def _only(models: Sequence[str], quant: str, wanted: HubName) -> str:
+    found = [name for name in models if _is_of(name, quant)]
+    if not found:
+        raise ConfigError(
+            f"{wanted.repo} has nothing of {quant}: choose a file by its quantisation. {_list(models)}"
+        )
+    if len(found) > 1:
+        example = HubName(wanted.repo, found[0], wanted.revision)
+        raise ConfigError(
+            f"{wanted.repo} has more than one model of {quant}: name a file, as {example}. {_list(found)}"
+        )
+    return found[0]
+
+
+def _complete(first: str, present: frozenset[str], wanted: HubName) -> tuple[str, ...]:
+    parts = shards.names(first)
+    missing = [name for name in parts if name not in present]
+    if missing:
+        raise ConfigError(f"{wanted.repo} lacks {', '.join(missing)}, which belongs to {first}.")
+    return parts
+
+
+def _list(models: Sequence[str]) -> str:
+    return f"It has: {', '.join(models)}"
+
+
+def _begins_model(name: str) -> bool:
+    """Whether a file is a model, or the first shard of one."""
+    base = name.rpartition("/")[2].lower()
+    return (
+        base.endswith(".gguf")
+        and not base.startswith(("mmproj", "imatrix"))
+        and "imatrix.gguf" not in base
+        and shards.number(base) == 1
+    )
+
+
+def _is_of(name: str, quant: str) -> bool:
+    return re.search(rf"(^|[-_./]){re.escape(quant)}([-./]|$)", name, re.IGNORECASE) is not None

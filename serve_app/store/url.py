@@ -1,0 +1,84 @@
+"""Models at any URL that fsspec reads: https://, s3://, gs://, a shared file system as file://."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from serve_app.errors import ConfigError
+from serve_app.llama import shards
+from serve_app.store.remote import RemoteFile, RemoteModel, UnreachableError, keep, kept
+
+# What kinds of file systems tell a changed file by.
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "last_modified")
+_CHUNK_BYTES = 2**20
+logger = logging.getLogger("corral.store")
+
+
+class UrlOrigin:
+    """Reads files of one file system."""
+
+    def __init__(self, file_system: Any) -> None:
+        self._files = file_system
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        """See Origin."""
+        try:
+            for at in range(start, end, _CHUNK_BYTES):
+                yield self._files.cat_file(file.path, at, min(end, at + _CHUNK_BYTES))
+        except (FileNotFoundError, PermissionError) as error:
+            raise ConfigError(f"{file.path}: {type(error).__name__}") from None
+
+    def is_current(self, file: RemoteFile) -> bool:
+        """See Origin."""
+        self._files.invalidate_cache()
+        return _described(self._files, file.path) == file
+
+
+def find(url: str, folder: Path) -> RemoteModel:
+    """The file there, with its other shards if it is the first of several. What is found is kept in that
+    folder, for when nobody answers. Raises ConfigError."""
+    first, *others = shards.names(url)
+    file_system, path = _open(first)
+    paths = [path, *(file_system._strip_protocol(other) for other in others)]
+    before = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
+    try:
+        files = tuple(_described(file_system, path) for path in paths)
+    except UnreachableError as error:
+        found = kept(before)
+        if found is None:
+            raise
+        logger.warning("%s. It is taken as it was when it was last asked.", error)
+        files = tuple(RemoteFile(**one) for one in found["files"])
+    else:
+        keep(before, {"files": [asdict(file) for file in files]})
+    return RemoteModel(path.rpartition("/")[2], files, UrlOrigin(file_system))
+
+
+def _open(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    try:
+        file_system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a package for s3:// and the like, or no such kind
+        raise ConfigError(f"source.url: {error}") from None
+    return file_system, str(path)
+
+
+def _described(file_system: Any, path: str) -> RemoteFile:
+    try:
+        info = file_system.info(path)
+    except FileNotFoundError:
+        raise ConfigError(f"source.url: there is no file {path}") from None
+    except Exception as error:  # each file system has its own kinds
+        raise UnreachableError(
+            f"source.url: {path} cannot be asked ({type(error).__name__}: {error})"
+        ) from None
+    if not info.get("size"):
+        raise ConfigError(f"source.url: {path} does not say how long it is")
+    versions = [f"{name}={info[name]}" for name in _VERSIONS if info.get(name)]
+    return RemoteFile(path, int(info["size"]), version=" ".join([path, *versions]))

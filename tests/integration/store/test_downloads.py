@@ -1,0 +1,328 @@
+"""Models come from a hub, whole or not at all, whatever the hub, the network and the disk do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from serve_app.config.schema import DownloadsConfig, ModelSource
+from serve_app.errors import ConfigError
+from serve_app.llama.model import Model
+from serve_app.progress import Stage, nowhere
+from serve_app.store import download, gguf_header
+from serve_app.store import folder as folder_module
+from serve_app.store.models import locate, pinned, vocabulary
+from serve_app.store.remote import UnreachableError
+from tests.integration.store.conftest import PIECE_BYTES
+from tests.integration.store.hub_server import COMMIT, OLD_COMMIT, Hub
+
+ONE = ModelSource(repo="owner/name:Q4_0")
+THREE = ModelSource(repo="owner/name:Q8_0")
+FIRST_SHARD = "tiny-Q8_0-00001-of-00003.gguf"
+
+
+@pytest.fixture(autouse=True)
+def forget_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is as a process of its own."""
+    monkeypatch.setattr(folder_module, "_open", {})
+
+
+def test_a_model_is_downloaded_once(hub: Hub, downloads: DownloadsConfig) -> None:
+    told: list[Stage] = []
+    path = locate(ONE, downloads, told.append)
+    assert path.read_bytes() == hub.files["tiny-Q4_0.gguf"]
+    assert {stage.name for stage in told} == {"downloading"}
+    assert told[0].done == 0.0
+    assert told[-1].done == 1.0
+    assert locate(ONE, downloads, nowhere) == path
+    assert hub.n_bytes["tiny-Q4_0.gguf"] == len(hub.files["tiny-Q4_0.gguf"])
+    assert [*path.parent.glob("*.p*")] == []
+
+
+def test_a_model_in_shards_is_loaded(hub: Hub, downloads: DownloadsConfig, tiny_gguf: Path) -> None:
+    path = locate(THREE, downloads, nowhere)
+    assert path.name == FIRST_SHARD
+    model, whole = Model(path), Model(tiny_gguf)
+    assert model.n_bytes == whole.n_bytes
+    assert len(model.files) == 3
+    assert model.fingerprint() != Model(tiny_gguf).fingerprint()
+
+
+def test_a_path_is_the_first_shard(shards: list[Path], downloads: DownloadsConfig) -> None:
+    source = ModelSource(path=shards[0])
+    assert locate(source, downloads, nowhere) == shards[0]
+    with pytest.raises(ConfigError, match=r"name the first one, tiny-Q8_0-00001-of-00003.gguf"):
+        locate(ModelSource(path=shards[1]), downloads, nowhere)
+
+
+def test_a_missing_shard_is_named(
+    shards: list[Path], downloads: DownloadsConfig, tmp_path: Path
+) -> None:
+    (tmp_path / shards[0].name).write_bytes(shards[0].read_bytes())
+    with pytest.raises(ConfigError, match=r"there is no file .*tiny-Q8_0-00002-of-00003.gguf"):
+        locate(ModelSource(path=tmp_path / shards[0].name), downloads, nowhere)
+
+
+def test_the_vocabulary_needs_no_weights(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_header, "FIRST_BYTES", 8192)
+    monkeypatch.setattr(gguf_header, "SHARD_BYTES", 256)
+    full = Model(locate(THREE, DownloadsConfig(folder=downloads.folder / "full"), nowhere))  # type: ignore[operator]
+    hub.n_bytes.clear()
+    path = vocabulary(THREE, downloads)
+    read = sum(hub.n_bytes.values())
+    assert read < 0.2 * sum(len(hub.files[one.name]) for one in full.files)
+    light = Model(path, vocab_only=True)
+    assert light.vocabulary_key == full.vocabulary_key
+    assert light.metadata() == full.metadata()
+    assert (light.n_bytes, light.n_params) == (full.n_bytes, full.n_params)
+    assert sum(one.stat().st_blocks * 512 for one in light.files) < read + 3 * 4096
+    assert vocabulary(THREE, downloads) == path
+    assert sum(hub.n_bytes.values()) == read
+
+
+def test_a_hollow_file_is_never_taken_for_the_model(hub: Hub, downloads: DownloadsConfig) -> None:
+    hollow = vocabulary(ONE, downloads)
+    assert locate(ONE, downloads, nowhere) != hollow
+    assert hub.n_bytes["tiny-Q4_0.gguf"] > len(hub.files["tiny-Q4_0.gguf"])
+
+
+def test_a_broken_connection_goes_on_where_it_was(hub: Hub, downloads: DownloadsConfig) -> None:
+    hub.breaks_after = [10_000, 0, 20_000, PIECE_BYTES]
+    content = hub.files["tiny-Q4_0.gguf"]
+    assert locate(ONE, downloads, nowhere).read_bytes() == content
+    assert hub.n_bytes["tiny-Q4_0.gguf"] < 1.1 * len(content)
+
+
+def test_a_hub_that_is_busy_is_asked_again(hub: Hub, downloads: DownloadsConfig) -> None:
+    hub.busy = 2
+    source = pinned(ONE, downloads)
+    assert hub.busy == 0
+    hub.busy = 2
+    assert locate(source, downloads, nowhere).is_file()
+
+
+def test_damaged_content_is_refused_and_deleted(hub: Hub, downloads: DownloadsConfig) -> None:
+    hub.lies = True
+    with pytest.raises(ConfigError, match=r"tiny-Q4_0.gguf came damaged: its SHA-256 is "):
+        locate(ONE, downloads, nowhere)
+    assert downloads.folder is not None
+    assert [*downloads.folder.glob("*/*.gguf*")] == []
+    hub.lies = False
+    assert locate(ONE, downloads, nowhere).read_bytes() == hub.files["tiny-Q4_0.gguf"]
+
+
+def test_a_token_opens_a_repository_and_stays_with_the_hub(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "secret"
+    with pytest.raises(ConfigError, match="HF_TOKEN is missing or wrong"):
+        locate(ONE, downloads, nowhere)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert locate(ONE, downloads, nowhere).is_file()
+    assert set(hub.cdn_tokens) == {None}
+
+
+def test_what_a_repository_has_not_lists_what_it_has(hub: Hub, downloads: DownloadsConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=f"nothing of Q5_K_M.* It has: tiny-Q4_0.gguf, {FIRST_SHARD}"
+    ):
+        locate(ModelSource(repo="owner/name:Q5_K_M"), downloads, nowhere)
+    with pytest.raises(ConfigError, match="owner/name: 404"):
+        locate(ModelSource(repo="owner/name:Q4_0@v7"), downloads, nowhere)
+
+
+def test_a_revision_is_pinned(hub: Hub, downloads: DownloadsConfig) -> None:
+    assert pinned(ONE, downloads).repo == f"owner/name:tiny-Q4_0.gguf@{COMMIT}"
+    old = pinned(ModelSource(repo="owner/name@v1"), downloads)
+    assert old.repo == f"owner/name:tiny-Q4_0.gguf@{OLD_COMMIT}"
+    assert locate(old, downloads, nowhere).read_bytes().endswith(b"older")
+
+
+def test_without_a_network_it_is_what_it_was(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = locate(ONE, downloads, nowhere)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.asked)
+    assert locate(ONE, downloads, nowhere) == path
+    assert Model(vocabulary(ONE, downloads), vocab_only=True).n_vocab == 512
+    assert len(hub.asked) == asked
+    with pytest.raises(UnreachableError, match="cannot be asked for the files of owner/other"):
+        locate(ModelSource(repo="owner/other:Q4_0"), downloads, nowhere)
+
+
+def test_hugging_faces_own_cache_is_used(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import hf_hub_download
+
+    theirs = hf_hub_download("owner/name", "tiny-Q4_0.gguf", endpoint=hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert locate(ONE, downloads, nowhere) == Path(theirs)
+    assert Model(vocabulary(ONE, downloads), vocab_only=True).n_vocab == 512
+
+
+def test_those_who_ask_together_share_a_download(hub: Hub, downloads: DownloadsConfig) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = {*pool.map(lambda _: locate(ONE, downloads, nowhere), range(4))}
+    assert len(paths) == 1
+    assert hub.n_bytes["tiny-Q4_0.gguf"] == len(hub.files["tiny-Q4_0.gguf"])
+
+
+def test_a_killed_download_goes_on(hub: Hub, downloads: DownloadsConfig) -> None:
+    """After kill -9, no file has the model's name, and nearly nothing is downloaded twice."""
+    content = hub.files["tiny-Q4_0.gguf"]
+    hub.stalled = threading.Event()
+    program = f"""
+from pathlib import Path
+from serve_app.config.schema import DownloadsConfig, ModelSource
+from serve_app.progress import nowhere
+from serve_app.store import download
+from serve_app.store.models import locate
+download.PIECE_BYTES, download.N_AT_ONCE = {PIECE_BYTES}, 1
+folder = Path({str(downloads.folder)!r})
+locate(ModelSource(repo="owner/name:Q4_0"), DownloadsConfig(folder=folder), nowhere)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        for _ in range(3):  # three pieces go through
+            n_before = hub.n_bytes["tiny-Q4_0.gguf"]
+            _until(lambda n=n_before: hub.n_bytes["tiny-Q4_0.gguf"] > n)
+            hub.stalled.set()
+            _until(lambda n=n_before: hub.n_bytes["tiny-Q4_0.gguf"] >= n + PIECE_BYTES // 2)
+            hub.stalled.clear()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert downloads.folder is not None
+    (part,) = downloads.folder.glob("*/*.part")
+    n_done = part.with_suffix("").with_suffix(".gguf.pieces").read_bytes().count(1)
+    assert n_done >= 1
+    assert [*downloads.folder.glob("*/*.gguf")] == []
+    hub.stalled.set()
+    hub.stalled = None
+    hub.n_bytes.clear()
+    assert locate(ONE, downloads, nowhere).read_bytes() == content
+    assert hub.n_bytes["tiny-Q4_0.gguf"] <= len(content) - (n_done - 1) * PIECE_BYTES
+
+
+def _until(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_full_disk_is_told_before(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "SPARE_BYTES", 2**60)
+    with pytest.raises(ConfigError, match="more than there is room for"):
+        locate(ONE, downloads, nowhere)
+    assert hub.n_bytes["tiny-Q4_0.gguf"] == 0
+
+
+def test_a_disk_that_becomes_full_is_told_and_the_download_goes_on_later(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = [3 * PIECE_BYTES]
+    write, narrow = os.pwrite, threading.Lock()
+
+    def pwrite(descriptor: int, data: bytes, at: int) -> int:
+        with narrow:
+            if len(data) > 1:
+                room[0] -= len(data)
+            if room[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(download, "N_AT_ONCE", 1)
+    with pytest.raises(ConfigError, match=r"The disk of .* is full"):
+        locate(ONE, downloads, nowhere)
+    assert downloads.folder is not None
+    assert [*downloads.folder.glob("*/*.gguf")] == []
+    room[0] = 2**40
+    hub.n_bytes.clear()
+    content = hub.files["tiny-Q4_0.gguf"]
+    assert locate(ONE, downloads, nowhere).read_bytes() == content
+    assert hub.n_bytes["tiny-Q4_0.gguf"] <= len(content) - 2 * PIECE_BYTES
+
+
+def test_the_least_recently_used_gives_way_and_what_is_open_never(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {name: len(content) for name, content in hub.files.items()}
+    one, three = sizes["tiny-Q4_0.gguf"], sum(n for name, n in sizes.items() if "Q8_0" in name)
+    bounded = DownloadsConfig(folder=tmp_path / "models", max_gib=(one + three + 1000) / 2**30)
+    old = ModelSource(repo="owner/name@v1")
+    first, second = locate(ONE, bounded, nowhere), locate(THREE, bounded, nowhere)
+    with pytest.raises(ConfigError, match="beside the models that are in use"):
+        locate(old, bounded, nowhere)
+    for descriptor in folder_module._open.values():
+        os.close(descriptor)  # as if their processes had ended
+    folder_module._open.clear()
+    locate(ONE, bounded, nowhere)
+    os.utime(next((tmp_path / "models" / ".locks").glob(second.parent.name)), (0, 0))
+    third = locate(old, bounded, nowhere)
+    assert first.is_file()
+    assert third.is_file()
+    assert not second.exists()
+    assert [*second.parent.glob("*.gguf")] == []
+
+
+def test_a_url_is_downloaded(shards: list[Path], downloads: DownloadsConfig) -> None:
+    source = ModelSource(url=shards[0].as_uri())
+    path = locate(source, downloads, nowhere)
+    assert path != shards[0]
+    assert Model(path).n_bytes == Model(shards[0]).n_bytes
+    with pytest.raises(ConfigError, match="there is no file"):
+        locate(ModelSource(url=f"{shards[0].as_uri()}x"), downloads, nowhere)
+
+
+def test_a_url_that_changes_meanwhile_is_refused(
+    hub: Hub, shards: list[Path], downloads: DownloadsConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(shards[0].read_bytes())
+
+    def change(stage: Stage) -> None:
+        if 0 < stage.done < 1:
+            os.utime(path, (0, 0))
+
+    source = ModelSource(url=path.as_uri())
+    with pytest.raises(ConfigError, match="was changed while it was downloaded"):
+        locate(source, downloads, change)
+    assert locate(source, downloads, nowhere).read_bytes() == path.read_bytes()
+
+
+def test_a_url_that_does_not_answer_is_what_it_was(
+    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/tiny-Q4_0.gguf")
+    path = locate(source, downloads, nowhere)
+
+    def gone(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("fsspec.implementations.http.HTTPFileSystem.info", gone)
+    assert locate(source, downloads, nowhere) == path
+
+
+def test_a_url_over_http_is_downloaded(hub: Hub, downloads: DownloadsConfig) -> None:
+    source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/tiny-Q4_0.gguf")
+    assert Model(vocabulary(source, downloads), vocab_only=True).n_vocab == 512
+    assert locate(source, downloads, nowhere).read_bytes() == hub.files["tiny-Q4_0.gguf"]
