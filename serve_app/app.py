@@ -42,6 +42,8 @@ from serve_app.sampling import Api
 _CONTROL_REQUESTS = 16
 # Serve refuses by totals, and the engine whoever takes most: so replicas accept more than there are places.
 _BEYOND_PLACES = 2
+# Those in the background have places of their own, for each slot.
+_BACKGROUND_REQUESTS = 4
 _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
@@ -273,6 +275,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
         "max_ongoing_requests": _BEYOND_PLACES * (options.n_slots + options.max_waiting)
+        + _BACKGROUND_REQUESTS * options.n_slots
         + _CONTROL_REQUESTS,
         "max_queued_requests": 64,
         "graceful_shutdown_timeout_s": 30,
