@@ -17,6 +17,7 @@ from serve_app.config.defaults import ModelDefaults
 from serve_app.config.model_files import locate
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import (
+    BatchConfig,
     DefaultsConfig,
     DeploymentConfig,
     EngineConfig,
@@ -25,6 +26,8 @@ from serve_app.config.schema import (
 )
 from serve_app.config.sizing import ModelNeeds
 from serve_app.errors import ConfigError
+from serve_app.ingress.batch.books import Limits
+from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.ingress.http.addresses import is_loopback
@@ -73,7 +76,8 @@ def build(args: dict[str, Any]) -> Application:
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
     settings = access(app.ingress), app.ingress.sse_ping_interval_s, kept_responses(app.ingress)
-    return ingress.bind(models, engines, *settings)  # type: ignore[no-any-return]
+    kept = batches(app.ingress.batch)
+    return ingress.bind(models, engines, *settings, kept)  # type: ignore[no-any-return]
 
 
 def access(ingress: IngressConfig) -> Access:
@@ -101,6 +105,20 @@ def kept_responses(ingress: IngressConfig) -> Bounds:
         ingress.max_responses_mib_per_key << 20,
         ingress.max_responses_mib << 20,
     )
+
+
+def batches(configured: BatchConfig) -> BatchOptions | None:
+    """Where files and batches are kept, and how much; None if they are not."""
+    if configured.folder is None:
+        return None
+    limits = Limits(
+        configured.max_file_mib << 20,
+        configured.max_files,
+        configured.max_total_mib << 20,
+        configured.max_lines,
+        configured.max_batches,
+    )
+    return BatchOptions(configured.folder.expanduser(), limits, configured.max_concurrency)
 
 
 def _refuse_strangers(ingress: IngressConfig) -> None:
