@@ -17,6 +17,7 @@ from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import (
     NO_DOWNLOADS,
+    BatchConfig,
     DefaultsConfig,
     DeploymentConfig,
     DownloadsConfig,
@@ -27,6 +28,8 @@ from serve_app.config.schema import (
 )
 from serve_app.config.sizing import ModelNeeds
 from serve_app.errors import ConfigError
+from serve_app.ingress.batch.books import Limits
+from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.ingress.http.addresses import is_loopback
@@ -46,6 +49,8 @@ from serve_app.store.remote import UnreachableError
 _CONTROL_REQUESTS = 16
 # Serve refuses by totals, and the engine whoever takes most: so replicas accept more than there are places.
 _BEYOND_PLACES = 2
+# Those in the background have places of their own, for each slot.
+_BACKGROUND_REQUESTS = 4
 _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
@@ -75,7 +80,8 @@ def build(args: dict[str, Any]) -> Application:
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
     settings = access(app.ingress), app.ingress.sse_ping_interval_s, kept_responses(app.ingress)
-    return ingress.bind(models, engines, *settings)  # type: ignore[no-any-return]
+    kept = batches(app.ingress.batch)
+    return ingress.bind(models, engines, *settings, kept)  # type: ignore[no-any-return]
 
 
 def access(ingress: IngressConfig) -> Access:
@@ -103,6 +109,20 @@ def kept_responses(ingress: IngressConfig) -> Bounds:
         ingress.max_responses_mib_per_key << 20,
         ingress.max_responses_mib << 20,
     )
+
+
+def batches(configured: BatchConfig) -> BatchOptions | None:
+    """Where files and batches are kept, and how much; None if they are not."""
+    if configured.folder is None:
+        return None
+    limits = Limits(
+        configured.max_file_mib << 20,
+        configured.max_files,
+        configured.max_total_mib << 20,
+        configured.max_lines,
+        configured.max_batches,
+    )
+    return BatchOptions(configured.folder.expanduser(), limits, configured.max_concurrency)
 
 
 def _refuse_strangers(ingress: IngressConfig) -> None:
@@ -293,6 +313,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
         "max_ongoing_requests": _BEYOND_PLACES * (options.n_slots + options.max_waiting)
+        + _BACKGROUND_REQUESTS * options.n_slots
         + _CONTROL_REQUESTS,
         "max_queued_requests": 64,
         "graceful_shutdown_timeout_s": 30,

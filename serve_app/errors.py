@@ -14,6 +14,7 @@
     |-- ModelNotFoundError        404 model_not_found
     |-- RequestNotFoundError      404 request_not_found
     |-- ResponseNotFoundError     404 response_not_found
+    |-- ObjectNotFoundError       404 object_not_found
     |-- SlowRequestError          408 request_timeout
     |-- RequestTooLargeError      413 request_too_large
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
@@ -239,6 +240,14 @@ class ResponseNotFoundError(CorralError):
     @property
     def message(self) -> str:
         return f"Response with id {self.args[0]!r} not found."
+
+
+class ObjectNotFoundError(CorralError):
+    """The caller has no file or batch of that id."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "object_not_found"
 
 
 class SlowRequestError(CorralError):

@@ -27,6 +27,11 @@ SHARED_GROUP = "*"
 """The cache group of what all groups may start from: the system prompts of the configuration."""
 
 
+def account(client: str, *, background: bool) -> str:
+    """The name of a client's account."""
+    return f"{client}\0background" if background else client
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to continue. `id` is unique among the engine's live requests."""
@@ -65,6 +70,13 @@ class GenerationRequest:
     cache_group: str = ""
     """Whose prefixes it may start from, and who may start from what it leaves in the KV cache: requests of
     the same group. It is empty for all that come without API keys and without a `cache_salt`."""
+    background: bool = False
+    """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
+
+    @property
+    def account(self) -> str:
+        """What it costs is charged there: a client's background owes nothing to its other requests."""
+        return account(self.client, background=self.background)
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -103,8 +115,8 @@ class Timings:
     stalled_s: float = 0.0
     """Of `decode_s`, the time in which others were computed, or nobody, but not this request."""
     preempted_s: float = 0.0
-    """Of `prefill_s` and `decode_s`, the time without a slot: the cache was full, or its client had more
-    than its share."""
+    """Of `prefill_s` and `decode_s`, the time without a slot: the cache was full, its client had more than
+    its share, or somebody came for whom it stepped back."""
     n_preemptions: int = 0
     mean_batch: float = 0.0
     """Sequences that were computed together with this one, itself among them, on average."""

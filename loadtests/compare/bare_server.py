@@ -60,9 +60,11 @@ class LocalClient:
         """See EngineClient."""
         return Answers(tuple(self._engine.explain(wanted)))
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+    ) -> NDArray[np.float32]:
         """See EngineClient."""
-        return await asyncio.wrap_future(self._engine.embed(texts, client))
+        return await asyncio.wrap_future(self._engine.embed(texts, client, background=background))
 
     async def replica_states(self) -> dict[str, int]:
         """See EngineClient."""

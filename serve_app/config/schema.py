@@ -274,6 +274,27 @@ class ModelConfig(_Section):
     in one submit. Every request waits for it; see ARCHITECTURE.md for what it costs and gains."""
 
 
+class BatchConfig(_Section):
+    """Files and batches."""
+
+    folder: Path | None = None
+    """Where files, batches and their books are kept: a folder that all nodes with an ingress see, on a file
+    system with locks. Without one, there are no files and batches."""
+    max_file_mib: PositiveInt = 200
+    """Of one file."""
+    max_files: PositiveInt = 1000
+    """Files that one API key may have; without keys, all together."""
+    max_total_mib: PositiveInt = 4096
+    """What these may take together."""
+    max_lines: PositiveInt = 200_000
+    """Requests in one file."""
+    max_batches: PositiveInt = 100
+    """Batches of one API key that have not ended."""
+    max_concurrency: PositiveInt = 256
+    """Lines of batches that one ingress replica asks the engines for at once; fewer, if these have fewer
+    places."""
+
+
 class IngressConfig(_Section):
     """The HTTP side."""
 
@@ -322,6 +343,8 @@ class IngressConfig(_Section):
     """What these may take, in MiB."""
     max_responses_mib: PositiveInt = 256
     """What those of all keys may take, in MiB. At the bound, the key that has most loses its oldest."""
+    batch: BatchConfig = BatchConfig()
+    """Files and batches."""
     deployment: DeploymentConfig = DeploymentConfig()
     """The ingress's Serve deployment."""
 

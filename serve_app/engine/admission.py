@@ -27,7 +27,7 @@ logger = logging.getLogger("corral.engine")
 
 class Admission:
     """Moves sequences from the queue into slots, and back where another client's turn has come or the cache
-    is full. Decoder thread only."""
+    is full. What is in the background gives its slots back to whoever comes. Decoder thread only."""
 
     def __init__(
         self,
@@ -54,6 +54,8 @@ class Admission:
         self._anticipation = Anticipation(options.n_slots)
         self._paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
+        self._background_paused = False
+        """The same for what is in the background, as one of it lost its slot."""
         self.changed = False
         """Whether a sequence has got a slot or lost one since this was last set to False."""
 
@@ -61,7 +63,8 @@ class Admission:
         """They have come, and wait."""
         self._waiting.extend(sequences)
         for sequence in sequences:
-            self._anticipation.came(sequence.request.client)
+            if not sequence.request.background:
+                self._anticipation.came(sequence.request.client)
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into idle slots, in the order that is fair to their clients; one
@@ -75,7 +78,7 @@ class Admission:
         for sequence in self._waiting:
             if not self._cache.table.has_idle:
                 break
-            if sequence.finished or self._is_kept_free_of(sequence):
+            if sequence.finished or self._is_held_back(sequence):
                 continue
             place = self._cache.place(sequence)
             if place is None:
@@ -116,20 +119,20 @@ class Admission:
 
     def release(self, sequence: Sequence) -> None:
         """It has ended, wherever it was, and is in the queue no more."""
-        client = sequence.request.client
-        if sequence.trace.admitted is not None and client not in self._accounts:
+        client, background = sequence.request.client, sequence.request.background
+        if sequence.trace.admitted is not None and client not in self._accounts and not background:
             self._anticipation.left(client, time.monotonic())
         if sequence.slot_id == NO_SLOT:
             return
-        self._paused = False
+        self._paused = self._background_paused = False
         self._scheduler.remove(sequence)
         self._cache.release(sequence)
 
     # -- when the cache is full -------------------------------------------------------------------
 
     def make_room(self) -> bool:
-        """Free the cells of the least used idle slot, or else of the sequence that got its slot last, which
-        waits then. False if there is but one sequence."""
+        """Free the cells of the least used idle slot, or else of the sequence that got its slot last, of
+        those in the background if there are any, which waits then. False if there is but one sequence."""
         if self._cache.evict_idle():
             return True
         running = [one for one in self._scheduler.running if not one.finished]
@@ -137,8 +140,10 @@ class Admission:
             return True  # some have just ended
         if len(running) == 1:
             return False
-        self._preempt(max(running, key=lambda one: one.trace.admitted or 0.0))
-        self._paused = True
+        behind = [one for one in running if one.request.background]
+        self._preempt(max(behind or running, key=_admitted))
+        self._background_paused = True
+        self._paused = not behind
         return True
 
     def interrupt(self) -> None:
@@ -146,7 +151,7 @@ class Admission:
         for sequence in self._scheduler.running:
             if not sequence.finished:
                 self._preempt(sequence, stored=False)
-        self._paused = False
+        self._paused = self._background_paused = False
 
     def _preempt(self, sequence: Sequence, *, gave_way: bool = False, stored: bool = True) -> None:
         """Take its slot away; it waits for another one."""
@@ -156,10 +161,24 @@ class Admission:
         self.changed = True
         self._counts.preemptions += 1
 
-    # -- when a client is over its share ----------------------------------------------------------
+    # -- when somebody else needs a slot ----------------------------------------------------------
+
+    def _step_back(self) -> None:
+        """Have as many sequences in the background lose their slots as others lack. What they have in the
+        cache is stored, unless that takes too long."""
+        waiting = self._waiting.unordered
+        n_lacking = sum(not (one.request.background or one.finished) for one in waiting)
+        n_lacking -= self._cache.table.n_idle
+        behind = [one for one in self._scheduler.running if one.request.background]
+        behind = sorted((one for one in behind if not one.finished), key=_admitted)
+        for sequence in behind[len(behind) - max(0, min(n_lacking, len(behind))) :]:
+            is_stored = self._giving_way_s(sequence) is not None
+            self._preempt(sequence, gave_way=True, stored=is_stored)
 
     def _give_way(self) -> None:
-        """Have one sequence give way to another client's request, if that is fair and pays."""
+        """Have one sequence give way to another client's request, if that is fair and pays; those in the
+        background always do."""
+        self._step_back()
         if self._accounts.active < 2 or self._cache.table.has_idle:
             return
         running, now = self._scheduler.running, time.monotonic()
@@ -167,9 +186,12 @@ class Admission:
         if sequence is not None:
             self._preempt(sequence, gave_way=True)
 
-    def _is_kept_free_of(self, sequence: Sequence) -> bool:
-        """Whether the slots that are idle are for others, who will probably be back at once."""
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        """Whether the slots that are idle are for others, who will probably be back at once. What is in the
+        background may have them, as it gives them back, unless the cache was too small for it."""
         client, running = sequence.request.client, self._scheduler.running
+        if sequence.request.background:
+            return self._background_paused
         n_kept = self._anticipation.n_kept(client, running, time.monotonic())
         return self._cache.table.n_idle <= n_kept
 
@@ -179,3 +201,7 @@ class Admission:
         if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:
             return None
         return 2 * save_s + self._costs.prefill_s(sequence.n_past - n_kept, n_kept)
+
+
+def _admitted(sequence: Sequence) -> float:
+    return sequence.trace.admitted or 0.0

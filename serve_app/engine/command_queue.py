@@ -21,7 +21,7 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.types import RequestRecord
+from serve_app.types import GenerationRequest, RequestRecord, account
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,18 @@ class CommandQueue:
     caller's thread. What another engine had accepted is never one too many. See `Places` for who is.
     """
 
-    def __init__(self, places: Places, max_wait_s: float | None) -> None:
+    def __init__(
+        self, places: Places, max_wait_s: float | None, background: Places | None = None
+    ) -> None:
+        """Requests in the background have places of their own, and may wait for as long as they like;
+        without any, all are refused."""
         self._changed = threading.Condition()
-        self._places = places
+        self._places = {False: places, True: background or Places(0, 0)}
         self._displaced: dict[str, QueueFullError] = {}
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._live: dict[str, RequestRecord] = {}
+        self._background: set[str] = set()
+        """Of these, those in the background."""
         self._submitted: list[Sequence] = []
         self._texts: list[Texts] = []
         self._held_texts: Counter[str] = Counter()
@@ -62,6 +68,8 @@ class CommandQueue:
         self._leave: Callable[[bool], None] = lambda leaving: None
         self._computed: frozenset[str] = frozenset()
         """Requests of the batch that is being computed."""
+        self._steps_back = False
+        """Whether that is left for whoever comes."""
         self._leaving = self._told = False
 
     def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
@@ -69,6 +77,7 @@ class CommandQueue:
         before."""
         with self._changed:
             refusals = [self._accept(sequence, forecast) for sequence in sequences]
+            self._tell()
             self._changed.notify()
         return refusals
 
@@ -76,12 +85,13 @@ class CommandQueue:
         """Any thread: accept these texts or say, for each request, why not."""
         with self._changed:
             refusals = [self._accept_texts(request) for request in requests]
+            self._tell()
             self._changed.notify()
         return refusals
 
     def _accept_texts(self, request: Texts) -> CorralError | None:
-        client, n_texts = request.client, len(request.tokens)
-        if not may_embed(self._held_texts, client, n_texts):
+        client, n_texts = request.account, len(request.tokens)
+        if not may_embed(self._held_texts, client, n_texts, background=request.background):
             return QueueFullError("Too many texts wait to be embedded.", 1)
         if closed := self._closed():
             return closed
@@ -119,25 +129,30 @@ class CommandQueue:
         if sequence.id in self._live:
             return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
         request = sequence.request
+        places = self._places[request.background]
         if not request.n_failovers:
-            verdict = self._places.ask(request.client)
-            if refusal := self._overload(request.client, verdict, forecast):
+            verdict = places.ask(request.account)
+            if refusal := self._overload(request, verdict, forecast):
                 return refusal
             if verdict.displaced is not None:
-                self._displace(verdict.displaced, forecast)
-        self._places.take(request.id, request.client, may_be_displaced=not request.n_failovers)
+                self._displace(places, verdict.displaced, forecast)
+        places.take(request.id, request.account, may_be_displaced=not request.n_failovers)
+        if request.background:
+            self._background.add(request.id)
         self._live[request.id] = RequestRecord(
             request.id, request.http_id, request.client, "waiting"
         )
         self._submitted.append(sequence)
         return None
 
-    def _overload(self, client: str, verdict: Verdict, forecast: Forecast) -> QueueFullError | None:
-        held = self._places.held
+    def _overload(
+        self, request: GenerationRequest, verdict: Verdict, forecast: Forecast
+    ) -> QueueFullError | None:
+        client, held = request.account, self._places[request.background].held
         if not verdict.accepted:
             retry_after_s = forecast.place_free_s(client, held, self._submitted)
             return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
-        wait_s = forecast.wait_s(client, held, self._submitted)
+        wait_s = 0.0 if request.background else forecast.wait_s(client, held, self._submitted)
         if wait_s > self._max_wait_s:
             return QueueFullError(
                 f"A slot would be free after {wait_s:.0f} seconds; {self._max_wait_s:.0f} are the most "
@@ -146,14 +161,20 @@ class CommandQueue:
             )
         return None
 
-    def _displace(self, request_id: str, forecast: Forecast) -> None:
-        client = self._live[request_id].client
-        retry_after_s = forecast.place_free_s(client, self._places.held, self._submitted)
+    def _displace(self, places: Places, request_id: str, forecast: Forecast) -> None:
+        retry_after_s = forecast.place_free_s(
+            self._account(request_id), places.held, self._submitted
+        )
         self._displaced[request_id] = QueueFullError(
             "All slots and the waiting queue are full, and other clients have fewer requests there.",
             retry_after_s,
         )
-        self._places.displace(request_id)
+        places.displace(request_id)
+
+    def _account(self, request_id: str) -> str:
+        """Of a live request."""
+        background = request_id in self._background
+        return account(self._live[request_id].client, background=background)
 
     def find(self, wanted: str) -> list[RequestRecord]:
         """Any thread: what was accepted of that request and has not ended."""
@@ -176,23 +197,31 @@ class CommandQueue:
 
     @contextmanager
     def computing(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """Decoder thread: a batch for these requests, which is left once all of them are aborted."""
+        """Decoder thread: a batch for these requests, which is left once all of them are aborted; or once
+        somebody comes, if all are in the background."""
         with self._changed:
             self._computed = frozenset(request_ids)
+            self._steps_back = bool(self._computed) and self._computed <= self._background
             self._tell()
         try:
             yield
         finally:
             with self._changed:
-                self._computed = frozenset()
+                self._computed, self._steps_back = frozenset(), False
                 self._tell()
 
     def _tell(self) -> None:
         """Say whether a batch is to be left, if that has changed. With the lock."""
         unwanted = self._leaving or (bool(self._computed) and self._computed <= self._aborted)
+        unwanted = unwanted or (self._steps_back and self._somebody_has_come())
         if unwanted != self._told:
             self._told = unwanted
             self._leave(unwanted)
+
+    def _somebody_has_come(self) -> bool:
+        return any(not one.request.background for one in self._submitted) or any(
+            not one.background for one in self._texts
+        )
 
     def leave(self) -> None:
         """Any thread: leave the batch that is being computed, and all that come."""
@@ -238,16 +267,19 @@ class CommandQueue:
         was displaced in the same moment runs all the same."""
         with self._changed:
             for sequence in sequences:
-                self._places.started(sequence.id, sequence.request.client)
+                request = sequence.request
+                self._places[request.background].started(sequence.id, request.account)
                 self._displaced.pop(sequence.id, None)
 
     def forget(self, request_id: str) -> None:
         """Decoder thread: the request has ended; its place and its id are free. An abort that came
         too late for it must not hit the next request of that id."""
         with self._changed:
-            record = self._live.pop(request_id, None)
-            if record is not None:
-                self._places.leave(request_id, record.client)
+            if request_id in self._live:
+                places = self._places[request_id in self._background]
+                places.leave(request_id, self._account(request_id))
+                del self._live[request_id]
+                self._background.discard(request_id)
             self._aborted.discard(request_id)
             self._displaced.pop(request_id, None)
 

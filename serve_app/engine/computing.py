@@ -153,7 +153,8 @@ class Computing:
         delta = sequence.accept(sampled, self._backend.vocabulary, n_ctx_slot, shifts=shifts)
         n_taken = sequence.n_generated - n_before
         self._counts.generated_tokens += n_taken
-        self._latencies.add("itl_s" if n_before else "ttft_s", sequence.trace.gap_s)
+        if not sequence.request.background:  # nobody waits for those
+            self._latencies.add("itl_s" if n_before else "ttft_s", sequence.trace.gap_s)
         if chunk.draft:
             self._check_draft(chunk, n_taken, len(sampled) - 1)
         self._outbox.put(sequence, delta)
@@ -182,7 +183,7 @@ class Computing:
 
     def _forget(self, plan: Batch) -> bool:
         """The batch was left, as nobody waits for it: some of its rows may be in the cache. The next step
-        ends its sequences."""
+        ends its sequences, or serves who has come first."""
         for chunk in plan.chunks:
             self._cache.drop_rows(chunk.sequence)
         return False

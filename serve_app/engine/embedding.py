@@ -18,6 +18,7 @@ from serve_app.engine.health import Progress
 from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError, DecodeError
+from serve_app.types import account
 
 Vectors = NDArray[np.float32]
 """One row for each text."""
@@ -35,9 +36,13 @@ class Texts:
     """One request's texts, and the way to their vectors. Cancelling `future` spares what was not yet
     computed."""
 
-    def __init__(self, tokens: Sequence[tuple[int, ...]], client: str = "") -> None:
+    def __init__(
+        self, tokens: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False
+    ) -> None:
         self.tokens = tokens
-        self.client = client
+        self.background = background
+        """See GenerationRequest."""
+        self.account = account(client, background=background)
         self.future: Future[Vectors] = Future()
         self._vectors: dict[int, NDArray[np.float64]] = {}
 
@@ -109,7 +114,8 @@ def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
 class EmbeddingQueue:
     """The texts that wait, and batches over them. Decoder thread only.
 
-    The text goes first whose client has least due: what it was charged, and its texts before this one. A
+    What is in the background comes last, and only while no other sequence runs. Before that, the text goes
+    first whose client has least due: what it was charged, and its texts before this one. A
     client's requests take turns, text by text, so that a long list does not hold a short one up. A text
     that is longer than a batch goes on in the next one, if the model's tokens see only those before them.
     """
@@ -145,9 +151,9 @@ class EmbeddingQueue:
     def add(self, requests: Iterable[Texts]) -> None:
         """Queue texts."""
         for request in requests:
-            self._accounts.enter(request.client)
+            self._accounts.enter(request.account)
             self._live.add(request)
-            turns = (text.turn for text in self._waiting if text.owner.client == request.client)
+            turns = (text.turn for text in self._waiting if text.owner.account == request.account)
             turn = next(turns, 0)
             self._waiting += [_Text(request, i, turn + i) for i in range(len(request.tokens))]
             self._waiting.sort(key=lambda text: text.turn)
@@ -159,10 +165,18 @@ class EmbeddingQueue:
             self._leave(request)
         self._waiting = [text for text in self._waiting if text.owner in self._live]
         texts = self._first()
-        if not texts or self._gives_way(texts[0].owner.client, running):
+        if not texts:
+            return
+        first = texts[0].owner
+        ahead = [one for one in running if not one.request.background]
+        if first.background and ahead:
+            self._others_ran = time.monotonic()
+            return
+        beside = running if first.background else ahead
+        if self._gives_way(first.account, beside):
             return
         pending = [text.n_pending for text in texts]
-        limit = self._limit(pending, texts[0].n_past, bool(running))
+        limit = self._limit(texts[0], sum(pending), bool(beside))
         packed = pack(pending, limit, whole=not self._shape.causal)
         batch = list(zip(texts, packed, strict=False))
         try:
@@ -186,16 +200,17 @@ class EmbeddingQueue:
             return suspects[:1]
         row_s = self._slowdown * self._costs.prompt_token_s or 1.0
         due_s: dict[str, float] = {}
-        ranked: list[tuple[bool, float, int, _Text]] = []
+        ranked: list[tuple[tuple[bool, bool], float, int, _Text]] = []
         most, n_ranked = self._shape.n_seq_max, Counter[str]()
         for number, text in enumerate(self._waiting):
-            client = text.owner.client
+            client = text.owner.account
             if n_ranked[client] >= most and not text.n_past:  # thousands may wait, in every step
                 continue
             n_ranked[client] += 1
             due = due_s.get(client, self._accounts[client])
             due_s[client] = due + text.n_pending * row_s
-            ranked.append((text.n_past == 0, due, number, text))  # who has begun goes on
+            is_new = text.n_past == 0  # who has begun goes on
+            ranked.append(((is_new, text.owner.background), due, number, text))
         first = nsmallest(most, ranked, key=lambda entry: entry[:3])
         return [entry[-1] for entry in first]
 
@@ -204,21 +219,23 @@ class EmbeddingQueue:
         every other time for their streams, which cannot use all of the decoder however little they have
         had."""
         spent_s, now = self._accounts[client], time.monotonic()
-        others = [one for one in running if one.request.client != client]
+        others = [one for one in running if one.request.account != client]
         if others:
             self._others_ran = now
-        behind = [one for one in others if self._accounts[one.request.client] <= spent_s]
+        behind = [one for one in others if self._accounts[one.request.account] <= spent_s]
         prompts = any(one.n_pending > 1 for one in behind)
         return prompts or (bool(behind) and now < self._not_before)
 
-    def _limit(self, pending: list[int], n_past: int, beside: bool) -> int:
-        n_rows = min(self._shape.n_rows, sum(pending))
+    def _limit(self, first: _Text, n_pending: int, beside: bool) -> int:
+        n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
-        if not ((beside or among_clients) and self._max_stall_s and self._costs):
+        may_be_long = not (beside or among_clients or first.owner.background)
+        if may_be_long or not (self._max_stall_s and self._costs):
             return n_rows
-        share = _SHARE_AMONG_CLIENTS if among_clients else _SHARE
+        share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
+        share = _SHARE_AMONG_CLIENTS if among_clients else share
         within_s = share * self._max_stall_s / self._slowdown
-        fitting = self._costs.chunk(n_rows, n_past, within_s=within_s)
+        fitting = self._costs.chunk(n_rows, first.n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows)
 
     def _forward(self, batch: list[tuple[_Text, int]]) -> None:
@@ -232,7 +249,7 @@ class EmbeddingQueue:
         self._learn(len(rows), depth, ended - began)
         start = 0
         for text, n_rows in batch:
-            self._accounts.charge(text.owner.client, (ended - began) * n_rows / len(rows))
+            self._accounts.charge(text.owner.account, (ended - began) * n_rows / len(rows))
             if text.advance(vectors[start : start + n_rows], self._shape.pooling):
                 self._finish(text.owner)
             start += n_rows
@@ -260,7 +277,7 @@ class EmbeddingQueue:
     def _leave(self, request: Texts) -> None:
         if request in self._live:
             self._live.remove(request)
-            self._accounts.leave(request.client)
+            self._accounts.leave(request.account)
 
     def end(self, error: CorralError) -> None:
         """End all that wait."""

@@ -114,11 +114,13 @@ class Engine:
         It must not block or raise."""
         self._loop.delivered = callback
 
-    def embed(self, texts: Sequence[tuple[int, ...]], client: str = "") -> Future[Vectors]:
+    def embed(
+        self, texts: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False
+    ) -> Future[Vectors]:
         """Vectors of a client's texts, given as tokens: float32, one row each, not normalised; of a
         reranking model, one score each. Cancelling the future spares what was not yet computed. Raises like
         `submit`, TextTooLongError instead of PromptTooLongError."""
-        (outcome,) = self.embed_many([Texts(texts, client)])
+        (outcome,) = self.embed_many([Texts(texts, client, background=background)])
         if isinstance(outcome, CorralError):
             raise outcome
         return outcome

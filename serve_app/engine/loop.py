@@ -45,6 +45,8 @@ from serve_app.types import FinishReason, RequestRecord, SequenceEnd
 
 logger = logging.getLogger("corral.engine")
 
+# Requests in the background that may wait or run, for each slot: enough to fill them, and the next ones.
+BACKGROUND_PLACES = 2
 # Requests of which `Holdings` knows that they were taken in.
 _TAKEN_KEPT = 256
 # After so many seconds without work, what idle slots hold is stored ahead.
@@ -66,7 +68,11 @@ class DecoderLoop:
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         self._options = options
         n_places = options.n_slots + options.max_waiting
-        self._command_queue = CommandQueue(Places(n_places, options.n_slots), options.max_wait_s)
+        self._command_queue = CommandQueue(
+            Places(n_places, options.n_slots),
+            options.max_wait_s,
+            Places(BACKGROUND_PLACES * options.n_slots, options.n_slots),
+        )
         self._accounts = Accounts()
         self._waiting = FairQueue(self._cost, self._accounts)
         self._sampling_costs = SamplingCosts()
@@ -198,6 +204,7 @@ class DecoderLoop:
             speculate=options.speculate and backend.can_rewind,
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.kv_unified,
+            leaves=backend.can_rewind,
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
@@ -272,7 +279,7 @@ class DecoderLoop:
         self._flush()
         self._worked = time.monotonic()
         self._counts.step_s += self._worked - began
-        if not table.has_idle:
+        if not table.has_idle and self._scheduler.served_all:
             n_prompt = counts.prompt_tokens - n_prompt
             n_generated = counts.generated_tokens - n_generated
             seconds = self._worked - began - (counts.sample_s - sample_s)
@@ -400,8 +407,8 @@ class DecoderLoop:
             self._counts,
             ended=self._ended,
             embedded=self._embeddings.counts,
-            running=len(self._scheduler.running),
-            waiting=len(self._waiting),
+            running=self._scheduler.running,
+            waiting=self._waiting.unordered,
             draining=self._draining,
         )
         return View(stats, self._hold(), forecast)

@@ -12,10 +12,15 @@ from fastapi import FastAPI
 from serve_app import __version__
 from serve_app.errors import RequestNotFoundError
 from serve_app.ingress.anthropic import routes as anthropic_routes
+from serve_app.ingress.batch import routes as batch_routes
+from serve_app.ingress.batch.books import Books
+from serve_app.ingress.batch.runner import Runner
+from serve_app.ingress.batch.service import BatchOptions, Service
 from serve_app.ingress.dashboard import broadcaster
 from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors, request_context
+from serve_app.ingress.http.api_keys import Accounts
 from serve_app.ingress.http.auth import IGNORED, Access, AccessMiddleware
 from serve_app.ingress.http.cors import Cors
 from serve_app.ingress.http.limits.open_requests import OpenRequests
@@ -36,7 +41,15 @@ from serve_app.types import ReplicaStats
 PREPARATIONS = (
     *(
         f"serve_app.ingress.{protocol}.preparation"
-        for protocol in ("anthropic", "embeddings", "llama_server", "ollama", "openai", "responses")
+        for protocol in (
+            "anthropic",
+            "batch",
+            "embeddings",
+            "llama_server",
+            "ollama",
+            "openai",
+            "responses",
+        )
     ),
     "serve_app.ingress.embeddings.serving",
     "serve_app.ingress.ollama.catalogue",
@@ -52,23 +65,38 @@ def build_api(
     sse_ping_interval_s: float = 0.0,
     open_requests: OpenRequests | None = None,
     runs: Runs | None = None,
+    batches: BatchOptions | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
     The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
     requests do not say otherwise; see EventStream. `open_requests` counts those that are answered. `runs`
-    makes responses that are kept; without it, this process alone keeps some. Raises ConfigError for a key
-    file that cannot be used.
+    makes responses that are kept; without it, this process alone keeps some. Without `batches` there are
+    none; they are worked on from the application's start on, as its lifespan. Raises ConfigError for a key
+    file that cannot be used, and OSError for a folder.
     """
     bodies = Bodies(workers or InProcess(models), strict=access.strict)
-    app = FastAPI(title="Corral", version=__version__)
+    accounts = access.accounts()
+    books = None if batches is None else Books(batches.folder, batches.limits)
+    runner = None
+    if books is not None and batches is not None:
+        runner = Runner(
+            lambda *call: app(*call),
+            books,
+            accounts,
+            batches.max_concurrency,
+            batches.lease_s,
+        )
+    app = FastAPI(
+        title="Corral", version=__version__, lifespan=None if runner is None else runner.running
+    )
     app.state.sse_ping_interval_s = sse_ping_interval_s
     errors.install(app)
     if open_requests is None:
         open_requests = OpenRequests(access.max_requests)
     if runs is None:
         runs = Runs(models, Store(Bounds()), open_requests)
-    _add_middleware(app, access, open_requests)
+    _add_middleware(app, access, accounts, open_requests)
     openai_routes.add(app, models, bodies)
     _add_information_routes(app, models)
     broadcaster.add(app, models)
@@ -77,13 +105,18 @@ def build_api(
     responses_routes.add(app, models, bodies, runs)
     embedding_routes.add(app, models, bodies)
     ollama_routes.add(app, models, bodies)
+    batch_routes.add(app, bodies, Service(books, runner))
     spec.install(app)
     return app
 
 
-def _add_middleware(app: FastAPI, access: Access, open_requests: OpenRequests) -> None:
+def _add_middleware(
+    app: FastAPI, access: Access, accounts: Accounts | None, open_requests: OpenRequests
+) -> None:
     """The last one added is the first one asked."""
-    app.add_middleware(AccessMiddleware, access=access, open_requests=open_requests)
+    app.add_middleware(
+        AccessMiddleware, access=access, accounts=accounts, open_requests=open_requests
+    )
     if access.ui:
         app.add_middleware(Page, switch=access.ui, network=access.network)
     # A page that has a key may ask from anywhere.

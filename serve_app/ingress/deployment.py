@@ -32,6 +32,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.api import PREPARATIONS, build_api
+from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.open_requests import OpenRequests
@@ -100,7 +101,7 @@ class HandleClient:
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         address = await self._listener.address()
         async with aclosing(self._answer(request, address)) as items:
-            async with self._starting.entered(request.client):
+            async with self._starting.entered(request.account):
                 first = await anext(items)
             yield first
             async for item in items:
@@ -125,14 +126,17 @@ class HandleClient:
                     await asyncio.wait([following])
                     _leave(response)
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+    ) -> NDArray[np.float32]:
         """See EngineClient."""
-        return await retried(lambda: self._embed_once(texts, client))
+        return await retried(lambda: self._embed_once(texts, client, background))
 
     async def _embed_once(
-        self, texts: tuple[tuple[int, ...], ...], client: str
+        self, texts: tuple[tuple[int, ...], ...], client: str, background: bool
     ) -> NDArray[np.float32]:
-        response: Any = self._handle.embed.remote(texts, client, self._vocabulary_key)
+        key = self._vocabulary_key
+        response: Any = self._handle.embed.remote(texts, client, key, background)
         try:
             async with _translated():
                 vectors: NDArray[np.float32] | CorralError = await response
@@ -299,13 +303,14 @@ class Ingress:
         access: Access,
         sse_ping_interval_s: float,
         kept_responses: Bounds,
+        batches: BatchOptions | None = None,
     ) -> None:
         forward_to_serve()
         heap.give_back()
         self._access = access
         self._open = OpenRequests(access.max_requests)
         self._cpu = CpuShare()
-        self._sse_ping_interval_s = sse_ping_interval_s
+        self._sse_ping_interval_s, self._batches = sse_ping_interval_s, batches
         paths = [
             await asyncio.to_thread(vocabulary, model.source, model.downloads) for model in models
         ]
@@ -335,6 +340,7 @@ class Ingress:
             self._sse_ping_interval_s,
             self._open,
             self._runs,
+            self._batches,
         )
 
     async def adopt_response(self, response_id: str) -> bool:

@@ -43,9 +43,12 @@ class EngineClient(Protocol):
         """Run a request: its acceptance, then its deltas. Raises CorralError. Closing the generator ends
         the request."""
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+    ) -> NDArray[np.float32]:
         """A vector, not normalised, for each text of a client, given as tokens; of a reranking model, one
-        score each. Raises CorralError. Cancelling it ends the request."""
+        score each. For `background`, see GenerationRequest. Raises CorralError. Cancelling it ends the
+        request."""
 
     async def stats(self) -> Answers[ReplicaStats]:
         """What each replica tells about itself. Raises nothing because of a late one."""

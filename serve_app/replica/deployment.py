@@ -119,7 +119,8 @@ class EngineReplica:
             if request.sampling.grammar is not None:
                 await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
             end = await self._run(request, channel, number)
-            self._metrics.ended(end)
+            if not request.background:
+                self._metrics.ended(end)
             _log(request, end)
             if isinstance(end.error, EngineFailedError):
                 raise end.error
@@ -154,13 +155,17 @@ class EngineReplica:
         return self._engine.submit_to(entries)
 
     async def embed(
-        self, texts: tuple[tuple[int, ...], ...], client: str, vocabulary_key: bytes
+        self,
+        texts: tuple[tuple[int, ...], ...],
+        client: str,
+        vocabulary_key: bytes,
+        background: bool = False,  # by its place: see prompt_of
     ) -> NDArray[np.float32] | CorralError:
         """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
         computed. What goes wrong is returned."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
-            return await self._embed(Texts(texts, client))
+            return await self._embed(Texts(texts, client, background=background))
         except EngineFailedError as error:
             _end_process(error)
         except CorralError as error:

@@ -31,6 +31,8 @@ class Reporter:
             prompt_token_s=stats.prompt_token_s,
             token_s=stats.token_s,
             answer_tokens=stats.answer_tokens,
+            n_background=stats.background_running + stats.background_waiting,
+            background_s=stats.background_backlog_s,
             blocks=frozenset(self._inventory.blocks(holdings.prompts)),
             requests=frozenset(request_key(one) for one in holdings.taken),
         )
@@ -42,6 +44,11 @@ def pressure(stats: EngineStats, n_ctx: int | None) -> dict[str, float]:
     load = Load(
         backlog_s=stats.backlog_s,
         slots=(stats.running + stats.waiting) / stats.n_slots,
-        cells=sum(slot.n_past for slot in stats.slots if slot.request_id is not None) / n_cells,
+        cells=sum(
+            slot.n_past
+            for slot in stats.slots
+            if slot.request_id is not None and not slot.background
+        )
+        / n_cells,
     )
     return {PRESSURE: load.pressure}

@@ -105,9 +105,12 @@ def prompt_of(pending: PendingRequest | None) -> Prompt:
             most - len(asked.generated),
             group,
             chain(asked.given[:_SYSTEM_TOKENS]),
+            asked.background,
         )
-    n_tokens = sum(len(text) for text in asked) if pending.metadata.call_method == "embed" else 0
-    return Prompt(_key(pending), 1 + n_tokens, max_tokens=0, group=group)
+    embeds = pending.metadata.call_method == "embed"
+    n_tokens = sum(len(text) for text in asked) if embeds else 0
+    background = embeds and any(pending.args[3:])
+    return Prompt(_key(pending), 1 + n_tokens, max_tokens=0, group=group, background=background)
 
 
 def _key(pending: PendingRequest) -> int:

@@ -49,6 +49,9 @@ class Report:
     """Held prefixes; see `serve_app.routing.blocks`."""
     requests: frozenset[int] = frozenset()
     """Hashes of the requests that came last: which of them the figures include."""
+    n_background: int = 0
+    """Requests in the background, which are not in those figures, and the seconds that they would take."""
+    background_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class Prompt:
     """Its HTTP request, by whose id Serve says that one of its parts has ended."""
     shared: Chain = ()
     """The chain that it would have if all cache groups could start from it: system prompts are held so."""
+    background: bool = False
+    """Whether it waits for all others, who do not notice it."""
 
 
 @dataclass(slots=True)
@@ -136,8 +141,11 @@ class ReplicaView:
         elapsed = now - self.at
         n_live, work_s = report.n_live, max(0.0, report.work_s - elapsed)
         prefill_s = max(0.0, report.prefill_s - elapsed)
+        if prompt.background:
+            n_live += report.n_background
+            work_s += max(0.0, report.background_s - elapsed)
         for sent in self.sent.values():
-            if not sent.done:
+            if not sent.done and (prompt.background or not sent.prompt.background):
                 n_live += 1
                 prefill_s += sent.missing * prompt_token_s
                 work_s += sent.missing * prompt_token_s

@@ -165,7 +165,8 @@ def _sampling_parameters() -> dict[str, set[str]]:
 
 def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:
     """Those that are honoured, refused, ignored, and those that change nothing."""
-    (operation,) = description["paths"][path].values()
+    operations = description["paths"][path]
+    operation = operations["post"] if "post" in operations else operations["get"]
     honoured = {one["name"] for one in operation.get("parameters", ())}
     found: list[set[str]] = [honoured, set(), set(), set()]
     if "requestBody" in operation:

@@ -30,6 +30,7 @@ EXAMPLES: list[CorralError] = [
     errors.RequestNotFoundError("no such request"),
     errors.ResponseNotFoundError("resp_1"),
     errors.PreviousResponseError("resp_1"),
+    errors.ObjectNotFoundError("no such file"),
     errors.SlowRequestError("too slow"),
     errors.RequestTooLargeError("too large"),
     errors.RateLimitError("too fast", 3),

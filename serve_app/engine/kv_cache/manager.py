@@ -87,7 +87,8 @@ class KVCacheManager:
         group, tokens = sequence.request.cache_group, sequence.packed(sequence.n_reusable)
         n_stored, stored = self._restorable(group, tokens)
         wanted = self._chunk_reuse.wanted(sequence, tokens)
-        choice = self.table.choose(group, tokens, n_stored, wanted)
+        background = sequence.request.background
+        choice = self.table.choose(group, tokens, n_stored, wanted, background=background)
         sequence.waits = choice if isinstance(choice, Wait) else None
         if isinstance(choice, Wait):
             if self.checkpoints.needed and choice.slot.sequence is not None:

@@ -45,6 +45,11 @@ class Slot:
         return self.sequence is None and not self.pinned
 
     @property
+    def in_background(self) -> bool:
+        """Whether it has a sequence for which nobody waits."""
+        return self.sequence is not None and self.sequence.request.background
+
+    @property
     def tokens(self) -> TokenArray:
         """What others may start from: the tokens of its sequence, cached or not yet, up to a context
         shift; those in the cache while it is idle."""

@@ -110,9 +110,13 @@ class SlotTable:
 
     @property
     def streams(self) -> bool:
-        """Whether some sequence generates: somebody waits for its next token."""
+        """Whether some sequence generates, and somebody waits for its next token."""
         sequences = (slot.sequence for slot in self.slots)
-        return any(one.state is SequenceState.DECODE for one in sequences if one is not None)
+        return any(
+            one.state is SequenceState.DECODE and not one.request.background
+            for one in sequences
+            if one is not None
+        )
 
     @property
     def n_cells(self) -> int:
@@ -128,7 +132,13 @@ class SlotTable:
         return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
 
     def choose(
-        self, group: str, prompt: Tokens, n_stored: int = 0, wanted: int = -1
+        self,
+        group: str,
+        prompt: Tokens,
+        n_stored: int = 0,
+        wanted: int = -1,
+        *,
+        background: bool = False,
     ) -> Choice | Wait:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
         Its first `n_stored` tokens can also be had from outside the slots. What slots of other cache groups
@@ -139,14 +149,18 @@ class SlotTable:
         prefix that another slot, idle or busy, holds is copied into the idle slot that is next to most busy
         ones (of a split cache, which computes consecutive slots together), or else the least recently used;
         so is one that is stored. The slot with the id `wanted` is the one, if it is idle. At least the
-        prompt's last token is left to decode. There must be an idle slot.
+        prompt's last token is left to decode. There must be an idle slot. Only in the `background` a prompt
+        waits for what is computed there.
         """
         prompt = packed(prompt)
         n_most = n_tokens(prompt) - 1
         shared = self.index.shared(group, prompt, n_most)
         cached = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
         here, ready = self._ready(cached, in_place=True), self._ready(cached, in_place=False)
-        coming = [n if n > slot.n_past else 0 for n, slot in zip(shared, self.slots, strict=True)]
+        coming = [
+            n if n > slot.n_past and (background or not slot.in_background) else 0
+            for n, slot in zip(shared, self.slots, strict=True)
+        ]
         idle = [slot for slot in self.slots if slot.idle]
         idle = [slot for slot in idle if slot.id == wanted] or idle
         in_place = max(idle, key=lambda slot: (_worth(slot, here[slot.id]), *self._fits(slot)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
@@ -11,6 +12,7 @@ from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.metrics.stats import Counts, EngineStats, SlotStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.backlog import Forecast
+from serve_app.engine.sequence import Sequence
 
 
 def engine_stats(
@@ -23,14 +25,17 @@ def engine_stats(
     *,
     ended: Counter[str],
     embedded: Counter[str],
-    running: int,
-    waiting: int,
+    running: Iterable[Sequence],
+    waiting: Iterable[Sequence],
     draining: bool,
 ) -> EngineStats:
     """A snapshot: it does not change with its parts. `ended` are requests by the reason of their end,
     `embedded` the counts of `EmbeddingQueue`."""
     mode, memory, threads = backend.mode, backend.memory, backend.threads
     transferred = cache.exchange.transferred
+    n_running, n_waiting = (
+        Counter(one.request.background for one in them) for them in (running, waiting)
+    )
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
@@ -41,8 +46,8 @@ def engine_stats(
         flash_attn=mode.flash_attn,
         kv_unified=mode.kv_unified,
         mode_reason=backend.mode_reason,
-        running=running,
-        waiting=waiting,
+        running=n_running[False],
+        waiting=n_waiting[False],
         backlog_s=round(forecast.work_s, 3),
         draining=draining,
         **vars(counts),
@@ -69,6 +74,9 @@ def engine_stats(
         prompt_token_s=forecast.prompt_token_s,
         token_s=forecast.token_s,
         answer_tokens=round(forecast.n_generated, 1),
+        background_running=n_running[True],
+        background_waiting=n_waiting[True],
+        background_backlog_s=round(forecast.background_s, 3),
     )
 
 
@@ -85,4 +93,5 @@ def _slot_stats(slot: Slot) -> SlotStats:
         sequence.n_prompt,
         sequence.n_generated,
         sequence.n_cached,
+        sequence.request.background,
     )

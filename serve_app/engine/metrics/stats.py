@@ -21,6 +21,8 @@ class SlotStats:
     n_generated: int
     n_cached: int = 0
     """Of its prompt, the tokens that were found in the cache."""
+    background: bool = False
+    """Whether nobody waits for its request."""
 
 
 @dataclass
@@ -62,9 +64,10 @@ class EngineStats:
     mode_reason: str
     """Why it is so."""
     running: int
+    """Requests with a slot; and those that wait for one. Requests in the background are not in these."""
     waiting: int
     backlog_s: float
-    """Forecast of the seconds until all that runs and waits would be done."""
+    """Forecast of the seconds until all these would be done."""
     draining: bool
     steps: int
     prompt_tokens: int
@@ -137,6 +140,10 @@ class EngineStats:
     token_s: float = 0.0
     answer_tokens: float = 0.0
     """Tokens that answers have had, the newest counting most."""
+    background_running: int = 0
+    """The same three for requests in the background."""
+    background_waiting: int = 0
+    background_backlog_s: float = 0.0
 
     def memory_report(self) -> str:
         """One line about what the engine holds, and would hold with more slots."""

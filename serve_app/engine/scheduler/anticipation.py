@@ -37,7 +37,9 @@ class Anticipation:
         self._left = {one: at for one, at in self._left.items() if now < at + EXPECTED_S}
         if not self._left:
             return 0
-        held = Counter(one.request.client for one in running if not one.finished)
+        held = Counter(
+            one.request.client for one in running if not one.finished and not one.request.background
+        )
         n_clients = len(held.keys() | self._left.keys() | {client})
         if held[client] < max(1, self._n_slots // n_clients):
             return 0

@@ -28,12 +28,14 @@ class Forecast:
     n_generated: float
     """Tokens that an answer has, as far as it does not say itself."""
     work_s: float = 0.0
-    """Until all sequences of that moment have ended."""
+    """Until all sequences of that moment have ended, but for those in the background."""
 
     prefill_s: float = 0.0
     """Of it, what is missing of prompts."""
     work_by_client: Mapping[str, float] = field(default_factory=dict)
-    """Of it, what is each client's."""
+    """Of it, what is each client's; and what each has in the background, by the names of the accounts."""
+    background_s: float = 0.0
+    """What is in the background, in all."""
 
     def work_of(self, sequences: Iterable[Sequence]) -> float:
         """Seconds until these have ended, if there were no others."""
@@ -74,7 +76,7 @@ class Forecast:
         """The work of so many requests of each client, of those that are live."""
         work = dict(self.work_by_client)
         for sequence in arrived:
-            client = sequence.request.client
+            client = sequence.request.account
             work[client] = work.get(client, 0.0) + self.work_of([sequence])
         return sum(work.get(client, 0.0) * n / live[client] for client, n in wanted.items())
 
@@ -117,9 +119,13 @@ class Backlog:
         )
         rates = self._n_slots, prompt_token_s, token_s, self._n_generated
         parts, work = Forecast(*rates).parts_of, dict[str, float]()
-        prefill_s = 0.0
+        work_s = prefill_s = background_s = 0.0
         for sequence in live:
-            client, (prompt_s, answer_s) = sequence.request.client, parts([sequence])
+            client, (prompt_s, answer_s) = sequence.request.account, parts([sequence])
             work[client] = work.get(client, 0.0) + prompt_s + answer_s
-            prefill_s += prompt_s
-        return Forecast(*rates, sum(work.values()), prefill_s, work)
+            if sequence.request.background:
+                background_s += prompt_s + answer_s
+            else:
+                work_s += prompt_s + answer_s
+                prefill_s += prompt_s
+        return Forecast(*rates, work_s, prefill_s, work, background_s)

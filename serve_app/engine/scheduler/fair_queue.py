@@ -20,6 +20,8 @@ _EXPECTED_TOKENS = 128
 class _Rank(NamedTuple):
     """The smallest goes first."""
 
+    background: bool
+    """Whether nobody waits for it."""
     is_new: bool
     """Whoever lost a slot because the cache was full, or with another engine, goes before all others."""
     priority: int
@@ -30,12 +32,14 @@ class _Rank(NamedTuple):
 
 
 class FairQueue:
-    """The sequences that wait for a slot. A client is what requests name; all that name none are one.
+    """The sequences that wait for a slot. A client is what requests name; all that name none are one, and
+    what a client has in the background is another one.
 
-    A lower `priority` goes first, whatever was served. Among equals the request goes first whose client
-    has least due: what it was charged, what its running requests will probably cost besides, and those of
-    its requests that go before this one; of clients with as much due, that of the one with fewer slots. So
-    a client with one short request does not wait for all of another's.
+    What is in the background comes last. Before that, a lower `priority` goes first, whatever was served.
+    Among equals the request goes first whose client has least due: what it was charged, what its running
+    requests will probably cost besides, and those of its requests that go before this one; of clients with
+    as much due, that of the one with fewer slots. So a client with one short request does not wait for all
+    of another's.
     """
 
     def __init__(self, cost: Cost, accounts: Accounts) -> None:
@@ -55,35 +59,37 @@ class FairQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In the order of admission."""
         ahead_s: dict[str, float] = {}
-        n_running = Counter(one.request.client for one in self._running)
+        n_running = Counter(one.request.account for one in self._running)
         for sequence in self._running:
-            client = sequence.request.client
+            client = sequence.request.account
             ahead_s[client] = ahead_s.get(client, 0.0) + sequence.outstanding_s
         ranked: list[tuple[_Rank, Sequence]] = []
         had_slot_first = sorted(self._waiting, key=lambda one: one.trace.admitted is None)
         for arrival, sequence in enumerate(had_slot_first):
-            client = sequence.request.client
+            client, request = sequence.request.account, sequence.request
             ahead = ahead_s.get(client, 0.0)
             ahead_s[client] = ahead + sequence.outstanding_s
             due_s = self._accounts[client] + ahead
             is_new = sequence.gave_way or not (
-                sequence.trace.admitted is not None or sequence.request.n_failovers
+                sequence.trace.admitted is not None or request.n_failovers
             )
-            rank = _Rank(is_new, sequence.request.priority, due_s, n_running[client], arrival)
+            rank = _Rank(
+                request.background, is_new, request.priority, due_s, n_running[client], arrival
+            )
             ranked.append((rank, sequence))
         return iter([sequence for _, sequence in sorted(ranked, key=lambda entry: entry[0])])
 
     def due_s(self, client: str, without: Sequence | None = None) -> float:
         """What a client was charged, and what those of its requests that run will probably cost besides;
         as if `without` did not run."""
-        running = (one for one in self._running if one.request.client == client)
+        running = (one for one in self._running if one.request.account == client)
         outstanding_s = sum(one.outstanding_s for one in running if one is not without)
         return self._accounts[client] + outstanding_s
 
     def extend(self, sequences: Iterable[Sequence]) -> None:
         """Requests came."""
         for sequence in sequences:
-            self._accounts.enter(sequence.request.client)
+            self._accounts.enter(sequence.request.account)
             most = sequence.request.sampling.max_tokens
             most = _EXPECTED_TOKENS if most is None else min(most, _EXPECTED_TOKENS)
             sampling_s = most * sequence.sampling_cost.token_s
@@ -105,9 +111,9 @@ class FairQueue:
     def charge(self, sequence: Sequence, seconds: float) -> None:
         """The decoder worked for it for so long."""
         sequence.spent_s += seconds
-        self._accounts.charge(sequence.request.client, seconds)
+        self._accounts.charge(sequence.request.account, seconds)
 
     def end(self, sequence: Sequence) -> None:
         """It ended, with a slot or without."""
         (self._waiting if sequence in self._waiting else self._running).remove(sequence)
-        self._accounts.leave(sequence.request.client)
+        self._accounts.leave(sequence.request.account)

@@ -1,4 +1,4 @@
-"""Which running sequence gives its slot to another client's. Pure: no model, no threads, no clock."""
+"""Which running sequence gives its slot to another one. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class GivingWay:
     A client that has at least two slots more than the one whose request is next gives one of them back,
     unless it has less due all the same: then the other has had more for its slots. With one slot more, it
     does so when it is ahead by a quantum, so that clients take turns where slots are fewer than they.
-    Slots so get equal, and nobody gives back what it would get again at once.
+    Slots so get equal, and nobody gives back what it would get again at once. What is in the background
+    gives way only to its like here; for all others it steps back without being asked.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,8 @@ class GivingWay:
         first = next(iter(waiting), None)
         if first is None or now < self._quiet_until:
             return None
-        held = Counter(one.request.client for one in running if not one.finished)
-        own = first.request.client
+        held = Counter(one.request.account for one in running if not one.finished)
+        own = first.request.account
         due_s = waiting.due_s(own)
         for client in sorted(held, key=waiting.due_s, reverse=True):
             n_more = held[client] - held[own]
@@ -66,7 +67,8 @@ class GivingWay:
         may = [
             one
             for one in running
-            if one.request.client == client
+            if one.request.account == client
+            and one.request.background == first.request.background
             and one.request.priority >= first.request.priority
             and not one.finished
         ]

@@ -87,10 +87,15 @@ class Places:
             del self._held[client]
 
 
-def may_embed(held: Mapping[str, int], client: str, n_texts: int) -> bool:
+def may_embed(
+    held: Mapping[str, int], client: str, n_texts: int, *, background: bool = False
+) -> bool:
     """Whether a client's request with so many texts is accepted beside those that wait: as long as they
-    are few; then if the client has none, as a list is never cut; or within its share of them."""
+    are few; then if the client has none, as a list is never cut; or within its share of them. In the
+    background, only as long as they are half as many."""
     n_waiting = sum(held.values())
+    if background:
+        return n_waiting < MAX_TEXTS // 2
     if n_waiting < MAX_TEXTS:
         return True
     if client not in held:

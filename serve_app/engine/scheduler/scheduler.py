@@ -24,6 +24,8 @@ MAX_DRAFTED_ROWS = 16
 MAX_SCORED_ROWS = 32
 # What speculation must promise to be tried.
 _LEAST_GAIN = 0.05
+# How much longer the others' decoding may take for what is decoded in the background.
+_FREE = 0.02
 
 
 class Scheduler:
@@ -45,6 +47,10 @@ class Scheduler:
     stream begins; and a chunk ends where a prefix ends that others wait for, or where
     a checkpoint is to be made.
 
+    What is in the background gets on while there is nothing else. Beside others, only its decoding
+    sequences do, as many as cost these next to nothing; where all is in the background nobody waits between
+    two tokens, and a batch that takes long can be left (`leaves`): there is no bound then.
+
     The prompt goes first that has waited longest for what it needs (highest response ratio next): short
     ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
     Scheduling", 1971.
@@ -59,20 +65,27 @@ class Scheduler:
         speculate: bool = False,
         n_ctx_slot: int = 0,
         mixed: bool = False,
+        leaves: bool = False,
     ) -> None:
         """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
-        Without anything measured or without a bound, only `n_batch` limits the prompts."""
+        Without anything measured or without a bound, only `n_batch` limits the prompts. `leaves` says
+        whether a batch in the background ends when somebody comes."""
         self._n_batch = n_batch
         self._costs = costs or CostModel(Profile())
         self._max_stall_s = max_stall_s
         self._speculate = speculate and bool(self._costs)
         self._n_ctx_slot = n_ctx_slot
         self._mixed = mixed
+        self._leaves = leaves
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
         self._beside_s = 0.0
         self._margin = _FIRST_MARGIN
         self._running: list[Sequence] = []
+        self._served: list[Sequence] = []
+        """Those that may get on in the step that is planned."""
+        self._in_background = False
+        """Whether nobody waits for any of them, and the step can be left."""
         self._has_news = False
         """Whether somebody came since the last step."""
         self._planned = 0.0
@@ -81,7 +94,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """A sequence got a slot; it is served in the next step if there is room."""
         self._running.append(sequence)
-        self._has_news |= sequence.trace.submitted > self._planned
+        self._has_news |= (
+            sequence.trace.submitted > self._planned and not sequence.request.background
+        )
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence ended, or lost its slot."""
@@ -91,6 +106,11 @@ class Scheduler:
     def running(self) -> tuple[Sequence, ...]:
         """The sequences that have a slot, in the order in which they got it."""
         return tuple(self._running)
+
+    @property
+    def served_all(self) -> bool:
+        """Whether all could get on in the step that was planned last."""
+        return len(self._served) == len(self._running)
 
     def schedule(
         self,
@@ -105,7 +125,9 @@ class Scheduler:
         matter. `beside_s` were spent on embeddings: prompts get less of the step."""
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends, self._beside_s = slot_ends, beside_s
-        decoding = [sequence for sequence in self._running if sequence.n_pending == 1]
+        self._served = self._who_is_served()
+        self._in_background = self._leaves and all(one.request.background for one in self._served)
+        decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = 0.0 if any(one.n_generated for one in decoding) else self._catch_up_s()
         held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
@@ -126,7 +148,7 @@ class Scheduler:
     def took(self, batches: list[Batch], seconds: float) -> None:
         """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
         both = any(one.decodes for one in batches) and any(one.prefills for one in batches)
-        if self._max_stall_s is not None and both:
+        if self._max_stall_s is not None and both and not self._in_background:
             change = _IN_TIME if seconds <= self._max_stall_s else _TOO_LONG
             self._margin = min(1.0, max(0.5, self._margin * change))
 
@@ -135,13 +157,40 @@ class Scheduler:
         depths = [sequence.n_past for sequence in sequences]
         return self._costs.attended(sum(depths) / len(depths), self._n_cells)
 
+    # -- in the background ------------------------------------------------------------------------
+
+    def _who_is_served(self) -> list[Sequence]:
+        """All; or all that somebody waits for, and what is as good as free beside them."""
+        ahead = [one for one in self._running if not one.request.background]
+        if not ahead or len(ahead) == len(self._running):
+            return list(self._running)
+        return [*ahead, *self._free_riders(ahead)]
+
+    def _free_riders(self, ahead: list[Sequence]) -> list[Sequence]:
+        """As many decoding sequences in the background as cost those ahead next to nothing."""
+        decoding = [one for one in ahead if one.n_pending == 1]
+        if not self._costs or not any(one.n_generated for one in decoding):
+            return []
+        behind = [one for one in self._running if one.request.background and one.n_pending == 1]
+        behind.sort(key=lambda one: _span([*decoding, one]))
+        n_past = self._depth([*decoding, *behind])
+        most_s = (1 + _FREE) * self._costs.steps_s(len(decoding), n_past)
+        n_free = 0
+        for n in range(1, len(behind) + 1):
+            together = [*decoding, *behind[:n]]
+            n_rows = len(together) if self._mixed else _span(together)
+            sampling_s = sum(one.sampling_cost.token_s for one in behind[:n])
+            if self._costs.decode_s(n_rows, n_past) + sampling_s <= most_s:
+                n_free = n
+        return behind[:n_free]
+
     # -- before the first stream ------------------------------------------------------------------
 
     def _catch_up_s(self) -> float:
         """Seconds until all prompts are done; 0 if that does not matter."""
         if self._max_stall_s is None:
             return 0.0
-        n_pending = sum(one.n_pending for one in self._running if one.n_pending > 1)
+        n_pending = sum(one.n_pending for one in self._served if one.n_pending > 1)
         return n_pending * self._costs.prompt_token_s
 
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
@@ -151,12 +200,12 @@ class Scheduler:
         since = (
             sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
         )
-        return now - since + rest_s <= _PATIENCE * len(self._running) * own_s
+        return now - since + rest_s <= _PATIENCE * len(self._served) * own_s
 
     def _without_last_tokens(self, prompts: list[Turn], rest_s: float, now: float) -> list[Turn]:
         """The same, but prompts that can wait stop before their last token; unless all are done now."""
         n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
-        if n_done == sum(one.n_pending > 1 for one in self._running):
+        if n_done == sum(one.n_pending > 1 for one in self._served):
             return prompts
         return [
             turn._replace(n_rows=turn.n_rows - 1)
@@ -230,21 +279,21 @@ class Scheduler:
 
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""
-        prompts = [sequence for sequence in self._running if sequence.n_pending > 1]
+        prompts = [sequence for sequence in self._served if sequence.n_pending > 1]
         if not prompts:
             return []
         sample_s = sum(map(_sample_s, chain(*decoding)))
         decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._max_stall_s is not None and bool(self._costs)
-        bounded = bounded and (bool(decoding) or self._has_news)
+        bounded = bounded and (bool(decoding) or self._has_news) and not self._in_background
         within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []
-        n_slots = Counter(one.request.client for one in self._running)
-        n_most = len(self._running)
+        n_slots = Counter(one.request.account for one in self._served)
+        n_most = len(self._served)
         for sequence in self._most_urgent_first(prompts, n_slots, now):
-            if n_slots[sequence.request.client] > n_most:
+            if n_slots[sequence.request.account] > n_most:
                 continue
             to_stop = min(sequence.n_pending, sequence.n_to_stop)
             depth, n_rows = self._depth([sequence]), min(left, to_stop)
@@ -269,7 +318,7 @@ class Scheduler:
             if (
                 n_rows == sequence.n_pending
             ):  # a first token, which waits for no client with more slots
-                n_most = min(n_most, n_slots[sequence.request.client])
+                n_most = min(n_most, n_slots[sequence.request.account])
             left -= n_rows
             if left <= 0:
                 break
@@ -294,7 +343,7 @@ class Scheduler:
         def urgency(sequence: Sequence) -> float:
             needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
             waited_s = now - sequence.trace.submitted
-            return waited_s / (needs_s or sequence.n_pending) / n_slots[sequence.request.client]
+            return waited_s / (needs_s or sequence.n_pending) / n_slots[sequence.request.account]
 
         return sorted(prompts, key=urgency, reverse=True)
 
@@ -302,6 +351,12 @@ class Scheduler:
 def _has_gaps(turns: list[Turn]) -> bool:
     """Whether slots lie between those of the sequences, which are ordered by them."""
     return turns[-1].sequence.slot_id - turns[0].sequence.slot_id >= len(turns)
+
+
+def _span(sequences: Iterable[Sequence]) -> int:
+    """Slots from the first to the last one of theirs."""
+    slots = [sequence.slot_id for sequence in sequences]
+    return max(slots) - min(slots) + 1
 
 
 def _sample_s(turn: Turn) -> float:

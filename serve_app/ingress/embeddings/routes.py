@@ -72,7 +72,7 @@ async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Ve
     may not, and what the engine does."""
     caller = request_context.current()
     caller.admit(texts)
-    vectors = await model.engine.embed(texts, caller.client(user))
+    vectors = await model.engine.embed(texts, caller.client(user), background=caller.background)
     caller.computed()
     return vectors
 

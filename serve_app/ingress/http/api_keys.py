@@ -131,15 +131,20 @@ class Account:
         """So many requests have ended."""
         self._n_running -= n
 
-    def admit(self, n_prompt: int) -> None:
-        """Charge a request's prompts. Raises KeyLimitError if they are longer than this key's may be,
-        RateLimitError if there are not so many tokens left."""
+    def check_prompt(self, n_prompt: int) -> None:
+        """Raises KeyLimitError if a request's prompts are longer than this key's may be."""
         key = self.key
         if key.max_prompt_tokens is not None and n_prompt > key.max_prompt_tokens:
             raise KeyLimitError(
                 f"The request has {n_prompt} prompt tokens; with this API key, "
                 f"{key.max_prompt_tokens} are the most."
             )
+
+    def admit(self, n_prompt: int) -> None:
+        """Charge a request's prompts. Raises KeyLimitError if they are longer than this key's may be,
+        RateLimitError if there are not so many tokens left."""
+        self.check_prompt(n_prompt)
+        key = self.key
         if key.tokens_per_minute is not None:
             self._refill(key.tokens_per_minute)
             wanted = min(n_prompt, key.tokens_per_minute)
@@ -180,6 +185,11 @@ class Accounts:
         self._digests: Sequence[tuple[bytes, Account]] = ()
         self._stamp = self._read_stamp()
         self._load()
+
+    def named(self, name: str) -> Account | None:
+        """Of the key with that name, if there is one."""
+        self._follow()
+        return self._accounts.get(name)
 
     def find(self, secret: str | None) -> Account:
         """Whose key this is. Raises AuthenticationError. How long that takes does not depend on how much

@@ -26,7 +26,13 @@ from serve_app.errors import (
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.addresses import network_of
 from serve_app.ingress.http.api_keys import RETRY_S, Accounts
-from serve_app.ingress.http.limits.bodies import BodyLimits, BodyReader, is_unread, replay
+from serve_app.ingress.http.limits.bodies import (
+    BodyLimits,
+    BodyReader,
+    is_streamed,
+    is_unread,
+    replay,
+)
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.limits.turnstile import Turnstile
 from serve_app.ingress.http.network import NetworkPolicy
@@ -38,6 +44,8 @@ HOLD_S = RETRY_S
 """Who comes back although there is no room hears so only after so long, and cannot ask meanwhile."""
 MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
 """Requests that are held up so at once. Those with larger bodies wait nowhere: bodies come all the same."""
+IN_BACKGROUND = "corral.background"
+"""In the scope of a batch's line, which this process asks: its Caller. Clients cannot write there."""
 IGNORED = "x-corral-ignored"
 """The header of answers that names the request's fields which Corral does not have."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 64
@@ -91,11 +99,18 @@ class AccessMiddleware:
     What costs least is checked first: the network, the key, what the key has running. Only then, when it is
     the sender's turn, is a body read, if there is a route for it."""
 
-    def __init__(self, app: ASGIApp, access: Access, open_requests: OpenRequests) -> None:
-        """Raises ConfigError for a key file that cannot be used."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        open_requests: OpenRequests,
+        accounts: Accounts | None = None,
+    ) -> None:
+        """`accounts` are those of `access`, or made of it. Raises ConfigError for a key file that cannot be
+        used."""
         self._app = app
         self._open = open_requests
-        self._accounts = access.accounts()
+        self._accounts = access.accounts() if accounts is None else accounts
         self._network = access.network
         self._operators_are_all = access.operators_are_all
         self._bodies = BodyReader(access.bodies)
@@ -108,6 +123,10 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (line := scope.get(IN_BACKGROUND)) is not None:
+            request_context.enter(line)
+            await self._app(scope, receive, send)
+            return
         headers = Headers(scope=scope)
         with ExitStack() as held:
             try:
@@ -118,7 +137,12 @@ class AccessMiddleware:
                     held.enter_context(caller.running())
                 if scope["path"] not in _OPEN_PATHS and _may_wait(scope, headers):
                     await self._turnstile.turn(caller.holder)
-                body = await self._body(caller, scope, headers, receive)
+                endpoint = _endpoint(scope)
+                if is_streamed(endpoint):
+                    request_context.enter(caller)
+                    await self._app(scope, receive, _noting_status(caller, send))
+                    return
+                body = await self._body(caller, scope, headers, receive, endpoint)
             except CorralError as error:
                 if isinstance(error, NoRoomError):
                     await self._hold_up(scope, headers)
@@ -159,10 +183,15 @@ class AccessMiddleware:
             raise NotSupportedError(f"This server does not answer at {path}: it was switched off.")
 
     async def _body(
-        self, caller: Caller, scope: Scope, headers: Headers, receive: Receive
+        self,
+        caller: Caller,
+        scope: Scope,
+        headers: Headers,
+        receive: Receive,
+        endpoint: object,
     ) -> list[bytes] | None:
         """Its pieces: none for routes that take none, or are none; None if the client has left."""
-        if scope["method"] != "POST" or not _takes_body(scope):
+        if scope["method"] != "POST" or endpoint is None or is_unread(endpoint):
             return []
         return await self._bodies.read(caller.holder, headers, receive)
 
@@ -173,12 +202,14 @@ def _may_wait(scope: Scope, headers: Headers) -> bool:
     return declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
 
 
-def _takes_body(scope: Scope) -> bool:
-    """Whether there is a route for it, and that route reads bodies."""
+def _endpoint(scope: Scope) -> object:
+    """What answers it: None if there is no route for it."""
+    if scope["method"] != "POST":
+        return None
     for route in scope["app"].routes:
         if route.matches(scope)[0] is Match.FULL:
-            return not is_unread(getattr(route, "endpoint", None))
-    return False
+            return getattr(route, "endpoint", route)
+    return None
 
 
 def _closing(error: CorralError) -> dict[str, str]:

@@ -12,6 +12,7 @@ from http import HTTPStatus
 
 from serve_app.errors import PermissionDeniedError
 from serve_app.ingress.http.api_keys import Account
+from serve_app.types import account
 
 # Statuses of answers that say: nothing was done for this request.
 _REFUSALS = frozenset({400, 429, 503})
@@ -29,6 +30,8 @@ class Caller:
     """Where it comes from: an IPv4 address, or a network of IPv6 ones."""
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
+    background: bool = False
+    """Whether this is a line of a batch: what it uses is not held against the key's other requests."""
     ignored: list[str] = field(default_factory=list)
     """Fields of its body that Corral does not have: see request_model."""
     _n_reserved: int = field(default=0, init=False)
@@ -52,7 +55,8 @@ class Caller:
     @property
     def holder(self) -> str:
         """Who it is that holds what the ingress has little of: API keys, or, without, addresses."""
-        return self.address if self.account is None else self.account.key.name
+        name = self.address if self.account is None else self.account.key.name
+        return account(name, background=self.background)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -80,7 +84,7 @@ class Caller:
         self._run(n_answers - self._n_running)
 
     def _run(self, n: int) -> None:
-        if self.account is not None and n > 0:
+        if self.account is not None and n > 0 and not self.background:
             self.account.enter(n, besides=self._n_running)
             self._n_running += n
             self._is_running = True
@@ -88,14 +92,18 @@ class Caller:
     def admit(self, prompts: Sequence[Sequence[int]]) -> None:
         """Charge these prompts, cached tokens too, unless the answer is a refusal. Raises KeyLimitError or
         RateLimitError."""
-        if self.account is not None:
-            n_prompt = sum(map(len, prompts))
+        if self.account is None:
+            return
+        n_prompt = sum(map(len, prompts))
+        if self.background:
+            self.account.check_prompt(n_prompt)
+        else:
             self.account.admit(n_prompt)
             self._n_reserved += n_prompt
 
     def charge(self, n_tokens: int) -> None:
         """Charge an answer's tokens."""
-        if self.account is not None:
+        if self.account is not None and not self.background:
             self.account.charge(n_tokens)
 
     def computed(self) -> None:
@@ -114,7 +122,7 @@ class Caller:
 
     def refused(self) -> None:
         """There was no room for the request."""
-        if self.account is not None:
+        if self.account is not None and not self.background:
             self.account.refused()
 
     def check_operator(self, what: str) -> None:

@@ -15,6 +15,14 @@ from serve_app.ingress.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
+from serve_app.ingress.batch.objects import (
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
 from serve_app.ingress.embeddings.protocol import (
     EmbeddingsRequest,
     LlamaEmbeddingRequest,
@@ -66,6 +74,8 @@ class Route:
     """The type of a line, if the answer comes as newline-delimited JSON unless `stream` is false."""
     asks_engine: bool = True
     """Whether it fails without one."""
+    form: Json | None = None
+    """The schema of its body, if that is a form."""
 
 
 _ASKED = {"role": "user", "content": "What is the capital of Portugal?"}
@@ -149,6 +159,27 @@ ROUTES = {
     "ollama_tags": Route(d.OllamaModels, asks_engine=False),
     "ollama_ps": Route(d.OllamaModels, asks_engine=False),
     "ollama_version": Route(dict[Literal["version"], str], asks_engine=False),
+    "create_file": Route(
+        FileObject,
+        asks_engine=False,
+        form={
+            "type": "object",
+            "properties": {
+                "file": {"type": "string", "format": "binary"},
+                "purpose": {"const": "batch"},
+                "expires_after[seconds]": {"type": "integer", "minimum": 3600},
+            },
+            "required": ["file", "purpose"],
+        },
+    ),
+    "list_files": Route(FileList, asks_engine=False),
+    "get_file": Route(FileObject, asks_engine=False),
+    "get_file_content": Route(bytes, asks_engine=False),
+    "delete_file": Route(DeletedFile, asks_engine=False),
+    "create_batch": Route(BatchObject, BatchRequest, asks_engine=False),
+    "list_batches": Route(BatchList, asks_engine=False),
+    "get_batch": Route(BatchObject, asks_engine=False),
+    "cancel_batch": Route(BatchObject, asks_engine=False),
     "list_models": Route(ModelList, asks_engine=False),
     "get_model": Route(ModelCard, asks_engine=False),
     "stats": Route(Json, asks_engine=False),
@@ -172,7 +203,7 @@ _STATUSES = {
     400: "The request is wrong: the same request will never work.",
     401: "No API key, or none that is valid here.",
     403: "Known, and not allowed: see the code.",
-    404: "No such model, or no such request.",
+    404: "No such model, request, file or batch.",
     408: "The body came too slowly.",
     413: "The body is too large.",
     429: "The API key has used up what it may, or the queue is full.",
@@ -221,6 +252,9 @@ def _described(app: FastAPI) -> Json:
         about = ROUTES[route.name]
         if about.body is not None:
             operation["requestBody"] = _request_body(about, components["schemas"])
+        elif about.form is not None:
+            content = {"multipart/form-data": {"schema": about.form}}
+            operation["requestBody"] = {"content": content, "required": True}
         if route.name != "health":
             operation["security"] = [{name: []} for name in _SECURITY] + [{}]
         operation["responses"] = {
@@ -243,6 +277,9 @@ def _request_body(about: Route, schemas: Json) -> Json:
 def _content(about: Route, schemas: Json) -> Json:
     if about.answer is str:
         return {"text/plain": {"schema": {"type": "string"}}}
+    if about.answer is bytes:
+        schema = {"type": "string", "format": "binary"}
+        return {"application/octet-stream": {"schema": schema}}
     if about.answer is None:
         return {"text/event-stream": _EVENTS}
     content = {"application/json": {"schema": _schema(about.answer, schemas)}}
@@ -260,7 +297,8 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
         given |= {408, 413}
     if route.name == "act_on_slot":
         given |= {507}
-    if "requestBody" in operation or route.name in ("slots", *_OF_KEPT):
+    acting = ("slots", "cancel_batch", "delete_file", *_OF_KEPT)
+    if "requestBody" in operation or route.name in acting:
         given |= {400}
     if "requestBody" in operation or operation.get("parameters"):
         given |= {404}

@@ -102,7 +102,7 @@ def test_serve_gets_explicit_options() -> None:
     options = engine_options(configured, *resolve([configured], HERE))
     assert options == {
         "name": "engine-m",
-        "max_ongoing_requests": 2 * (4 + 8) + 16,
+        "max_ongoing_requests": 2 * (4 + 8) + 4 * 4 + 16,
         "max_queued_requests": 64,
         "autoscaling_config": SCALING,
         "health_check_period_s": 5,

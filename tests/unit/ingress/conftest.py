@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from serve_app.ingress.api import build_api
+from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.model_registry import ServedModel
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
@@ -24,12 +26,13 @@ def tokenizer() -> ByteTokenizer:
 
 @pytest.fixture
 async def client(
-    engine: ScriptedEngine, tokenizer: ByteTokenizer
+    engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path
 ) -> AsyncIterator[httpx.AsyncClient]:
     models = {
         name: ServedModel(name, N_CTX_SLOT, tokenizer, engine)  # type: ignore[arg-type]
         for name in ("first", "org/second")
     }
-    transport = httpx.ASGITransport(build_api(models), raise_app_exceptions=False)
+    api = build_api(models, batches=BatchOptions(tmp_path / "batches"))
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client

@@ -220,7 +220,9 @@ class ScriptedEngine:
         found = (record for record in self.records if record.belongs_to(wanted))
         return Answers(tuple(found), self.missing)
 
-    async def embed(self, texts: tuple[tuple[int, ...], ...], client: str) -> NDArray[np.float32]:
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+    ) -> NDArray[np.float32]:
         """Of each text: its last token, its length and a zero."""
         self.texts.append(texts)
         self.clients.append(client)

@@ -197,7 +197,7 @@ async def _received(receive: Receive) -> Message:
 
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
-_UNREAD = "reads_no_body"
+_UNREAD, _STREAMED = "reads_no_body", "streams_its_body"
 
 
 def unread(endpoint: Endpoint) -> Endpoint:
@@ -209,6 +209,17 @@ def unread(endpoint: Endpoint) -> Endpoint:
 def is_unread(endpoint: object) -> bool:
     """Whether it is marked so."""
     return getattr(endpoint, _UNREAD, False) is True
+
+
+def streamed(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that reads the body itself as it comes, within bounds of its own."""
+    setattr(endpoint, _STREAMED, True)
+    return endpoint
+
+
+def is_streamed(endpoint: object) -> bool:
+    """Whether it is marked so."""
+    return getattr(endpoint, _STREAMED, False) is True
 
 
 def replay(pieces: Sequence[bytes], receive: Receive) -> Receive:

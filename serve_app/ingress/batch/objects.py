@@ -1,0 +1,157 @@
+"""The types of files and batches, and of what is asked of them.
+
+Source: OpenAI's API reference, "Files" and "Batch".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve_app.ingress.http.request_model import RequestModel
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+ENDED = ("failed", "completed", "expired", "cancelled")
+"""The statuses in which nothing more is done."""
+
+
+class ExpiresAfter(RequestModel):
+    """When a batch's files are deleted by themselves."""
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+class BatchRequest(RequestModel):
+    """The body of `POST /v1/batches`."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    endpoint: Endpoint
+    completion_window: Annotated[str, Field(pattern=r"^[1-9]\d{0,5}[smhd]$")]
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=64)],
+                Annotated[str, Field(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class _Object(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class FileObject(_Object):
+    """A file, without its contents."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+
+class FileList(_Object):
+    """One page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(_Object):
+    """A file that is gone."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class LineError(_Object):
+    """What is wrong with a line of an input file."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class LineErrors(_Object):
+    """Why a batch failed: the first of them."""
+
+    object: Literal["list"] = "list"
+    data: list[LineError]
+
+
+class RequestCounts(_Object):
+    """A batch's lines."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(_Object):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: LineErrors | None = None
+    input_file_id: str
+    completion_window: str
+    status: Status
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None = None
+
+
+class BatchList(_Object):
+    """One page of batches."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def paged(kind: type[FileList] | type[BatchList], found: list[Any], limit: int) -> Any:
+    """A list of at most `limit`; there are more if one more was found."""
+    shown = found[:limit]
+    return kind(
+        data=shown,
+        first_id=shown[0].id if shown else None,
+        last_id=shown[-1].id if shown else None,
+        has_more=len(found) > limit,
+    )

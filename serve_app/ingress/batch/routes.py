@@ -1,0 +1,199 @@
+"""The routes of OpenAI's files and batches.
+
+Source: OpenAI's API reference, "Files" and "Batch".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from serve_app.errors import (
+    InvalidRequestError,
+    RateLimitError,
+    SlowRequestError,
+)
+from serve_app.ingress.batch import preparation
+from serve_app.ingress.batch.books import Books
+from serve_app.ingress.batch.multipart import Form
+from serve_app.ingress.batch.objects import (
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    FileList,
+    FileObject,
+    paged,
+)
+from serve_app.ingress.batch.service import Service
+from serve_app.ingress.http import request_context
+from serve_app.ingress.http.limits.bodies import streamed, unread
+from serve_app.ingress.workers.bodies import Bodies
+
+_BUFFER_BYTES = 2**20
+_MOST_UPLOADS = 8
+"""That one ingress takes at once."""
+_PROGRESS_S, _MIN_RATE = 10.0, 500
+"""So many seconds of a file must bring so many bytes each."""
+_EXPIRES_S = 3600, 2_592_000
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+def add(app: FastAPI, bodies: Bodies, service: Service) -> None:
+    """Add the routes."""
+    _add_files(app, service)
+    _add_batches(app, bodies, service)
+
+
+def _owner() -> str:
+    """Whose files these are: an API key's; without keys, those of all who may ask."""
+    caller = request_context.current()
+    return "" if caller.account is None else caller.account.key.name
+
+
+def _add_files(app: FastAPI, service: Service) -> None:
+    uploads = asyncio.Semaphore(_MOST_UPLOADS)
+
+    @app.post("/v1/files")
+    @streamed
+    async def create_file(request: Request) -> FileObject:
+        """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
+        books, owner = service.books, _owner()
+        if uploads.locked():
+            raise RateLimitError(f"{_MOST_UPLOADS} files are being uploaded here.", 1)
+        async with uploads:
+            await asyncio.to_thread(books.check_room, owner)
+            arriving = books.folder / f"arriving-{uuid.uuid4().hex}"
+            try:
+                form = await _received(request, arriving, books.limits.max_file_bytes)
+                return await asyncio.to_thread(_taken, books, owner, arriving, form)
+            finally:
+                arriving.unlink(missing_ok=True)
+
+    @app.get("/v1/files")
+    async def list_files(
+        purpose: str | None = None,
+        limit: Limit = 10_000,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> FileList:
+        """Your files, the newest first."""
+        newest_first = order == "desc"
+        found = await asyncio.to_thread(
+            service.books.files, _owner(), purpose, limit, after, newest_first=newest_first
+        )
+        return paged(FileList, found, limit)  # type: ignore[no-any-return]
+
+    @app.get("/v1/files/{file_id}")
+    async def get_file(file_id: str) -> FileObject:
+        """One file."""
+        return await asyncio.to_thread(service.books.file, _owner(), file_id)
+
+    @app.get("/v1/files/{file_id}/content", response_model=None)
+    async def get_file_content(file_id: str) -> Response:
+        """What is in it."""
+        books = service.books
+        found = await asyncio.to_thread(books.file, _owner(), file_id)
+        headers = {"content-length": str(found.bytes)}
+        return StreamingResponse(
+            _contents(books.path(file_id)), media_type="application/octet-stream", headers=headers
+        )
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete_file(file_id: str) -> DeletedFile:
+        """Delete a file that no running batch needs."""
+        await asyncio.to_thread(service.books.delete_file, _owner(), file_id)
+        return DeletedFile(id=file_id)
+
+
+def _add_batches(app: FastAPI, bodies: Bodies, service: Service) -> None:
+    @app.post("/v1/batches")
+    async def create_batch(request: Request) -> BatchObject:
+        """Have a file's requests answered, behind everybody else's."""
+        books = service.books
+        asked = await bodies.read(request, preparation.batch)
+        batch = await asyncio.to_thread(books.add_batch, _owner(), asked)
+        service.wake()
+        return batch
+
+    @app.get("/v1/batches")
+    async def list_batches(limit: Limit = 20, after: str | None = None) -> BatchList:
+        """Your batches, the newest first."""
+        found = await asyncio.to_thread(service.books.batches, _owner(), limit, after)
+        return paged(BatchList, found, limit)  # type: ignore[no-any-return]
+
+    @app.get("/v1/batches/{batch_id}")
+    async def get_batch(batch_id: str) -> BatchObject:
+        """One batch, and how far it is."""
+        return await asyncio.to_thread(service.books.batch, _owner(), batch_id)
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    @unread
+    async def cancel_batch(batch_id: str) -> BatchObject:
+        """Have a batch end soon; what has been answered by then is kept."""
+        batch = await asyncio.to_thread(service.books.cancel, _owner(), batch_id)
+        service.wake()
+        return batch
+
+
+async def _received(request: Request, arriving: Path, max_bytes: int) -> Form:
+    """The form, whose file is on the disk. Raises CorralError."""
+    buffer = bytearray()
+    form = Form(request.headers.get("content-type", ""), buffer.extend, max_bytes)
+    pieces = aiter(request.stream())
+    file = await asyncio.to_thread(arriving.open, "wb")
+    try:
+        while not form.complete:
+            await _progress(form, pieces)
+            if len(buffer) >= _BUFFER_BYTES or form.complete:
+                await asyncio.to_thread(file.write, bytes(buffer))
+                buffer.clear()
+    except (StopAsyncIteration, ClientDisconnect):
+        raise InvalidRequestError("The form ends too early.") from None
+    except TimeoutError:
+        raise SlowRequestError(
+            f"The file came too slowly: {_PROGRESS_S:.0f} seconds must bring {_MIN_RATE} bytes each."
+        ) from None
+    finally:
+        await asyncio.to_thread(file.close)
+    return form
+
+
+async def _progress(form: Form, pieces: AsyncIterator[bytes]) -> None:
+    """As many bytes as must come, or as a write is worth, or the end."""
+    n_bytes = 0
+    async with asyncio.timeout(_PROGRESS_S):
+        while not form.complete and n_bytes < _MIN_RATE * _PROGRESS_S:
+            piece = await anext(pieces)
+            n_bytes += len(piece)
+            form.feed(piece)
+
+
+def _taken(books: Books, owner: str, arriving: Path, form: Form) -> FileObject:
+    if form.filename is None:
+        raise InvalidRequestError("Field required: the form has no file.", "file")
+    if form.fields.get("purpose") != "batch":
+        raise InvalidRequestError("`purpose` must be `batch`.", "purpose")
+    given = form.fields.get("expires_after[seconds]")
+    least, most = _EXPIRES_S
+    if given is not None and not (given.isdecimal() and least <= int(given) <= most):
+        raise InvalidRequestError(
+            f"`expires_after[seconds]` must be {least} to {most}.", "expires_after"
+        )
+    expires_s = None if given is None else float(given)
+    return books.add_file(owner, arriving, form.filename, "batch", expires_s)
+
+
+async def _contents(path: Path) -> AsyncIterator[bytes]:
+    file = await asyncio.to_thread(path.open, "rb")
+    try:
+        while piece := await asyncio.to_thread(file.read, _BUFFER_BYTES):
+            yield piece
+    finally:
+        await asyncio.to_thread(file.close)

@@ -1,0 +1,167 @@
+"""Works on batches, in every ingress: claims those that nobody works on, and asks for their lines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp
+
+from serve_app.ingress.batch.asking import Told, ask
+from serve_app.ingress.batch.books import Batch, Books
+from serve_app.ingress.batch.run import Answer, Line, line_of
+from serve_app.ingress.batch.window import Window
+from serve_app.ingress.batch.work import Work
+from serve_app.ingress.http.api_keys import Accounts
+from serve_app.ingress.http.request_context import Caller
+
+logger = logging.getLogger("corral.ingress")
+
+_LOOK_S, _SWEEP_S = 1.0, 60.0
+_BATCHES = 4
+"""Batches that one ingress works on at once."""
+_TRIES = 3
+"""How often a line is asked for that the server fails to answer; while it is full, for ever."""
+_MOST_PAUSE_S = 5.0
+
+
+class LeaseLostError(Exception):
+    """Another process works on the batch."""
+
+
+class Runner:
+    """One ingress's. Event loop only; what touches a disk runs in threads."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        books: Books,
+        accounts: Accounts | None,
+        most_lines: int,
+        lease_s: float,
+    ) -> None:
+        """Lines are asked of `app`, at most so many at once. `accounts` are those who have keys."""
+        self._app = app
+        self.books = books
+        self._accounts = accounts
+        self.most_lines = most_lines
+        self._lease_s = lease_s
+        self._holder = uuid.uuid4().hex
+        self._working: dict[str, asyncio.Task[None]] = {}
+        self._woken = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+        """Lines by how they ended: `completed`, `failed`; and `refused`, which are asked for again."""
+
+    @asynccontextmanager
+    async def running(self, _: object = None) -> AsyncIterator[None]:
+        """While the application is there."""
+        self._window = Window(self.most_lines)
+        looking = asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            tasks = [looking, *self._working.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._woken.set()
+
+    async def _look(self) -> None:
+        """For ever: take what nobody works on."""
+        swept = 0.0
+        while True:
+            try:
+                free = _BATCHES - len(self._working)
+                if free > 0:
+                    claimed = await asyncio.to_thread(
+                        self.books.claim, self._holder, self._lease_s, free
+                    )
+                    for batch in claimed:
+                        self._begin(batch)
+                if time.monotonic() > swept + _SWEEP_S:
+                    swept = time.monotonic()
+                    await asyncio.to_thread(self.books.delete_expired)
+            except Exception:
+                logger.exception("The books of batches cannot be read.")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), _LOOK_S)
+            self._woken.clear()
+
+    def _begin(self, batch: Batch) -> None:
+        task = asyncio.create_task(self._work(batch))
+        self._working[batch.id] = task
+        task.add_done_callback(lambda _: self._working.pop(batch.id, None))
+
+    async def _work(self, batch: Batch) -> None:
+        logger.info("Batch %s: %s.", batch.id, batch.status)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="corral-batch")
+        try:
+            await Work(self, batch, thread).run()
+        except LeaseLostError:
+            logger.warning("Batch %s: another ingress works on it.", batch.id)
+        except Exception:
+            logger.exception("Batch %s: something failed; it is tried again.", batch.id)
+            await asyncio.sleep(_MOST_PAUSE_S)
+        finally:
+            with suppress(Exception):
+                await asyncio.shield(asyncio.to_thread(self.books.release, self._holder, batch.id))
+            thread.shutdown(wait=False)
+
+    def caller(self, batch: Batch, request_id: str) -> Caller | None:
+        """Whose name a line is asked in; None if that key is gone."""
+        accounts = self._accounts
+        account = None if accounts is None else accounts.named(batch.owner)
+        if accounts is not None and account is None:
+            return None
+        return Caller(request_id, account, "batch", is_operator=False, background=True)
+
+    async def answer(self, batch: Batch, line: Line) -> Answer:
+        """Ask for a line, until there is an answer."""
+        tries = 0
+        while True:
+            await self._window.enter()
+            refused = True
+            try:
+                request_id = uuid.uuid4().hex
+                caller = self.caller(batch, request_id)
+                if caller is None:
+                    error = {"code": "invalid_api_key", "message": "The batch's API key is gone."}
+                    return Answer(line.n, False, line_of(line.custom_id, None, error))
+                told = await ask(self._app, batch.endpoint, line.body, caller)
+                refused = told.status in (429, 503)
+            finally:
+                await asyncio.shield(self._window.leave(refused=refused))
+            tries += told.status >= 500 and not refused
+            if not refused and (told.status < 500 or tries >= _TRIES):
+                break
+            self.counts["refused"] += 1
+            await asyncio.sleep(min(told.retry_after_s or 1.0, _MOST_PAUSE_S))
+        good = told.status < 400
+        self.counts["completed" if good else "failed"] += 1
+        return Answer(line.n, good, line_of(line.custom_id, _response(told, request_id)))
+
+    async def renew(self, batch: Batch) -> str:
+        """The status that the batch has now. Raises LeaseLostError."""
+        status = await asyncio.to_thread(self.books.renew, self._holder, batch.id, self._lease_s)
+        if status is None:
+            raise LeaseLostError
+        return status
+
+
+def _response(told: Told, request_id: str) -> dict[str, Any]:
+    try:
+        body = orjson.loads(told.body)
+    except orjson.JSONDecodeError:
+        body = told.body.decode("utf-8", "replace")
+    return {"status_code": told.status, "request_id": request_id, "body": body}

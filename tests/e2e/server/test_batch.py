@@ -1,0 +1,145 @@
+"""Batches through the `openai` package, and processes that are killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.conftest import Corral, model, wait_until
+
+ENDED = {"completed", "failed", "expired", "cancelled"}
+PATIENCE_S = 180
+INGRESS, ENGINE = (f"ray::ServeReplica:corral:{name}" for name in ("Ingress", "engine-demo"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Corral]:
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    entry = model(None, "demo", n_slots=4, n_ctx_slot=512)
+    started = Corral(directory, [entry], batch={"folder": str(directory / "batches")})
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def client(server: Corral) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=10) as made:
+        yield made
+
+
+def begin(client: openai.OpenAI, n_lines: int, endpoint: Any, body: dict[str, Any]) -> str:
+    lines = [
+        {"custom_id": f"q{i}", "method": "POST", "url": endpoint, "body": body}
+        for i in range(n_lines)
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="1h"
+    ).id
+
+
+def ended(client: openai.OpenAI, batch_id: str) -> Any:
+    def has_ended() -> bool:
+        return client.batches.retrieve(batch_id).status in ENDED
+
+    wait_until(has_ended, PATIENCE_S, lambda: str(client.batches.retrieve(batch_id)), every_s=0.2)
+    return client.batches.retrieve(batch_id)
+
+
+def n_done(client: openai.OpenAI, batch_id: str) -> int:
+    counts = client.batches.retrieve(batch_id).request_counts
+    return 0 if counts is None else counts.completed
+
+
+def until_done(client: openai.OpenAI, batch_id: str, n: int) -> None:
+    wait_until(lambda: n_done(client, batch_id) >= n, PATIENCE_S, f"{n} lines are answered")
+
+
+def until_gone(server: Corral, name: str, pid: int) -> None:
+    wait_until(lambda: pid not in server.pids(name), 30, f"{name} is dead")
+
+
+def answers(client: openai.OpenAI, batch: Any) -> list[Any]:
+    return [
+        json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()
+    ]
+
+
+CHAT = {"messages": [{"role": "user", "content": "What is the capital of Portugal?"}], "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"max_tokens": 8}),
+        ("/v1/completions", {"prompt": "The capital of Portugal is", "max_tokens": 4}),
+        ("/v1/responses", {"input": "Tell me a story.", "max_output_tokens": 4}),
+        ("/v1/embeddings", {"input": ["A fox.", "A brave fox."]}),
+    ],
+)
+def test_every_endpoint(client: openai.OpenAI, endpoint: str, body: dict[str, Any]) -> None:
+    batch = ended(client, begin(client, 10, endpoint, body))
+    assert batch.status == "completed"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (10, 0)
+    found = answers(client, batch)
+    assert [line["custom_id"] for line in found] == [f"q{i}" for i in range(10)]
+    assert {line["response"]["status_code"] for line in found} == {200}
+
+
+def test_every_line_is_answered_once_whatever_is_killed(
+    server: Corral, client: openai.OpenAI
+) -> None:
+    n_lines = 400
+    body = {"prompt": "Once upon a time", "max_tokens": 24, "ignore_eos": True}
+    batch_id = begin(client, n_lines, "/v1/completions", body)
+
+    for name, n_before in ((INGRESS, 40), (ENGINE, 120), (INGRESS, 200)):
+        until_done(client, batch_id, n_before)
+        (pid,) = server.pids(name)
+        os.kill(pid, signal.SIGKILL)
+        until_gone(server, name, pid)
+        server.wait_ready()
+        assert n_done(client, batch_id) < n_lines, "it was killed in the middle"
+    batch = ended(client, batch_id)
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (n_lines, n_lines, 0)
+    found = answers(client, batch)
+    assert [line["custom_id"] for line in found] == [f"q{i}" for i in range(n_lines)]
+    assert {line["response"]["body"]["usage"]["completion_tokens"] for line in found} == {24}
+    assert batch.error_file_id is None
+
+
+def test_who_chats_does_not_wait_for_a_batch(server: Corral, client: openai.OpenAI) -> None:
+    """All slots are taken by lines that would take long."""
+    body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+    batch_id = begin(client, 40, "/v1/completions", body)
+    wait_until(lambda: server.stats()["background_running"] == 4, 60, "all slots are taken")
+    began = time.monotonic()
+    first = None
+    asked: Any = client.chat.completions
+    stream = asked.create(model="demo", max_tokens=16, stream=True, **CHAT)
+    for _ in stream:
+        first = first or time.monotonic() - began
+    stats = server.stats()
+    print(f"first token after {first} s; {stats['preemptions']} lines stepped back")
+    assert stats["preemptions"] > 0
+    assert n_done(client, batch_id) < 40, "it did not wait"
+    client.batches.cancel(batch_id)
+    assert ended(client, batch_id).status == "cancelled"
+    wait_until(lambda: server.stats()["background_running"] == 0, 30, "its slots are free")

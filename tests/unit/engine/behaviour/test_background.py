@@ -1,0 +1,231 @@
+"""What is in the background gets what others leave, and they do not notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.engine.backends.fake import FakeBackend
+from serve_app.engine.command_queue import CommandQueue
+from serve_app.engine.embedding import Texts
+from serve_app.engine.loop import DecoderLoop
+from serve_app.engine.scheduler.backlog import Forecast
+from serve_app.engine.scheduler.places import Places
+from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.errors import QueueFullError
+from serve_app.types import FinishReason, GenerationRequest
+from tests.unit.engine.harness import (
+    PATIENCE_S,
+    Inbox,
+    SteppedBackend,
+    WatchedBackend,
+    assert_only_own_tokens_were_fed,
+    continuation,
+    endless,
+    options,
+    request,
+    running,
+    start,
+    start_together,
+    until,
+)
+
+FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
+
+
+def behind(name: str, prompt: str = "hello\n", *, max_tokens: int = 4) -> GenerationRequest:
+    return replace(request(name, prompt, max_tokens=max_tokens), background=True)
+
+
+def ended_in(order: list[str]) -> Callable[[GenerationRequest], Inbox]:
+    """Inboxes that write down in which order their requests ended."""
+
+    class Noting(Inbox):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __call__(self, delta: object) -> None:
+            super().__call__(delta)  # type: ignore[arg-type]
+            if self.ended:
+                order.append(self.name)
+
+    return lambda one: Noting(one.id)
+
+
+def test_whoever_comes_goes_first_whatever_the_priority() -> None:
+    order: list[str] = []
+    backend, inbox = WatchedBackend(n_slots=1), ended_in(order)
+    backend.hold()
+    with running(backend, options(1, max_waiting=4)) as engine:
+        first = replace(behind("first"), priority=-5)
+        asked = [first, replace(behind("second"), priority=-5), request("somebody")]
+        inboxes = [inbox(one) for one in asked]
+        for one, its in zip(asked, inboxes, strict=True):
+            engine.submit_callback(one, its)
+        backend.resume()
+        for its in inboxes:
+            its.wait()
+    assert order == ["somebody", "first", "second"]
+    assert_only_own_tokens_were_fed(backend)
+
+
+def test_a_slot_is_given_back_with_what_it_has() -> None:
+    """Its state is stored, and nothing of its answer is computed twice."""
+    backend = SteppedBackend(n_slots=1)
+    loop = DecoderLoop(lambda: backend, options(1, cache_ram_bytes=100_000))
+    (patient,) = start_together(loop, behind("patient", "a" * 19, max_tokens=20))
+    backend.wait_for_batch()
+    for _ in range(5):
+        backend.step()
+    (somebody,) = start_together(loop, request("somebody", "b" * 9))
+    backend.resume()
+    assert somebody.wait().reason is FinishReason.LENGTH
+    loop.drain(PATIENCE_S)
+    assert loop.stats.preemptions == 1
+    assert loop.stats.restored_tokens > 19
+    assert somebody.token_ids == continuation(b"b" * 9, 4)
+    assert patient.token_ids == continuation(b"a" * 19, 20)
+    assert patient.end.timings.n_preemptions == 1
+
+
+def test_a_pass_in_the_background_is_left_when_somebody_comes() -> None:
+    """It would never end, as it is held."""
+    backend = WatchedBackend(n_slots=2)
+    backend.hold()
+    with running(backend) as engine:
+        (patient,) = start(engine, behind("patient", "abcdefgh"))
+        until(lambda: backend.n_waiting == 1)
+        (somebody,) = start(engine, request("somebody", "xyz"))
+        until(lambda: bool(backend.batches) and backend.n_waiting == 1)
+        backend.resume()
+        somebody.wait()
+        assert [row[0] for row in backend.batches[1]] == list(b"xyz")
+        assert patient.wait().reason is FinishReason.LENGTH
+    assert patient.token_ids == continuation(b"abcdefgh", 4)
+
+
+def test_only_what_nobody_waits_for_is_left() -> None:
+    command_queue, said = CommandQueue(Places(9, 0), None, Places(9, 0)), list[bool]()
+    command_queue.leave_with(said.append)
+
+    def submit(one: GenerationRequest) -> None:
+        assert command_queue.submit([EngineSequence(one, Inbox())], FORECAST) == [None]
+
+    submit(behind("a"))
+    submit(request("b"))
+    command_queue.take(0.0)
+    with command_queue.computing(["a", "b"]):
+        submit(request("c"))
+        assert not any(said), "b is waited for"
+    command_queue.take(0.0)
+    with command_queue.computing(["a"]):
+        submit(behind("d"))
+        assert not any(said), "d has time"
+        submit(request("e"))
+        assert said.pop()
+    command_queue.take(0.0)
+    with command_queue.computing(["a"]):
+        assert not said.pop()
+        command_queue.submit_texts([Texts([(1,)], background=True)])
+        assert not any(said)
+        command_queue.submit_texts([Texts([(1,)])])
+        assert said.pop()
+
+
+def test_while_somebody_is_served_nothing_else_is_computed() -> None:
+    """There are slots for both; nothing says that rows cost nothing."""
+    backend = SteppedBackend(n_slots=2)
+    with running(backend) as engine:
+        patient, somebody = start(
+            engine, behind("patient", "a", max_tokens=9), request("somebody", "b" * 20)
+        )
+        backend.resume()
+        somebody.wait()
+        n_before = sum(len(batch) for batch in backend.batches)
+        assert n_before <= 20 + 3 + 2, "the patient one had a step before the other came, at most"
+        assert patient.wait().reason is FinishReason.LENGTH
+    assert patient.token_ids == continuation(b"a", 9)
+    assert somebody.token_ids == continuation(b"b" * 20, 4)
+
+
+def test_a_full_queue_in_the_background_is_nobody_elses() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.hold()
+    with running(backend, options(1, max_waiting=1)) as engine:
+        patient = start(engine, *(behind(f"p{i}") for i in range(2)))
+        with pytest.raises(QueueFullError):
+            engine.submit_callback(behind("too much"), Inbox())
+        others = start(engine, request("a"), request("b"))
+        with pytest.raises(QueueFullError):
+            engine.submit_callback(request("c"), Inbox())
+        backend.resume()
+        ended = [one.wait().reason for one in (*others, *patient)]
+        assert set(ended) == {FinishReason.LENGTH}
+
+
+def test_statistics_tell_them_apart() -> None:
+    backend = SteppedBackend(n_slots=1)
+    with running(backend, options(1, max_waiting=4)) as engine:
+        asked = behind("a"), behind("b"), request("c", max_tokens=9), request("d")
+        inboxes = start(engine, *asked)
+        while engine.stats().running == 0:
+            backend.step_if_any()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting) == (1, 1)
+        assert (stats.background_running, stats.background_waiting) == (0, 2)
+        assert stats.backlog_s == stats.background_backlog_s == 0, "nothing was measured"
+        assert [slot.background for slot in stats.slots] == [False]
+        backend.resume()
+        for inbox in inboxes:
+            inbox.wait()
+        assert sum(engine.latencies()["ttft_s"].values()) == 2, "nobody waited for the others"
+
+
+def test_a_prompt_does_not_wait_for_a_prefix_in_the_background() -> None:
+    """It computes what is missing itself, from where the other one is."""
+    backend = SteppedBackend(n_slots=2)
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=8, max_stall_s=None))
+    (patient,) = start_together(loop, behind("patient", "a" * 40))
+    backend.wait_for_batch()
+    for _ in range(3):
+        backend.step()
+    (somebody,) = start_together(loop, request("somebody", "a" * 41))
+    backend.resume()
+    loop.drain(PATIENCE_S)
+    assert somebody.token_ids == continuation(b"a" * 41, 4)
+    assert patient.token_ids == continuation(b"a" * 40, 4)
+    assert 24 <= somebody.end.usage.cached_tokens <= 32
+
+
+@settings(max_examples=100)
+@given(
+    asked=st.lists(
+        st.tuples(st.text("ab", min_size=1, max_size=20), st.integers(1, 20), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    n_cells=st.one_of(st.none(), st.integers(48, 120)),
+    cache_ram_bytes=st.sampled_from([0, 200, 100_000]),
+)
+def test_every_answer_is_as_if_it_had_been_alone(
+    asked: list[tuple[str, int, bool]], n_cells: int | None, cache_ram_bytes: int
+) -> None:
+    """Whoever loses a slot for whomever, and even if the cache is too small for all."""
+    backend = FakeBackend(endless, n_slots=4, n_cells=n_cells)
+    sizes = options(4, n_ctx_slot=48, max_waiting=8, cache_ram_bytes=cache_ram_bytes)
+    with running(backend, sizes) as engine:
+        requests = [
+            replace(request(str(i), text, max_tokens=n), background=background)
+            for i, (text, n, background) in enumerate(asked)
+        ]
+        inboxes = start(engine, *requests)
+        for inbox, (text, max_tokens, _) in zip(inboxes, asked, strict=True):
+            assert inbox.wait().reason == FinishReason.LENGTH
+            assert inbox.token_ids == continuation(text.encode(), max_tokens)
+        stats = engine.stats()
+        assert (stats.background_running, stats.background_waiting) == (0, 0)

@@ -1,0 +1,118 @@
+"""Which rows a step has of what is in the background."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.engine.backends.fake import FakeVocabulary
+from serve_app.engine.scheduler.accounts import Accounts
+from serve_app.engine.scheduler.backlog import Backlog
+from serve_app.engine.scheduler.fair_queue import FairQueue
+from serve_app.engine.scheduler.scheduler import Scheduler
+from serve_app.engine.sequence import Sequence
+from serve_app.types import Sampled
+from tests.unit.engine.scheduler.test_scheduler import N_CTX_SLOT, NOW, running, served
+
+DEAR = {1: 0.1, 2: 0.2, 4: 0.3, 8: 0.6}
+"""Seconds of so many decoding rows where cores are few."""
+FREE = {1: 0.1, 2: 0.1, 4: 0.101, 8: 0.15}
+"""And where all wait for memory."""
+PROMPTS = {16: 0.1, 64: 0.4, 256: 1.6}
+
+
+def behind(one: Sequence) -> Sequence:
+    one.request = replace(one.request, background=True)
+    return one
+
+
+def decoding(slot_id: int) -> Sequence:
+    one = running(slot_id, 2)
+    one.advance(2)
+    one.accept([Sampled(ord("x"))], FakeVocabulary(), N_CTX_SLOT)
+    return one
+
+
+def scheduler(decode_s: dict[int, float], *sequences: Sequence, leaves: bool = True) -> Scheduler:
+    costs = CostModel(Profile(decode_s=decode_s, prefill_s=PROMPTS))
+    made = Scheduler(256, costs, 0.25, leaves=leaves)
+    for one in sequences:
+        made.add(one)
+    made.schedule(NOW)  # nobody is new any more
+    return made
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "n_free"),
+    [pytest.param(DEAR, 0, id="few cores"), pytest.param(FREE, 3, id="bound by memory")],
+)
+def test_beside_streams_only_what_is_free(decode_s: dict[int, float], n_free: int) -> None:
+    patient = [behind(decoding(slot_id)) for slot_id in range(1, 8)]
+    made = scheduler(decode_s, decoding(0), *patient, behind(running(8, 300)))
+    assert served(made.schedule(NOW)) == [(slot_id, 1) for slot_id in range(1 + n_free)]
+    assert not made.served_all
+
+
+def test_beside_prompts_nothing() -> None:
+    made = scheduler(FREE, running(0, 100), behind(decoding(1)), behind(running(2, 300)))
+    assert served(made.schedule(NOW)) == [(0, 100)]
+
+
+def test_alone_they_have_no_bound_where_a_pass_can_be_left() -> None:
+    pair = behind(decoding(0)), behind(running(1, 300))
+    assert served(scheduler(DEAR, *pair).schedule(NOW)) == [(0, 1), (1, 256)]
+    bounded = scheduler(DEAR, *pair, leaves=False).schedule(NOW)
+    ((_, _), (slot_id, n_rows)) = served(bounded)
+    assert slot_id == 1
+    assert n_rows < 64
+
+
+def waiting(name: str, *, background: bool, priority: int = 0) -> Sequence:
+    one = running(0, 4, client=name[0])
+    one.request = replace(one.request, id=name, background=background, priority=priority)
+    one.trace.admitted = None
+    return one
+
+
+def test_who_is_waited_for_is_next() -> None:
+    queue = FairQueue(lambda n_prompt, n: n_prompt + n, Accounts())
+    queue.extend(
+        [
+            waiting("a1", background=True, priority=-9),
+            waiting("a2", background=False, priority=9),
+            waiting("b1", background=True),
+            waiting("b2", background=False),
+        ]
+    )
+    assert [one.request.id for one in queue] == ["b2", "a2", "a1", "b1"]
+
+
+def test_what_a_client_has_in_the_background_is_not_held_against_it() -> None:
+    accounts = Accounts()
+    queue = FairQueue(lambda n_prompt, n: n_prompt + n, accounts)
+    patient, own, other = (
+        waiting("a1", background=True),
+        waiting("a2", background=False),
+        waiting("b", background=False),
+    )
+    queue.extend([patient, own, other])
+    queue.admit(patient)
+    queue.charge(patient, 1000.0)
+    queue.charge(other, 1.0)
+    assert [one.request.client for one in queue] == ["a", "b"]
+    for one in (patient, own, other):
+        queue.end(one)
+    assert accounts.active == 0
+
+
+def test_nobody_is_told_to_wait_for_it() -> None:
+    backlog = Backlog(CostModel(Profile(decode_s=DEAR, prefill_s=PROMPTS)), 4)
+    patient = [waiting(f"a{i}", background=True) for i in range(9)]
+    forecast = backlog.forecast(patient)
+    assert forecast.work_s == forecast.prefill_s == 0.0
+    assert forecast.background_s > 1.0
+    assert forecast.wait_s("a", {}, []) == 0.0
+    own = waiting("a", background=False)
+    assert backlog.forecast([*patient, own]).work_s == backlog.forecast([own]).work_s > 0

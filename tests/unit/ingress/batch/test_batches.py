@@ -1,0 +1,439 @@
+"""Files and batches over HTTP, by a scripted engine and real books."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+
+from serve_app.errors import DecodeError, QueueFullError
+from serve_app.ingress.api import build_api
+from serve_app.ingress.batch import runner as runners
+from serve_app.ingress.batch import work
+from serve_app.ingress.batch.books import Books, Limits
+from serve_app.ingress.batch.objects import BatchRequest
+from serve_app.ingress.batch.service import BatchOptions
+from serve_app.ingress.http.auth import Access
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.types import Accepted, GenerationRequest, TokenDelta
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
+
+URL = "http://127.0.0.1"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+ENDED = {"completed", "failed", "expired", "cancelled"}
+
+
+def body(text: str = "Hi", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def line(name: str, asked: Any = None, **fields: Any) -> dict[str, Any]:
+    asked = body() if asked is None else asked
+    return {"custom_id": name, "method": "POST", "url": CHAT, "body": asked, **fields}
+
+
+def jsonl(lines: Sequence[object]) -> bytes:
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+class CountingEngine(ScriptedEngine):
+    """Counts how often a prompt was asked for, and may hold answers back, or refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.seen: list[GenerationRequest] = []
+        self.held = asyncio.Event()
+        self.held.set()
+        self.refusals: list[Exception] = []
+        self.n_running = self.most_running = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
+        self.seen.append(request)
+        if self.refusals:
+            raise self.refusals.pop()
+        self.asked[bytes(request.prompt).decode()] += 1
+        self.n_running += 1
+        self.most_running = max(self.most_running, self.n_running)
+        try:
+            await self.held.wait()
+            async for item in super().generate(request):
+                yield item
+        finally:
+            self.n_running -= 1
+
+
+class Server:
+    """The API with a folder, and as many processes that work by it as a test likes."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None, **access: Any) -> None:
+        self.folder = folder
+        self.engine = CountingEngine()
+        model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), self.engine)  # type: ignore[arg-type]
+        self.models = {"m": model}
+        self.options = BatchOptions(folder / "batches", limits or Limits(), 16, lease_s=1.0)
+        self.access = Access(**access)
+
+    def api(self) -> FastAPI:
+        return build_api(self.models, self.access, batches=self.options)
+
+    @asynccontextmanager
+    async def process(self, key: str = "any") -> AsyncIterator[openai.AsyncOpenAI]:
+        api = self.api()
+        async with api.router.lifespan_context(api), self.client(api, key) as client:
+            yield client
+
+    @asynccontextmanager
+    async def client(self, api: FastAPI, key: str = "any") -> AsyncIterator[openai.AsyncOpenAI]:
+        transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+        made: Any = httpx.AsyncClient(transport=transport, base_url=URL)
+        async with made as http:
+            yield openai.AsyncOpenAI(
+                base_url=f"{URL}/v1", api_key=key, http_client=http, max_retries=0
+            )
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(runners, "_LOOK_S", 0.05)
+    monkeypatch.setattr(runners, "_MOST_PAUSE_S", 0.05)
+    monkeypatch.setattr(work, "_RENEW_S", 0.1)
+    return Server(tmp_path)
+
+
+async def upload(client: openai.AsyncOpenAI, lines: Sequence[object] | bytes) -> str:
+    contents = lines if isinstance(lines, bytes) else jsonl(lines)
+    return (await client.files.create(file=("in.jsonl", contents), purpose="batch")).id
+
+
+async def begin(client: openai.AsyncOpenAI, lines: Sequence[object] | bytes, **asked: Any) -> str:
+    asked = {"endpoint": CHAT, "completion_window": "24h"} | asked
+    file_id = await upload(client, lines)
+    return (await client.batches.create(input_file_id=file_id, **asked)).id
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    async with asyncio.timeout(30):
+        while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return batch
+
+
+async def contents(client: openai.AsyncOpenAI, file_id: str | None) -> list[Any]:
+    if file_id is None:
+        return []
+    return [json.loads(one) for one in (await client.files.content(file_id)).text.splitlines()]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_openais_own_client(server: Server) -> None:
+    async with server.process() as client:
+        lines = [line(f"q{i}", body(f"{i % 7} and {i}")) for i in range(100)]
+        batch_id = await begin(client, lines, metadata={"for": "me"})
+        batch = await ended(client, batch_id)
+        assert batch.status == "completed"
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (100, 100, 0)
+        assert batch.metadata == {"for": "me"}
+        assert batch.error_file_id is None
+        assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        assert batch.expires_at == pytest.approx(batch.created_at + 86400, abs=1)
+        found = await contents(client, batch.output_file_id)
+        assert [one["custom_id"] for one in found] == [f"q{i}" for i in range(100)]
+        first = found[0]["response"]
+        assert (first["status_code"], found[0]["error"]) == (200, None)
+        assert first["body"]["choices"][0]["message"]["content"] == "Hello"
+        assert set(server.engine.asked.values()) == {1}
+        assert all(one.background for one in server.engine.seen)
+        assert server.engine.most_running <= 16
+        listed = [one.id async for one in client.batches.list(limit=1)]
+        assert listed == [batch_id]
+        names = {one.filename async for one in client.files.list(purpose="batch_output")}
+        assert names == {f"{batch_id}_output.jsonl"}
+    assert list((server.folder / "batches" / "runs").iterdir()) == []
+
+
+async def test_lines_that_begin_alike_are_asked_together(server: Server) -> None:
+    server.options = BatchOptions(server.folder / "batches", max_concurrency=1)
+    async with server.process() as client:
+        lines = [line(str(i), body(f"{'ab'[i % 2]}{i:02}")) for i in range(20)]
+        batch = await ended(client, await begin(client, lines))
+        assert batch.status == "completed"
+        asked = [bytes(one.prompt).decode() for one in server.engine.seen]
+        assert sorted(asked[:10]) == sorted(asked)[:10]
+
+
+async def test_lines_that_cannot_be_answered_are_in_a_file_of_their_own(server: Server) -> None:
+    server.engine.refusals = [DecodeError("broken")] * 2
+    async with server.process() as client:
+        lines = [line("good"), line("bad", body(temperature=-1)), line("other", {"model": "x"})]
+        batch = await ended(client, await begin(client, lines))
+        assert batch.status == "completed"
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
+        (good,) = await contents(client, batch.output_file_id)
+        assert good["custom_id"] == "good"
+        bad, other = await contents(client, batch.error_file_id)
+        assert (bad["custom_id"], bad["response"]["status_code"]) == ("bad", 400)
+        assert bad["response"]["body"]["error"]["param"] == "temperature"
+        assert other["custom_id"] == "other"
+
+
+async def test_a_full_server_is_asked_again(server: Server) -> None:
+    server.engine.refusals = [QueueFullError("full", 1) for _ in range(20)]
+    async with server.process() as client:
+        batch = await ended(client, await begin(client, [line(str(i)) for i in range(5)]))
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (5, 0)
+        assert len(server.engine.seen) == 25
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        pytest.param(b"", "empty_file", None, id="empty"),
+        pytest.param(b"\n{\n", "invalid_json_line", 2, id="no JSON"),
+        pytest.param(b"[]\n", "invalid_json_line", 1, id="no object"),
+        pytest.param([line("a"), line("a")], "duplicate_custom_id", 2, id="twice"),
+        pytest.param([line("")], "invalid_custom_id", 1, id="no id"),
+        pytest.param([line("a", method="GET")], "invalid_method", 1, id="GET"),
+        pytest.param([line("a", url="/v1/completions")], "mismatched_url", 1, id="another URL"),
+        pytest.param([line("a", [])], "invalid_body", 1, id="no body"),
+        pytest.param([line("a", body(stream=True))], "invalid_body", 1, id="a stream"),
+        pytest.param([line(str(i)) for i in range(4)], "too_many_lines", 4, id="too many"),
+    ],
+)
+async def test_a_wrong_file(
+    tmp_path: Path, lines: Sequence[object] | bytes, code: str, number: int | None
+) -> None:
+    server = Server(tmp_path, Limits(max_lines=3))
+    async with server.process() as client:
+        batch = await ended(client, await begin(client, lines))
+        assert batch.status == "failed"
+        (error,) = batch.errors.data
+        assert (error.code, error.line) == (code, number)
+        assert server.engine.seen == []
+
+
+async def test_cancelling_keeps_what_there_is(server: Server) -> None:
+    async with server.process() as client:
+        server.engine.held.clear()
+        batch_id = await begin(client, [line(f"q{i}") for i in range(400)])
+        await until(lambda: server.engine.n_running == 8)
+        server.engine.held.set()
+        await until(lambda: server.engine.asked["user:Hi"] > 12)
+        server.engine.held.clear()
+        assert (await client.batches.cancel(batch_id)).status in ("cancelling", "cancelled")
+        batch = await ended(client, batch_id)
+        assert batch.status == "cancelled"
+        counts = batch.request_counts
+        assert (counts.total, counts.failed) == (400, 0)
+        assert len(await contents(client, batch.output_file_id)) == counts.completed < 400
+        assert server.engine.n_running == 0
+        with pytest.raises(openai.BadRequestError):
+            await client.batches.cancel(batch_id)
+
+
+async def test_a_window_that_runs_out(server: Server) -> None:
+    async with server.process() as client:
+        server.engine.held.clear()
+        batch_id = await begin(client, [line(f"q{i}") for i in range(30)], completion_window="1s")
+        batch = await ended(client, batch_id)
+        assert batch.status == "expired"
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (0, 30)
+        errors = await contents(client, batch.error_file_id)
+        assert [one["custom_id"] for one in errors] == [f"q{i}" for i in range(30)]
+        assert {one["error"]["code"] for one in errors} == {"batch_expired"}
+        assert {one["response"] for one in errors} == {None}
+
+
+async def test_another_process_goes_on_and_computes_only_what_was_not_written(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is gone as if it was killed: it releases nothing."""
+    monkeypatch.setattr(Books, "release", lambda *_: None)
+    names = [f"q{i}" for i in range(60)]
+    async with server.process() as client:
+        server.engine.held.clear()
+        batch_id = await begin(client, [line(name, body(name)) for name in names])
+        await until(lambda: server.engine.n_running == 8)
+        server.engine.held.set()
+        books = Books(server.options.folder)
+        await until(lambda: books.batch("", batch_id).request_counts.completed > 8)
+        server.engine.held.clear()
+    server.engine.held.set()
+    n_before = books.batch("", batch_id).request_counts.completed
+    assert 0 < n_before <= 60
+    async with server.process() as client:
+        batch = await ended(client, batch_id)
+        assert batch.status == "completed"
+        assert batch.request_counts.completed == 60
+        found = await contents(client, batch.output_file_id)
+    assert [one["custom_id"] for one in found] == names
+    assert len({one["id"] for one in found}) == 60
+    assert max(server.engine.asked.values()) <= 2
+    assert sum(server.engine.asked.values()) <= 60 + 16
+
+
+async def test_two_processes_do_not_work_on_one_batch(server: Server) -> None:
+    async with server.process() as client, server.process():
+        lines = [line(f"q{i}", body(f"{i}")) for i in range(60)]
+        batch_ids = [await begin(client, lines) for _ in range(3)]
+        for batch_id in batch_ids:
+            batch = await ended(client, batch_id)
+            assert batch.request_counts.completed == 60
+        assert set(server.engine.asked.values()) == {3}
+
+
+KEYS = """
+keys:
+  - {name: a, key: aaaaaaaaaaaaaaaaaaaa, max_concurrent_requests: 1, tokens_per_minute: 10}
+  - {name: b, key: bbbbbbbbbbbbbbbbbbbb}
+"""
+
+
+async def test_keys_see_their_own_only(tmp_path: Path) -> None:
+    """And a batch is not held against what its key may use."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+    server = Server(tmp_path, api_key_file=file)
+    async with (
+        server.process("a" * 20) as a,
+        server.client(server.api(), "b" * 20) as b,
+        server.client(server.api(), "c" * 20) as nobody,
+    ):
+        batch_id = await begin(a, [line(f"q{i}") for i in range(30)])
+        batch = await ended(a, batch_id)
+        assert batch.request_counts.completed == 30
+        assert {one.client for one in server.engine.seen} == {"a"}
+        assert len({one.cache_group for one in server.engine.seen}) == 1
+        for ask in (
+            lambda: b.batches.retrieve(batch_id),
+            lambda: b.batches.cancel(batch_id),
+            lambda: b.files.retrieve(batch.input_file_id),
+            lambda: b.files.content(batch.output_file_id),
+            lambda: b.files.delete(batch.output_file_id),
+            lambda: begin_with(b, batch.input_file_id),
+        ):
+            with pytest.raises(openai.NotFoundError) as raised:
+                await ask()
+            assert raised.value.code == "object_not_found"
+        assert not [one async for one in b.files.list()]
+        assert not [one async for one in b.batches.list()]
+        with pytest.raises(openai.AuthenticationError):
+            await nobody.files.list()
+
+
+async def begin_with(client: openai.AsyncOpenAI, file_id: str) -> Any:
+    return await client.batches.create(
+        input_file_id=file_id,
+        endpoint=CHAT,
+        completion_window="24h",
+    )
+
+
+async def test_a_key_that_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+    server = Server(tmp_path, api_key_file=file)
+    async with server.client(server.api(), "a" * 20) as client:
+        batch_id = await begin(client, [line("q")])
+    file.write_text(KEYS.replace("name: a", "name: z"))
+    async with server.process("b" * 20):
+        books = Books(server.options.folder)
+        await until(lambda: books.batch("a", batch_id).status == "completed")
+    assert books.batch("a", batch_id).request_counts.failed == 1
+    assert server.engine.seen == []
+
+
+async def test_files(server: Server) -> None:
+    async with server.client(server.api()) as client:
+        ids = [await upload(client, [line(str(i))]) for i in range(5)]
+        assert [one.id async for one in client.files.list(limit=2)] == ids[::-1]
+        assert [one.id async for one in client.files.list(limit=2, order="asc")] == ids
+        assert (await client.files.content(ids[0])).content == jsonl([line("0")])
+        found = await client.files.retrieve(ids[0])
+        assert (found.bytes, found.filename) == (len(jsonl([line("0")])), "in.jsonl")
+        await begin_with(client, ids[0])
+        with pytest.raises(openai.BadRequestError):
+            await client.files.delete(ids[0])
+        assert (await client.files.delete(ids[1])).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.content(ids[1])
+        with pytest.raises(openai.BadRequestError):
+            await client.files.create(file=("x", b"x"), purpose="fine-tune")
+    assert len(list((server.options.folder / "files").iterdir())) == 4
+    assert not list(server.options.folder.glob("arriving-*"))
+
+
+async def test_a_key_has_only_so_much(tmp_path: Path) -> None:
+    limits = Limits(max_file_bytes=1000, max_files=2, max_bytes=1500, max_batches=1)
+    server = Server(tmp_path, limits)
+    async with server.client(server.api()) as client:
+        with pytest.raises(openai.APIStatusError) as large:
+            await upload(client, b"x" * 1001)
+        assert large.value.status_code == 413
+        first = await upload(client, b"x" * 1000)
+        with pytest.raises(openai.RateLimitError):
+            await upload(client, b"x" * 501)
+        await upload(client, b"x")
+        with pytest.raises(openai.RateLimitError):
+            await upload(client, b"x")
+        await begin_with(client, first)
+        with pytest.raises(openai.RateLimitError):
+            await begin_with(client, first)
+
+
+async def test_files_that_expire(server: Server) -> None:
+    now = 0.0
+    books = Books(server.folder / "own", clock=lambda: now)
+    arrived = server.folder / "arrived"
+    arrived.write_bytes(b"x")
+    file = books.add_file("", arrived, "a", "batch", expires_s=3600)
+    assert books.delete_expired() == 0
+    now = 3601.0
+    assert books.delete_expired() == 1
+    assert not books.path(file.id).exists()
+
+
+async def test_without_a_folder() -> None:
+    transport = httpx.ASGITransport(build_api({}))
+    async with httpx.AsyncClient(transport=transport, base_url=URL) as http:
+        answer = await http.get("/v1/files")
+        assert answer.status_code == 501
+        assert "ingress.batch.folder" in answer.json()["error"]["message"]
+
+
+def test_a_lease_is_one_holders(tmp_path: Path) -> None:
+    now = 0.0
+    books = Books(tmp_path, clock=lambda: now)
+    arrived = tmp_path / "arrived"
+    arrived.write_bytes(b"x")
+    file = books.add_file("", arrived, "a", "batch")
+    asked = BatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="2d")
+    batch = books.add_batch("", asked)
+    assert batch.expires_at == 2 * 86400
+    now = 1.0
+    assert [one.id for one in books.claim("x", 10, 4)] == [batch.id]
+    assert books.claim("y", 10, 4) == []
+    now = 9.0
+    assert books.renew("x", batch.id, 10) == "validating"
+    now = 18.0
+    assert books.claim("y", 10, 4) == []
+    now = 20.0
+    assert [one.id for one in books.claim("y", 10, 4)] == [batch.id]
+    assert books.renew("x", batch.id, 10) is None, "it is another's"
+    books.release("x", batch.id)
+    assert books.renew("y", batch.id, 10) == "validating"
