@@ -16,7 +16,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients fuzz docs lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients fuzz docs reference lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -57,6 +57,9 @@ fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 
 docs: $(DOCS)/.ready  ## The site of docs/, in build/docs; a warning is an error.
 	$(DOCS)/bin/properdocs build --strict -f docs/.site/mkdocs.yml
+
+reference: $(READY)  ## The tables of docs/ that are made from the code.
+	$(BIN)/python -m tests.documents
 
 lint: $(READY)
 	$(BIN)/ruff check .
