@@ -5,6 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DOCS := .venv-docs
 CLIENTS := .venv-clients
+RELEASE := .venv-release
 
 # GCC 11 and 12 miscompile llama.cpp's AMX kernels: the first quantised matrix product of a process dies
 # of SIGSEGV (ggml-org/llama.cpp issue 20824, pull request 26954). Hiding the macro leaves them out, and
@@ -16,7 +17,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients fuzz docs lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients fuzz docs reference sbom wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -58,6 +59,17 @@ fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 docs: $(DOCS)/.ready  ## The site of docs/, in build/docs; a warning is an error.
 	$(DOCS)/bin/properdocs build --strict -f docs/.site/mkdocs.yml
 
+reference: $(READY)  ## The tables of docs/ that are made from the code.
+	$(BIN)/python -m tests.documents
+
+sbom: $(RELEASE)/.ready  ## What the image installs from Python's package index, as CycloneDX, in build/sbom.json.
+	@mkdir -p build
+	$(RELEASE)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+		--of JSON -o build/sbom.json cluster/image/requirements.lock
+
+wheels: $(RELEASE)/.ready  ## Corral's wheel and source package, in dist.
+	$(RELEASE)/bin/python -m build --outdir dist
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,6 +91,11 @@ $(DOCS)/.ready: docs/.site/requirements.lock
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
+$(RELEASE)/.ready: .github/release/requirements.lock
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@touch $@
+
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r $<
@@ -90,13 +107,17 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	fi
 	@touch $@
 
-lock:  ## Resolve pyproject.toml's dependencies anew.
+lock:  ## Resolve pyproject.toml's dependencies anew; the image's lock takes its versions from requirements.lock.
 	$(PYTHON) -m venv .venv
 	$(PIP) install uv
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --constraint requirements.lock --universal --python-version 3.11 \
+		--generate-hashes --no-header --no-annotate --no-emit-index-url -q -o cluster/image/requirements.lock
 	cd docs/.site && ../../$(BIN)/uv pip compile requirements.in --universal --python-version 3.11 \
+		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
+	cd .github/release && ../../$(BIN)/uv pip compile requirements.in --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
 
 clean:
-	rm -rf .venv $(DOCS) $(CLIENTS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv $(DOCS) $(CLIENTS) $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

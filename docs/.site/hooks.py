@@ -1,7 +1,8 @@
-"""What the site has beside docs/: the navigation's last section, and ARCHITECTURE.md as a page."""
+"""What the site has beside docs/: the navigation's last section, and pages that are elsewhere."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,19 @@ from properdocs.structure.files import File, Files
 from properdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "README.md": "readme.md",
+    "ARCHITECTURE.md": "architecture.md",
+    ".github/CONTRIBUTING.md": "contributing.md",
+    ".github/SECURITY.md": "security-policy.md",
+}
+"""Pages that are not in docs/, and their names on the site."""
 
 
 def on_config(config: ProperDocsConfig) -> ProperDocsConfig:
     """Leave out of the navigation what is not there, and put under "More" what it does not name."""
     folder = Path(config.docs_dir)
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*.md")} | {"architecture.md"}
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*.md")} | {*ELSEWHERE.values()}
     named: set[str] = set()
     config.nav = _kept(config.nav or [], there, named)
     if more := sorted(there - named):
@@ -25,16 +33,28 @@ def on_config(config: ProperDocsConfig) -> ProperDocsConfig:
 
 
 def on_files(files: Files, config: ProperDocsConfig) -> Files:
-    """ARCHITECTURE.md stands beside README.md, where people look for it."""
-    text = (ROOT / "ARCHITECTURE.md").read_text().replace("](docs/", "](")
-    files.append(File.generated(config, "architecture.md", content=text))
+    """These stand where people and forges look for them."""
+    for path, uri in ELSEWHERE.items():
+        files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links to ARCHITECTURE.md lead to that page, also from folders."""
-    up = "../" * page.file.src_uri.count("/")
-    return re.sub(r"\]\((?:\.\./)+ARCHITECTURE\.md", f"]({up}architecture.md", markdown)
+    """Links lead to pages, also to those from elsewhere. Files that are no pages are only named."""
+    uri = page.file.src_uri
+    source = next((path for path, to in ELSEWHERE.items() if to == uri), f"docs/{uri}")
+
+    def resolved(link: re.Match[str]) -> str:
+        mark, text, target, heading = link.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        to = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if to is None:
+            return text
+        return (
+            f"{mark}[{text}]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}{heading or ''})"
+        )
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)", resolved, markdown)
 
 
 def _kept(entries: list[Any], there: set[str], named: set[str]) -> list[Any]:

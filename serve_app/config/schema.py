@@ -46,12 +46,12 @@ class ModelSource(_Section):
     with `filename`. Of a model in shards, the first one is named."""
 
     builtin: bool = False
-    """The small model that Corral brings along; nothing is downloaded."""
+    """The small model that comes with Corral. Nothing is downloaded."""
     path: Path | None = None
-    """A file that exists under this path on every node that runs a replica or the ingress."""
+    """A GGUF file. It must exist under this path on every node that runs a replica or the ingress."""
     repo: str | None = None
-    """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`,
-    each with `@REVISION` behind it for another than the newest. Each node downloads it once."""
+    """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
+    `@REVISION` at the end chooses another revision than the newest. Each node downloads it once."""
     repo_id: str | None = None
     """A Hugging Face repository, the long way to say `repo`."""
     filename: str | None = None
@@ -90,80 +90,96 @@ class EngineConfig(_Section):
     """One replica's engine. What is not set is decided from the model and the machine."""
 
     n_slots: PositiveInt | None = None
-    """Sequences that run at once. Default: 4 for each core, 8 to 32, fewer if memory is short."""
+    """Sequences that run at once in a replica. Default: 4 for each core, 8 to 32, fewer if memory is
+    short."""
     n_ctx_slot: Annotated[int, Field(ge=2)] | None = None
-    """Tokens, prompt and answer together, that one sequence may have. Default: what the model was
-    trained for, 4096 at most, less if memory is short."""
+    """Tokens of one sequence, prompt and answer together. Default: what the model was trained for, 4096
+    at most, less if memory is short."""
     n_ctx: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that all slots hold together, in a unified KV cache; when it is full, idle slots give way, and
-    then the youngest running sequence, which goes on later. Default: room for every slot's n_ctx_slot."""
+    """Tokens that all slots hold together, in a unified KV cache. When it is full, idle slots give way
+    first, then the youngest running request. That request waits, and goes on later with its text
+    unbroken. Default: `n_ctx_slot` for each slot."""
     kv_unified: bool | Literal["auto"] = "auto"
-    """Whether all slots share the KV cache's cells: better for common beginnings, worse for prompts of
-    their own. `auto` takes what is measured to be faster, with `system_prompts` if there are any."""
+    """Whether all slots share the cells of the KV cache. Sharing is faster for common beginnings and
+    slower for unrelated prompts. `auto` takes what is measured to be faster, for a common beginning if
+    there are `system_prompts`. It changes when the traffic favours the other kind, and logs why. Beside
+    running streams it keeps within `max_stall_ms`."""
     threads: PositiveInt | None = None
-    """Threads that llama.cpp computes with, one row at a time. Default: the physical cores that the replica
-    may really use (affinity mask, cgroup quota, `ray_actor_options.num_cpus`), or fewer, if faster."""
+    """Threads that llama.cpp computes a single row with. The replica's cores are those of its
+    `num_cpus`, which counts hyper-threads, within the affinity mask and the CPU quota. Default: the
+    physical cores that the replica may use, or fewer where that is measured to be faster."""
     threads_batch: PositiveInt | None = None
-    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`, or
-    for up to 16 rows what is measured."""
+    """Threads for batches of several rows: prompts, and several sequences at once. If neither this nor
+    `threads` is set and there are more than four cores, batches of up to 16 rows may have fewer threads
+    than prompts. Default: `threads`, or what is measured."""
     allow_oversubscription: bool = False
-    """Whether more threads than usable cores are only worth a warning, instead of stopping the start."""
+    """Whether more threads than usable cores cause only a warning. Otherwise they stop the start."""
     pin_cores: bool = True
-    """Whether a replica that has whole cores (`num_cpus`) keeps to some that no other replica on its node
-    has."""
+    """Whether a replica that has whole cores (`num_cpus`) keeps to cores that no other replica on its
+    node has."""
     numa: NumaStrategy | None = None
-    """How llama.cpp spreads the threads of one large replica over its node's NUMA nodes: llama-server's
-    `distribute`, `isolate` or `numactl`. With the first two, the replica is not pinned to cores."""
+    """How llama.cpp spreads the threads of one large replica over NUMA nodes, as in llama-server. With
+    `distribute` and `isolate`, the replica is not pinned to cores."""
     n_batch: PositiveInt = 512
-    """Most prompt tokens in one step; each running sequence's next token comes on top."""
+    """Most prompt tokens in one step. The next token of each running sequence comes on top."""
     max_waiting: NonNegativeInt | None = None
-    """Requests that may wait for a slot in one replica; the next one is refused with 429.
-    Default: twice n_slots."""
+    """Requests that may wait for a slot in one replica. The next one is refused with 429. Default:
+    twice `n_slots`."""
     max_wait_s: PositiveFloat | None = 60
-    """Longest time, in seconds, that a request should wait for a slot: one that would wait longer, by the
-    work that is queued and measured speed, is refused with 429 and that forecast. `null` sets no bound."""
+    """Longest time, in seconds, that a request should wait for a slot. A request that is forecast to
+    wait longer is refused with 429 at once. The forecast counts the client's own queue, its turns among
+    other clients, and measured speed. `null` sets no bound."""
     flash_attn: bool | Literal["auto"] = "auto"
     """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"
-    """Format of the keys in the KV cache; quantised ones (`q8_0`, `q4_0`, ...) take less memory."""
+    """Format of the keys in the KV cache. Quantised formats take less memory and are less exact."""
     cache_type_v: CacheType = "f16"
-    """Format of the values in the KV cache; a quantised one needs `flash_attn`."""
+    """Format of the values in the KV cache. A quantised one needs `flash_attn`."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
-    """System prompts that every replica computes when it starts and never forgets, each in a slot
-    of its own: chats that begin with one start from there."""
+    """System prompts that every replica computes when it starts and keeps, each in a slot of its own.
+    Chats without tools that begin with one start from there, for every client. Default: none."""
     cache_ram_mib: NonNegativeInt | None = None
-    """Memory of each replica for prefixes that lost their slot, in MiB: a chat that comes back starts
-    from there. Default: an eighth of what the weights leave; 0 keeps none."""
+    """Memory of each replica for prefixes that lost their slot, in MiB. A chat that comes back starts
+    from there. 0 keeps none. Default: an eighth of what the weights leave."""
     n_checkpoints: NonNegativeInt = 3
-    """Checkpoints of each slot, of models with sliding windows or recurrent layers: a chat that comes back
-    starts from the deepest one that it still begins with. 0 makes none."""
+    """Checkpoints of each slot, for models with sliding windows or recurrent layers (Gemma 3, gpt-oss,
+    LFM2, Qwen3.5, Mamba). A chat that comes back starts from the deepest checkpoint that it still
+    begins with. 0 makes none. Other models need none."""
     checkpoint_ram_mib: NonNegativeInt | None = None
-    """Memory of each replica for those of all slots, in MiB. Default: a sixteenth of what the weights
-    leave."""
+    """Memory of each replica for the checkpoints of all slots, in MiB. If it is too small, the
+    checkpoints used last stay. `checkpoint_bytes` in `/v1/stats` is the size of one. Default: a
+    sixteenth of what the weights leave."""
     cache_folder: Path | None = None
-    """A folder on each node where those prefixes are kept for the next start, too. They hold what users
-    wrote; nobody but the owner can read them. Default: they are lost at the end."""
+    """A folder on each node where prefixes are kept for the next start. They hold what users wrote, and
+    only the owner can read them. You delete the files of models that are no longer served. Default:
+    prefixes are lost at the end."""
     slot_folder: Path | None = None
-    """A folder on each node for `POST /slots/{id_slot}`, llama-server's way to save a slot's cache to a
-    file and to take it back. Default: that is refused."""
+    """A folder on each node where `POST /slots/{id_slot}` saves slots and restores them. The files hold
+    what users wrote. A restored slot is for the `cache_group` that it was saved from. Default: such
+    requests are refused."""
     slot_folder_max_mib: NonNegativeInt = 4096
-    """What all files in it may take, in MiB: a save that needs more is refused with 507."""
+    """Most that all files in `slot_folder` may take, in MiB. A save that needs more, or more than the
+    disk has, is refused with 507 before anything is written."""
     load_mode: LoadMode = "auto"
-    """How the weights come into memory: `mmap`, `mlock` (kept in RAM), `mmap+mlock` or `none` (read)."""
+    """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
+    the file."""
     max_stall_ms: PositiveFloat | None = 250
     """Longest time, in milliseconds, that a running stream should wait between two tokens because of
-    others' prompts: these get on in chunks that fit, by measured times. `null` sets no bound."""
+    others' prompts. Prompts are processed in chunks that fit, by measured times. `null` sets no
+    bound."""
     speculate: bool = True
-    """Whether tokens are drafted from a sequence's own text and verified together, where that is measured
-    to be faster."""
+    """Whether tokens are drafted from a request's own text and verified together, where that is
+    measured to be faster. Greedy text stays the same, except for rounding."""
     context_shift: bool = False
-    """Whether a sequence with `max_tokens` that fills its context goes on, half of what is behind its
-    first `n_keep` tokens dropped; a request may say otherwise. Without, it ends with `length`."""
+    """Whether a request with `max_tokens` that fills its context goes on. It then drops half of the
+    tokens after its first `n_keep`. Otherwise it ends with `length`. A request may say otherwise."""
     n_keep: Annotated[int, Field(ge=-1)] = 0
-    """First tokens that a context shift keeps, the very first one always; -1 keeps the prompt."""
+    """First tokens that a context shift keeps. The very first token is always kept. -1 keeps the
+    prompt."""
     embedding_pooling: EmbeddingPooling | Literal["auto"] = "auto"
-    """How the vectors of a text's tokens become its embedding: their `mean`, the first's (`cls`) or the
-    `last`'s. `auto` is what the model's file says, or else `mean`. Reranking models do without."""
+    """How the vectors of a text's tokens become its embedding: their `mean`, the first token's (`cls`)
+    or the `last` token's. `auto` is what the model's file says, or else `mean`. Reranking models do not
+    use it."""
 
 
 class Autoscaling(AutoscalingConfig):
@@ -176,43 +192,48 @@ class RayActorOptions(_Section):
     """What Ray reserves for one replica."""
 
     num_cpus: NonNegativeFloat | None = None
-    """Hyper-threads counted. Default for an engine: those of `engine.threads` cores, or of a NUMA node of
-    the machine that reads the configuration."""
+    """CPUs, hyper-threads counted. Default: for an engine, those of `engine.threads` cores or of a NUMA
+    node of the machine that reads the configuration, shared among the models; for the ingress, 0."""
     memory: PositiveInt | None = None
-    """Bytes."""
+    """Memory to reserve, in bytes."""
     resources: dict[str, float] | None = None
-    """Custom resources of the nodes that may run it."""
+    """Custom resources that a node must have to run the replica."""
     runtime_env: dict[str, Any] | None = None
-    """Ray's runtime environment, `env_vars` for instance."""
+    """Ray's runtime environment, for instance `env_vars`."""
 
 
 class DeploymentConfig(_Section):
     """A Ray Serve deployment, by Serve's own option names."""
 
     autoscaling_config: Autoscaling | None = None
-    """Serve's autoscaling; default for an engine: a replica for each NUMA node of the machine that reads
-    the configuration, if that does not size replicas. See `serve_app.app`."""
+    """[Serve's autoscaling options](https://docs.ray.io/en/latest/serve/autoscaling-guide.html).
+    Engines scale by work, with `upscale_delay_s: 10` and `look_back_period_s: 15`. Default: for an
+    engine, one replica, or one for each NUMA node; for the ingress, 1 to 4 replicas."""
     num_replicas: PositiveInt | None = None
     """A fixed number of replicas instead of autoscaling."""
     max_ongoing_requests: PositiveInt | None = None
-    """Requests in one replica at once. Default for an engine: its slots, its waiting queue, and
-    some room so that statistics and health checks get through to a full replica."""
+    """Requests in one replica at once. An ingress refuses more with 429. One client (key or address)
+    may have four times as many open as places are free. Default: for an engine, 2 x (slots + waiting) +
+    16, so that statistics and health checks reach a full replica; for the ingress, 1000."""
     max_queued_requests: PositiveInt | None = None
-    """Requests that are held back while all replicas are full (those of an engine, by one ingress replica),
-    or until they have taken a burst. Default for an engine: 64; for the ingress, its
+    """Requests that are held back while all replicas are full, or until they have taken a burst. One
+    ingress replica counts those of an engine. Default: for an engine, 64; for the ingress, its
     `max_ongoing_requests`."""
     health_check_period_s: PositiveFloat = 5
+    """Seconds between two of Serve's health checks."""
     health_check_timeout_s: PositiveFloat = 30
-    """A replica that does not answer for so long is replaced."""
+    """A replica that does not answer for this many seconds is replaced."""
     graceful_shutdown_timeout_s: NonNegativeFloat | None = None
-    """Time that running requests get to finish when a replica is stopped. Default: 30 for an engine, whose
-    requests then go on elsewhere; 600 for the ingress, whose streams would be cut."""
+    """Seconds that running requests get to finish when a replica is stopped. An engine's requests then
+    go on elsewhere; the ingress's streams are cut. Default: for an engine, 30; for the ingress, 600."""
     graceful_shutdown_wait_loop_s: PositiveFloat = 0.5
-    """How often a stopping replica looks whether it is done."""
+    """Seconds between two looks of a stopping replica at whether it is done."""
     max_constructor_retry_count: PositiveInt = 3
     """Starts that may fail before Serve gives up on a deployment."""
     max_replicas_per_node: PositiveInt | None = None
+    """Most replicas of this deployment on one node. Default: no limit."""
     ray_actor_options: RayActorOptions = RayActorOptions()
+    """What Ray reserves for one replica, below."""
 
     @model_validator(mode="after")
     def _one_way_to_scale(self) -> DeploymentConfig:
@@ -228,22 +249,23 @@ class DefaultsConfig(_Section):
     max_tokens: PositiveInt | None = None
     """Most tokens of an answer."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """For chats that begin without one."""
+    """The system prompt of chats that begin without one."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """A Jinja template in the place of the file's, or a name that llama.cpp knows, as `chatml`."""
+    """A Jinja template to use instead of the file's, or a name that llama.cpp knows, such as `llama3`.
+    Models without a template get `chatml`. Default: the file's template."""
     chat_template_file: Path | None = None
-    """A file with one, on the machine that reads the configuration."""
+    """A file with such a template, on the machine that reads the configuration."""
     chat_template_kwargs: dict[str, Any] = {}
-    """More variables for the chat template, as `enable_thinking`."""
+    """More variables for the chat template, such as `enable_thinking: false`. Default: none."""
     reasoning: Literal["on", "off", "auto"] = "auto"
-    """Whether the model thinks before it answers, if its template asks `enable_thinking`; `auto` leaves it
-    to the template."""
+    """Whether the model thinks before it answers, if its template knows `enable_thinking`. `auto`
+    leaves it to the template."""
     reasoning_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
-    """Tokens of reasoning after which the model must answer; -1 sets no bound."""
+    """Tokens of reasoning after which the model must answer. -1 sets no bound."""
     reasoning_budget_message: Annotated[str, Field(max_length=1024)] = ""
-    """The last words of reasoning whose budget is used up."""
+    """The last words of reasoning whose budget is used up. Default: none."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
-    """`none` leaves reasoning and its tags in the content."""
+    """`none` leaves reasoning and its tags in the content. Default: `auto`."""
 
     @model_validator(mode="after")
     def _one_template(self) -> DefaultsConfig:
@@ -256,22 +278,23 @@ class ModelConfig(_Section):
     """One model that is served, as an autoscaled deployment of its own."""
 
     id: Annotated[str, Field(pattern=_MODEL_ID, max_length=128)]
-    """The name that clients put into `model`."""
+    """The name that clients put into `model`. A request without `model` gets the first model."""
     aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
-    """Other names that clients may put there; `*` is all that no model has."""
+    """Other names of the model that clients may send. `*` is every name that no model has. Default:
+    none."""
     tags: list[Annotated[str, Field(min_length=1, max_length=128)]] = []
-    """Shown in `/v1/models`."""
+    """Labels that `/v1/models` shows. Default: none."""
     source: ModelSource
-    """The GGUF file."""
+    """The GGUF file, below."""
     defaults: DefaultsConfig = DefaultsConfig()
-    """What requests have where they say nothing."""
+    """What requests have where they say nothing, below."""
     engine: EngineConfig = EngineConfig()
-    """The engine in each replica."""
+    """The engine in each replica, below."""
     deployment: DeploymentConfig = DeploymentConfig()
-    """The engine's Serve deployment."""
+    """The engine's Serve deployment, below."""
     batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Serve's name: how long a replica collects arrivals, in seconds, so that they enter the engine
-    in one submit. Every request waits for it; see ARCHITECTURE.md for what it costs and gains."""
+    """How long a replica collects arrivals, in seconds, so that they enter the engine together. Every
+    request waits this long. ARCHITECTURE.md says what it costs and gains."""
 
 
 class BatchConfig(_Section):
@@ -299,54 +322,58 @@ class IngressConfig(_Section):
     """The HTTP side."""
 
     api_key_file: Path | None = None
-    """A file with API keys and their limits, on every node that runs the ingress; it is read again when it
-    changes. Without one, only the server's own machine is answered."""
+    """A file with API keys and their limits, on every node that runs the ingress. It is read again when
+    it changes. Without one, Corral answers only its own machine."""
     allow_anonymous: bool = False
-    """Whether, without keys, every machine is answered."""
+    """Whether Corral answers every machine without keys."""
     ui: bool | Literal["auto"] = "auto"
-    """Whether there is a page for browsers at `/`; `auto`: for requests to a loopback address only."""
+    """Whether there is a page for browsers at `/`. With `auto`, only requests to a loopback address get
+    it, and only if no HAProxy that others reach is in front."""
     cors_origins: list[
         Annotated[str, Field(pattern=r"^(\*|localhost|[a-z][a-z0-9+.-]*://[^/]+)$")]
     ] = []
-    """Web sites whose pages may use the API, as `https://host`; `*` is all of them. Default: with API keys,
-    all: a page must know one; without, none."""
+    """Web sites whose pages may use the API, such as `https://chat.example`. `localhost` is every site
+    that this machine serves, on any port. `*` is all sites. Default: none; with API keys, all."""
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
-    """A stream in which nothing was sent for so many seconds sends a ping, which readers drop, so that no
-    proxy takes it for dead; 0 and -1: never. A request may say otherwise (`sse_ping_interval`)."""
+    """A stream that has sent nothing for this many seconds sends a ping, so that no proxy takes it for
+    dead. Readers drop pings. 0 and -1 send none. A request may say otherwise (`sse_ping_interval`)."""
     strict: bool = False
-    """Whether requests with fields that Corral does not have are refused. Otherwise such fields are
-    ignored, and the header `x-corral-ignored` of the answer names them."""
+    """Whether requests with unknown fields are refused. Otherwise such fields are ignored, and the
+    header `x-corral-ignored` of the answer names them."""
     disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
-    """Paths at which nobody is answered, nor below, as `/slots` and `/metrics`: 501 there."""
+    """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. They
+    answer 501. Default: none."""
     allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
-    """Names that the server goes by, besides those of loopback: `corral.example`, `*.example` for all
-    below, `*` for all. Another `Host` is refused if there is a list, and on a server that answers its own
-    machine only."""
+    """Names that the server goes by besides `localhost`: `corral.example`, `*.example` for all below
+    it, `*` for all. If there is a list, or if only this machine is answered, requests to another `Host`
+    are refused. Default: none."""
     anonymous_admin: bool = False
-    """Whether, with `allow_anonymous`, everybody may do what operators do: save and erase slots, see what
-    others do."""
+    """Whether, with `allow_anonymous`, everybody may do what operators do: save and erase slots, and
+    see what others do."""
     max_open_bodies: PositiveInt | None = None
-    """Bodies of requests that one ingress replica reads at once. At the bound, the slowest one of the
-    client that has most is ended with 429. Default: an eighth of the ingress's `max_ongoing_requests`."""
+    """Request bodies that one ingress replica reads at once. At the limit, the client with the most
+    open bodies loses its slowest one, with 429. Default: an eighth of the ingress's
+    `max_ongoing_requests`."""
     max_open_bodies_mib: Annotated[int, Field(ge=8)] = 64
-    """What these take together, in MiB. At the bound, the largest one of the client that has most is
-    ended with 429."""
+    """Memory of these bodies together, in MiB. At the limit, the client with the most bytes loses its
+    largest body, with 429."""
     min_body_rate: PositiveInt = 500
-    """Bytes a second that a body must bring, over five seconds each; slower ones are ended with 408."""
+    """Bytes a second that a body must bring, measured over five seconds. Slower bodies end with 408."""
     responses_kept_s: Annotated[float, Field(ge=0, le=86400)] = 1800
     """Seconds for which a response of `/v1/responses` is kept after its end, unless its request says
-    `store: false`; 0 keeps none."""
+    `store: false`. 0 keeps none."""
     max_responses_per_key: PositiveInt = 256
-    """Responses that are kept for each API key, or without keys, for each address. One more takes the place
-    of the oldest."""
+    """Responses that are kept for each API key, or for each address without keys. One more replaces the
+    oldest."""
     max_responses_mib_per_key: PositiveInt = 16
-    """What these may take, in MiB."""
+    """Memory of the responses of each key, in MiB."""
     max_responses_mib: PositiveInt = 256
-    """What those of all keys may take, in MiB. At the bound, the key that has most loses its oldest."""
+    """Memory of all keys' responses, in MiB. At the limit, the key with the most loses its oldest
+    one."""
     batch: BatchConfig = BatchConfig()
-    """Files and batches."""
+    """Files and batches, below."""
     deployment: DeploymentConfig = DeploymentConfig()
-    """The ingress's Serve deployment."""
+    """The ingress's Serve deployment, below."""
 
     @model_validator(mode="after")
     def _bodies_leave_room(self) -> IngressConfig:

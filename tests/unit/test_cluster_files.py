@@ -32,7 +32,6 @@ from cluster.one_machine import environment_of
 from serve_app.config import schema
 from serve_app.errors import RateLimitError, SlowRequestError
 from serve_app.replica.metrics import ReplicaMetrics
-from tests.unit import kuberay
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
@@ -44,15 +43,8 @@ def parsed(name: str) -> Any:
 
 
 def rayservice() -> dict[str, Any]:
-    document: dict[str, Any] = parsed("kubernetes/rayservice.yaml")
+    document: dict[str, Any] = parsed("kubernetes/base/rayservice.yaml")
     return document
-
-
-def merged(document: Any, patch: Any) -> Any:
-    """A JSON merge patch (RFC 7386), as `kubectl patch --type merge` does it, without removals."""
-    if not isinstance(document, dict) or not isinstance(patch, dict):
-        return patch
-    return document | {key: merged(document.get(key), value) for key, value in patch.items()}
 
 
 def test_every_file_parses() -> None:
@@ -106,73 +98,6 @@ def test_workers_have_what_the_ingress_asks_for() -> None:
     for given in map(json.loads, (launched, started, in_kubernetes)):
         assert given.keys() == asked.keys()
         assert all(given[name] >= asked[name] for name in asked)
-
-
-@pytest.mark.parametrize("redis", [False, True], ids=["plain", "gcs-fault-tolerance"])
-def test_the_rayservice_is_what_kuberay_takes(redis: bool) -> None:
-    document = rayservice()
-    if redis:
-        document = merged(document, parsed("kubernetes/gcs-fault-tolerance.yaml"))
-    jsonschema.validate(document, kuberay.RAY_SERVICE)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("spec", "serveConfig"), "applications: []"),
-        (("spec", "rayClusterConfig", "enableAutoscaling"), True),
-        (("spec", "rayClusterConfig", "autoscalerOptions", "version"), "v3"),
-        (("spec", "rayClusterConfig", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
-        (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "replicas"), "1"),
-    ],
-    ids=str,
-)
-def test_the_check_finds_what_kuberay_does_not_take(path: tuple[Any, ...], value: Any) -> None:
-    document = rayservice()
-    at: Any = document
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(document, kuberay.RAY_SERVICE)
-
-
-def templates() -> list[dict[str, Any]]:
-    cluster = rayservice()["spec"]["rayClusterConfig"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    return [group["template"] for group in groups]
-
-
-def test_pods_are_what_kubernetes_takes() -> None:
-    for template in templates():
-        kuberay.check(template, "V1PodTemplateSpec")
-    for budget in yaml.safe_load_all(
-        (CLUSTER / "kubernetes/pod-disruption-budget.yaml").read_text()
-    ):
-        kuberay.check(budget, "V1PodDisruptionBudget")
-    wrong = copy.deepcopy(templates()[0])
-    wrong["spec"]["containers"][0]["livenessProbe"]["httpget"] = {}
-    with pytest.raises(AssertionError, match="httpget"):
-        kuberay.check(wrong, "V1PodTemplateSpec")
-
-
-def test_selectors_find_the_pods() -> None:
-    labels = [template["metadata"]["labels"] for template in templates()]
-    budgets = [*yaml.safe_load_all((CLUSTER / "kubernetes/pod-disruption-budget.yaml").read_text())]
-    monitor = parsed("kubernetes/pod-monitor.yaml")["spec"]
-    found = [[b["metadata"]["name"] for b in budgets if _selects(b["spec"], pod)] for pod in labels]
-    assert found == [["corral-head"], ["corral-workers"]]
-    assert all(_selects(monitor, pod) for pod in labels)
-    ports = [
-        {port["name"] for c in template["spec"]["containers"] for port in c["ports"]}
-        for template in templates()
-    ]
-    assert all(monitor["podMetricsEndpoints"][0]["port"] in names for names in ports)
-
-
-def _selects(spec: dict[str, Any], labels: dict[str, str]) -> bool:
-    wanted: dict[str, str] = spec["selector"]["matchLabels"]
-    return wanted.items() <= labels.items()
 
 
 def test_ray_takes_its_cluster_files() -> None:

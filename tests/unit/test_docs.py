@@ -26,12 +26,18 @@ from serve_app.ingress.api import build_api
 from serve_app.ingress.http.api_keys import KeyFile
 from serve_app.ingress.openapi import reference
 from serve_app.prompt.tool_calls import FORMATS
+from tests.documents import configuration, pages
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {
     path.relative_to(ROOT): path.read_text()
-    for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md"))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "ARCHITECTURE.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / ".github").rglob("*.md"),
+    )
 }
 DOCS = "\n".join(PAGES.values())
 """What must be documented may be on any page."""
@@ -60,7 +66,7 @@ def test_every_field_is_in_a_table(section: type[BaseModel], prefix: str) -> Non
     assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", DOCS, re.M)] == []
 
 
-@pytest.mark.parametrize("section", [ModelConfig, ModelSource, EngineConfig, DownloadsConfig])
+@pytest.mark.parametrize("section", [section for section, _ in configuration.SECTIONS.values()])
 def test_every_field_says_what_it_is(section: type[BaseModel]) -> None:
     bare = [name for name, field in section.model_fields.items() if not field.description]
     assert bare == []
@@ -112,6 +118,28 @@ def test_paths_in_the_documents_exist() -> None:
             assert (ROOT / name).exists(), f"{page}: {name}"
 
 
+def test_links_between_the_documents_lead_somewhere() -> None:
+    """To files that exist, and to headings that these have."""
+    for page, text in PAGES.items():
+        for target, _, heading in (
+            link.partition("#")
+            for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", _without_code(text))
+        ):
+            path = (ROOT / page.parent / target).resolve() if target else ROOT / page
+            assert path.exists(), f"{page}: {target}"
+            if heading:
+                headings = re.findall(r"^#+ (.*)", _without_code(path.read_text()), re.M)
+                assert heading in map(_anchor, headings), f"{page}: {target}#{heading}"
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def test_the_documents_configuration_is_valid() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", DOCS, re.S)
     (models,) = [block for block in blocks if block.lstrip().startswith("models:")]
@@ -146,8 +174,10 @@ def test_every_parameter_is_in_the_table() -> None:
     assert set(bodies) - {"SlotRequest"} == set(tabled)  # whose route has a row of its own
 
 
-def test_the_documented_sampling_parameters_are_those_that_are_declared() -> None:
-    assert reference.rewritten(PARAMETERS) == PARAMETERS
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
+def test_made_tables_are_as_they_would_be_made_now(page: Path) -> None:
+    """`make reference` writes them."""
+    assert pages.rewritten(page) == page.read_text()
 
 
 def _sampling_parameters() -> dict[str, set[str]]:

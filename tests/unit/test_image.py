@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,30 @@ from serve_app.cli.main import app
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "cluster/Dockerfile").read_text().replace("\\\n", "")
 COMPOSE = yaml.safe_load((ROOT / "cluster/compose.yaml").read_text())["services"]["corral"]
+
+
+Locked = dict[str, tuple[str, frozenset[str]]]
+
+
+def locked(name: str) -> Locked:
+    """Each package's version and hashes."""
+    entries = re.split(r"^(?=\w)", (ROOT / name).read_text(), flags=re.M)
+    return {
+        found[1]: (found[2], frozenset(re.findall(r"--hash=(\S+)", entry)))
+        for entry in entries
+        if (found := re.match(r"([\w.-]+)==([\w.+!]+)", entry))
+    }
+
+
+def test_the_image_has_what_requirements_lock_has_and_no_tools() -> None:
+    """`make lock` takes one from the other."""
+    whole, image = locked("requirements.lock"), locked("cluster/image/requirements.lock")
+    assert image.items() <= whole.items()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    direct = {re.split(r"[^\w.-]", one)[0] for one in project["dependencies"]}
+    assert direct <= image.keys()
+    assert all(hashes for _, hashes in image.values())
+    assert {"pytest", "mypy", "ruff", "locust"} <= whole.keys() - image.keys()
 
 
 def environment() -> dict[str, str]:

@@ -35,20 +35,21 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: Annotated[str, Field(min_length=1)]
-    """Whose it is: slots are shared fairly among names."""
+    """Whose key it is. Slots are shared fairly among names."""
     key: Annotated[str, Field(min_length=16, repr=False)]
-    """The secret; short ones can be guessed."""
+    """The secret, of 16 characters at least."""
     max_concurrent_requests: PositiveInt | None = None
+    """POSTs that may run at once. Each ingress replica counts for itself, and each answer of `n` is one."""
     tokens_per_minute: PositiveInt | None = None
-    """Of prompts and answers together."""
+    """Tokens of prompts and answers together, for each ingress replica."""
     max_prompt_tokens: PositiveInt | None = None
-    """Of all prompts of a request together."""
+    """Tokens of all prompts of a request together."""
     cache_group: Annotated[str, Field(min_length=1)] | None = None
-    """Keys of one group start from each other's cached prefixes; by default it is the key's own name."""
+    """Keys of one group start from each other's cached prefixes. Default: the key's own name."""
     min_priority: int = 0
-    """The lowest `priority`, which goes first, that its requests may have."""
+    """The lowest `priority` that its requests may have. Lower values go first."""
     admin: bool = False
-    """Whether it may do what operators do, and see what others do."""
+    """Whether the key may do what operators do, and see what others do."""
 
 
 class KeyFile(BaseModel):

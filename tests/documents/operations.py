@@ -1,0 +1,57 @@
+"""Tables of environment variables and of metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+from ray.util.metrics import Metric
+
+from serve_app.cli.main import app
+from serve_app.replica.metrics import ReplicaMetrics
+from tests.documents.tables import table
+
+_ROOT = Path(__file__).parents[2]
+
+
+def options() -> str:
+    """The command's variables."""
+    found: dict[str, tuple[set[str], str, str]] = {}
+    group: Any = typer.main.get_command(app)
+    for command in group.commands.values():
+        for one in command.params:
+            if one.envvar:
+                names, _, _ = found.setdefault(one.envvar, (set(), one.opts[0], one.help or ""))
+                names.add(f"`corral {command.name}`")
+    rows = [
+        (f"`{variable}`", f"`{option}`", ", ".join(sorted(names)), text)
+        for variable, (names, option, text) in sorted(found.items())
+    ]
+    return table(("variable", "option", "commands", "meaning"), rows)
+
+
+def settings(name: str) -> str:
+    """The variables of a file of `cluster/`, in its order."""
+    text = (_ROOT / "cluster" / name).read_text()
+    rows = [
+        (f"`{variable}`", "" if commented else f"`{value}`")
+        for commented, variable, value in re.findall(r"^(#?)([A-Za-z_]+)=(.*)$", text, re.M)
+    ]
+    return table(("variable", "value"), rows)
+
+
+def metrics() -> str:
+    """What replicas export, in the order in which it is made."""
+    values: list[Any] = [*vars(ReplicaMetrics("m")).values()]
+    values += [one for value in values if isinstance(value, dict) for one in value.values()]
+    rows: dict[str, tuple[str, ...]] = {}
+    for one in values:
+        if isinstance(one, Metric):
+            info = one.info
+            kind = type(one).__name__.lower()
+            tags = ", ".join(f"`{tag}`" for tag in info["tag_keys"] if tag != "model")
+            name = f"ray_{info['name']}"
+            rows[name] = (f"`{name}`", kind, tags, info["description"])
+    return table(("metric", "kind", "other labels", "meaning"), rows.values())

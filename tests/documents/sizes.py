@@ -1,0 +1,90 @@
+"""The sizing table of docs/models.md: what Corral decides for known models, and for how many people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from serve_app.config.schema import EngineConfig
+from serve_app.config.sizing import ModelNeeds, resolve
+from tests.documents.tables import table
+
+_GIB = 2**30
+SYSTEM_BYTES = 2 * _GIB
+"""What the table leaves to the system, Ray and the ingress."""
+MACHINES = ((2, 4), (2, 8), (4, 16), (8, 16), (8, 32), (16, 64))
+"""Physical cores and GiB of memory."""
+# Measured: two cores of an EPYC with AVX-512, 0.6B in Q4_K_M, `llama-batched-bench`, 16 sequences.
+_MEASURED_CORES, _MEASURED_PARAMETERS = 2, 0.6e9
+_MEASURED_DECODE, _MEASURED_PREFILL = 177.0, 450.0
+# A person who chats: new tokens of each prompt, tokens of an answer, seconds between questions.
+NEW_TOKENS, ANSWER_TOKENS, PERIOD_S = 250, 250, 120
+LOAD = 0.7
+"""The part of the time that the machine may be busy, so that queues stay short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A published model's shape, from its configuration file."""
+
+    name: str
+    active_parameters: float
+    """That each token is computed with."""
+    weight_gb: float
+    """Of its GGUF file in Q4_K_M, in 10^9 bytes, rounded."""
+    n_layers: int
+    n_kv_heads: int
+    head_size: int
+    n_ctx_train: int
+
+    @property
+    def needs(self) -> ModelNeeds:
+        """For `sizing.resolve`."""
+        elements = self.n_layers * self.n_kv_heads * self.head_size
+        return ModelNeeds(
+            self.n_ctx_train,
+            (elements, elements),
+            (self.head_size, self.head_size),
+            int(self.weight_gb * 1e9),
+        )
+
+
+SHAPES = (
+    Shape("Qwen3 0.6B", 0.6e9, 0.40, 28, 8, 128, 40960),
+    Shape("Qwen3 1.7B", 1.7e9, 1.11, 28, 8, 128, 40960),
+    Shape("Llama 3.2 3B", 3.2e9, 2.02, 28, 8, 128, 131072),
+    Shape("Qwen3 4B", 4.0e9, 2.50, 36, 8, 128, 40960),
+    Shape("Qwen3 8B", 8.2e9, 5.03, 36, 8, 128, 40960),
+    Shape("Qwen3 14B", 14.8e9, 9.00, 40, 8, 128, 40960),
+    Shape("Qwen3 30B-A3B", 3.3e9, 18.6, 48, 4, 128, 40960),
+)
+
+
+def sizes() -> str:
+    """A row for each model on each machine with room for it."""
+    head = ("model", "cores", "memory", "slots", "context of a slot", "people")
+    return table(head, _rows())
+
+
+def _rows() -> Iterator[tuple[str, ...]]:
+    for shape in SHAPES:
+        for cores, gib in MACHINES:
+            memory = gib * _GIB - SYSTEM_BYTES
+            if shape.needs.weight_bytes > 0.75 * memory:
+                continue
+            options = resolve(EngineConfig(), shape.needs, cores=cores, memory_bytes=memory)
+            yield (
+                shape.name,
+                str(cores),
+                f"{gib} GiB",
+                str(options.n_slots),
+                f"{options.n_ctx_slot:,}",
+                str(people(shape, cores) or "fewer than 1"),
+            )
+
+
+def people(shape: Shape, cores: int) -> int:
+    """Who can chat at once, by the measured speed scaled to this many cores and parameters."""
+    scale = cores / _MEASURED_CORES * _MEASURED_PARAMETERS / shape.active_parameters
+    seconds = NEW_TOKENS / (_MEASURED_PREFILL * scale) + ANSWER_TOKENS / (_MEASURED_DECODE * scale)
+    return int(LOAD * PERIOD_S / seconds)

@@ -1,0 +1,26 @@
+"""What docs/models.md says of its example holds by the code that sizes replicas."""
+
+from __future__ import annotations
+
+from serve_app.config.schema import EngineConfig
+from serve_app.config.sizing import CacheNeeds, resolve
+from tests.documents.sizes import SHAPES, SYSTEM_BYTES, people
+
+(FOUR_B,) = (shape for shape in SHAPES if shape.name == "Qwen3 4B")
+MEMORY = 16 * 2**30 - SYSTEM_BYTES
+
+
+def test_the_example_fits_its_machine() -> None:
+    """Ten slots on 4 cores and 16 GiB would get 4096 tokens without being told."""
+    options = resolve(EngineConfig(n_slots=10), FOUR_B.needs, cores=4, memory_bytes=MEMORY)
+    assert (options.n_slots, options.n_ctx_slot) == (10, 4096)
+    cache = CacheNeeds.of(EngineConfig(), FOUR_B.needs)
+    assert round(cache.n_bytes(10, 10 * 4096) / 1e9, 1) == 6.0
+    assert FOUR_B.needs.cache_bytes_per_token("f16", "f16") == 147_456
+
+
+def test_people_follow_the_speed() -> None:
+    assert people(FOUR_B, 4) >= 10
+    assert people(FOUR_B, 8) >= 2 * people(FOUR_B, 4)
+    slower = [people(shape, 16) for shape in sorted(SHAPES, key=lambda one: one.active_parameters)]
+    assert slower == sorted(slower, reverse=True)

@@ -1,0 +1,163 @@
+"""Code blocks of the documents: commands and options exist, and everything else parses."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+import typer
+import yaml
+
+from serve_app.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    path
+    for path in (
+        ROOT / "README.md",
+        ROOT / "ARCHITECTURE.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / ".github").rglob("*.md")),
+    )
+    if "```" in path.read_text()
+]
+LANGUAGES = {"sh", "python", "yaml", ""}
+# Programs that a reader has from elsewhere; their options are not checked here.
+FOREIGN = {
+    "curl", "docker", "export", "git", "kubectl", "pip", "pre-commit", "ray", "serve", "locust",
+    "ip", "cd", "sudo", "numactl", "set", "ulimit", "apt-get", "node", "npm", "systemctl", "for",
+}  # fmt: skip
+
+
+class Block(NamedTuple):
+    """What is between two fences."""
+
+    language: str
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.M | re.S)
+    return [Block(*one) for one in found]
+
+
+def of(language: str) -> list[Any]:
+    return [
+        pytest.param(block.text, id=f"{path.relative_to(ROOT)}-{i}")
+        for path in PAGES
+        for i, block in enumerate(blocks(path))
+        if block.language == language
+    ]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Each command's words, without the assignments before it."""
+    text = re.sub(r"(^|\s)#\s.*$", r"\1", text.replace("\\\n", " "), flags=re.M)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|;&\n")
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+    words: list[str] = []
+    for word in [*lexer, "\n"]:
+        if set(word) <= set("|;&\n"):
+            yield from [words] if words else []
+            words = []
+        elif words or not re.match(r"\w+=", word):
+            words.append(word)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_is_of_a_kind_that_is_checked(path: Path) -> None:
+    assert {block.language for block in blocks(path)} <= LANGUAGES
+    assert path.read_text().count("\n```") == 2 * len(blocks(path))
+
+
+@pytest.mark.parametrize("text", of("sh"))
+def test_commands_exist_with_these_options(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
+    found = list(commands(text))
+    assert found
+    for words in found:
+        check(words)
+
+
+def check(words: list[str]) -> None:
+    """Raises AssertionError, or a click.UsageError, for what does not exist here."""
+    name, *rest = words
+    program = name.removeprefix(".venv/bin/")
+    if program == "corral":
+        group: Any = typer.main.get_command(app)
+        command: click.Command = group.commands[rest[0]]
+        if command.context_settings.get("ignore_unknown_options"):
+            assert_options(
+                {"capacity": "loadtests.load.capacity"}.get(rest[0], "loadtests.engine"), rest
+            )
+        else:
+            known = {option for one in command.params for option in one.opts}
+            assert {word for word in rest if word.startswith("--")} <= known | {"--help"}, words
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert {word for word in rest if not word.startswith("-") and "=" not in word} <= set(
+            targets
+        )
+    elif program in ("python", "python3") and rest[0] == "-m":
+        assert importlib.util.find_spec(rest[1]) is not None, words
+        assert_options(rest[1], rest[2:])
+    elif program == "pytest":
+        for word in rest:
+            assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), word
+    else:
+        assert program in FOREIGN, words
+    for word in rest:
+        if re.match(r"(cluster|docs|tests)/", word):
+            assert (ROOT / word).exists(), word
+
+
+def assert_options(module: str, words: list[str]) -> None:
+    """Our own modules spell their options in argparse: each must be there."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    folder = Path(str(spec.origin)).parent
+    if folder.is_relative_to(ROOT):
+        sources = "".join(path.read_text() for path in (ROOT / "loadtests").rglob("*.py"))
+        sources += "".join(path.read_text() for path in folder.rglob("*.py"))
+        for word in words:
+            if re.match(r"--\w", word):
+                assert f'"{word.partition("=")[0]}"' in sources, f"{module} {word}"
+
+
+@pytest.mark.parametrize("text", of("python"))
+def test_programs_compile_and_import_what_is_there(text: str) -> None:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, one.name) for one in node.names)
+
+
+@pytest.mark.parametrize("text", of("yaml"))
+def test_yaml_parses(text: str) -> None:
+    assert yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["corral", "serve", "--slot", "3"],
+        ["make", "nothing"],
+        ["python", "-m", "loadtests.nothing"],
+        ["python", "-m", "loadtests.compare", "--no-such-option"],
+        ["kubectl", "apply", "-k", "cluster/kubernetes/nowhere"],
+        ["coral", "serve"],
+    ],
+    ids=" ".join,
+)
+def test_the_check_finds_what_does_not_exist(words: list[str]) -> None:
+    with pytest.raises(AssertionError):
+        check(words)

@@ -1,0 +1,197 @@
+"""What kustomize makes of `cluster/kubernetes`: valid for KubeRay and Kubernetes, and consistent."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.config import schema
+from tests.unit import kuberay
+from tests.unit.kustomize import Document, render
+
+FOLDER = Path(__file__).parents[2] / "cluster/kubernetes"
+FOLDERS = [FOLDER / "base", *sorted((FOLDER / "overlays").iterdir())]
+TYPES = {
+    "PersistentVolumeClaim": "V1PersistentVolumeClaim",
+    "PodDisruptionBudget": "V1PodDisruptionBudget",
+    "NetworkPolicy": "V1NetworkPolicy",
+    "Ingress": "V1Ingress",
+}
+every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+
+
+def only(kind: str, documents: list[Document]) -> Document:
+    (found,) = (document for document in documents if document["kind"] == kind)
+    return found
+
+
+def groups(documents: list[Document]) -> list[Document]:
+    cluster = only("RayService", documents)["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def pods(documents: list[Document]) -> list[Document]:
+    return [group["template"] for group in groups(documents)]
+
+
+def with_component(name: str, tmp_path: Path) -> list[Document]:
+    """The base with one component."""
+    for part in ("base", "components"):
+        shutil.copytree(FOLDER / part, tmp_path / part)
+    said = {"resources": ["../base"], "components": [f"../components/{name}"]}
+    (tmp_path / "with").mkdir()
+    (tmp_path / "with/kustomization.yaml").write_text(yaml.safe_dump(said))
+    return render(tmp_path / "with")
+
+
+@every_folder
+def test_what_is_rendered_is_what_kubernetes_and_kuberay_take(folder: Path) -> None:
+    for document in render(folder):
+        check(document)
+
+
+def check(document: Document) -> None:
+    kind = document["kind"]
+    if kind == "RayService":
+        jsonschema.validate(document, kuberay.RAY_SERVICE)
+        kuberay.check(document["spec"]["serveService"], "V1Service")
+        for template in pods([document]):
+            kuberay.check(template, "V1PodTemplateSpec")
+    elif kind != "PodMonitor":  # of the Prometheus operator
+        kuberay.check(document, TYPES[kind])
+
+
+@pytest.mark.parametrize(
+    "component", sorted(path.name for path in (FOLDER / "components").iterdir())
+)
+def test_each_component_fits_the_base(component: str, tmp_path: Path) -> None:
+    documents = with_component(component, tmp_path)
+    assert documents != render(FOLDER / "base")
+    for document in documents:
+        check(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("serveConfig",), "applications: []"),
+        (("rayClusterConfig", "enableAutoscaling"), True),
+        (("rayClusterConfig", "autoscalerOptions", "version"), "v3"),
+        (("rayClusterConfig", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (("rayClusterConfig", "workerGroupSpecs", 0, "replicas"), "1"),
+    ],
+    ids=str,
+)
+def test_the_check_finds_what_kuberay_does_not_take(path: tuple[Any, ...], value: Any) -> None:
+    document = copy.deepcopy(only("RayService", render(FOLDER / "base")))
+    at: Any = document["spec"]
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check(document)
+
+
+def test_the_check_finds_what_kubernetes_does_not_take() -> None:
+    documents = render(FOLDER / "overlays/small")
+    wrong = copy.deepcopy(pods(documents)[0])
+    wrong["spec"]["containers"][0]["livenessProbe"]["httpget"] = {}
+    with pytest.raises(AssertionError, match="httpget"):
+        kuberay.check(wrong, "V1PodTemplateSpec")
+    missing = copy.deepcopy(only("Ingress", documents))
+    del missing["spec"]["rules"][0]["http"]["paths"][0]["pathType"]
+    with pytest.raises(ValueError, match="pathType"):
+        kuberay.check(missing, "V1Ingress")
+
+
+@every_folder
+def test_what_is_served_is_valid_and_fits_the_workers(folder: Path) -> None:
+    documents = render(folder)
+    config = yaml.safe_load(only("RayService", documents)["spec"]["serveConfigV2"])
+    ServeDeploySchema.model_validate(config)
+    (app,) = config["applications"]
+    schema.parse(app["args"])
+    (model,) = app["args"]["models"]
+    _, workers = groups(documents)
+    (container,) = workers["template"]["spec"]["containers"]
+    deployment = model["deployment"]
+    cpus = deployment["ray_actor_options"]["num_cpus"]
+    assert container["resources"]["limits"]["cpu"] == str(cpus)
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert deployment["autoscaling_config"]["max_replicas"] <= workers["maxReplicas"]
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    assert {"n_slots", "n_ctx_slot"} <= model["engine"].keys()  # the head does not have the file
+
+
+@every_folder
+def test_names_and_labels_lead_to_what_is_there(folder: Path) -> None:
+    documents = render(folder)
+    labels = [pod["metadata"]["labels"] for pod in pods(documents)]
+    claim = only("PersistentVolumeClaim", documents)["metadata"]["name"]
+    policy = only("NetworkPolicy", documents)["spec"]
+    budgets = [one for one in documents if one["kind"] == "PodDisruptionBudget"]
+    service = only("RayService", documents)["spec"]["serveService"]
+    for pod, label in zip(pods(documents), labels, strict=True):
+        assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+        assert _selects(policy["podSelector"], label)
+        assert _selects(policy["ingress"][0]["from"][0]["podSelector"], label)
+    found = [
+        [b["metadata"]["name"] for b in budgets if _selects(b["spec"]["selector"], one)]
+        for one in labels
+    ]
+    assert found == [["corral-head"], ["corral-workers"]]
+    names = {port["name"] for port in service["spec"]["ports"]}
+    for document in documents:
+        if document["kind"] == "Ingress":
+            (rule,) = document["spec"]["rules"]
+            (path,) = rule["http"]["paths"]
+            backend = path["backend"]["service"]
+            assert backend["name"] == service["metadata"]["name"]
+            assert backend["port"]["name"] in names
+        if document["kind"] == "PodMonitor":
+            assert all(_selects(document["spec"]["selector"], label) for label in labels)
+            (endpoint,) = document["spec"]["podMetricsEndpoints"]
+            for pod in pods(documents):
+                ports = {p["name"] for c in pod["spec"]["containers"] for p in c["ports"]}
+                assert endpoint["port"] in ports
+
+
+def _selects(selector: Document, labels: dict[str, str]) -> bool:
+    wanted: dict[str, str] = selector["matchLabels"]
+    return wanted.items() <= labels.items()
+
+
+@every_folder
+def test_pods_are_unprivileged_and_only_port_8000_is_for_everybody(folder: Path) -> None:
+    documents = render(folder)
+    for pod in pods(documents):
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        (container,) = pod["spec"]["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert {"livenessProbe", "readinessProbe"} <= container.keys()
+    rules = only("NetworkPolicy", documents)["spec"]["ingress"]
+    opened = [rule["ports"] for rule in rules if "from" not in rule]
+    assert [[port["port"] for port in ports] for ports in opened] == [[8000]]
+
+
+@every_folder
+def test_kubectl_renders_the_same(folder: Path) -> None:
+    """Where there is a kubectl; no cluster is asked."""
+    if (kubectl := shutil.which("kubectl")) is None:
+        pytest.skip("no kubectl here")
+    command = [kubectl, "kustomize", str(folder)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    by_name = sorted(yaml.safe_load_all(said), key=_name)
+    assert by_name == sorted(render(folder), key=_name)
+
+
+def _name(document: Document) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
