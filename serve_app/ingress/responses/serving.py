@@ -84,8 +84,10 @@ class ResponseAnswer:
         self._running.saw(delta)
         events = self._progress(delta) if self.return_progress else []
         events += self._news(delta)
-        if self.timings_per_token and events:
-            events[-1]["timings"] = timings(delta.end) if delta.end else self._running.told()
+        if delta.end is not None:
+            events[-1]["timings"] = timings(delta.end)
+        elif self.timings_per_token and events:
+            events[-1]["timings"] = self._running.told()
         return events
 
     def _progress(self, delta: TokenDelta) -> list[Json]:

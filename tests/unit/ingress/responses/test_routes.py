@@ -126,6 +126,7 @@ async def test_a_streamed_response(client: httpx.AsyncClient) -> None:
         {"type": "response.output_item.done", "output_index": 0, "item": item},
     ]
     assert completed["type"] == "response.completed"
+    assert completed["timings"]["predicted_n"] == 2
     assert completed["response"].pop("completed_at") >= begun.pop("created_at")
     assert begun.pop("completed_at") is None
     del completed["response"]["created_at"]
