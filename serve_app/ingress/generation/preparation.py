@@ -216,12 +216,15 @@ def _with_calls(
     is_held = body.holds_calls or tool_format.holds_answers
     if not (body.tools_for_template() and is_held):
         return params
+    # Models that were not trained for a format may call without end.
+    parallel = body.parallel_tool_calls
+    is_parallel = parallel is True if tool_format.holds_answers else parallel is not False
     grammar = grammars.from_tool_calls(
         [tool.function.model_dump() for tool in forced or body.tools],
         tool_format,
         model.tokenizer.delimiter_token,
         forced=bool(forced),
-        parallel=body.parallel_tool_calls is not False,
+        parallel=is_parallel,
         param="tools",
         answer=body.answer_schema,
         thinks=model.tokenizer.thinks,

@@ -160,6 +160,17 @@ async def test_models_without_tools_answer_in_json(
         assert "response" in (engine.requests[-1].sampling.grammar or "")
 
 
+async def test_models_without_tools_call_one_function_unless_more_are_asked_for(
+    client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer
+) -> None:
+    tokenizer.tool_format = GENERIC
+    engine.script = script(GENERIC_CALL)
+    for parallel in (None, False, True):
+        await answer(client, tool_choice="required", parallel_tool_calls=parallel)
+    grammars = [request.sampling.grammar for request in engine.requests]
+    assert grammars[0] == grammars[1] != grammars[2]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_that_are_not_to_be_parsed_are_text(
     client: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
