@@ -208,6 +208,7 @@ _STATUSES = {
     413: "The body is too large.",
     429: "The API key has used up what it may, or the queue is full.",
     500: "The server failed to handle this request.",
+    501: "The model, or the configuration, has not what the request needs.",
     503: "No engine is up, or one does not answer.",
     507: "The folder for slots has no room.",
 }
@@ -292,7 +293,7 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
     """By status: those that the route can give."""
     given = {500}
     if route.name != "health":
-        given |= {401, 403, 429}
+        given |= {401, 403, 429, 501}
     if "requestBody" in operation:
         given |= {408, 413}
     if route.name == "act_on_slot":
