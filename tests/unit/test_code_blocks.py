@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -29,7 +30,7 @@ PAGES = [
     )
     if "```" in path.read_text()
 ]
-LANGUAGES = {"sh", "python", "yaml", ""}
+LANGUAGES = {"sh", "python", "yaml", "json", ""}
 # Programs that a reader has from elsewhere; their options are not checked here.
 FOREIGN = {
     "curl", "docker", "export", "git", "kubectl", "pip", "pre-commit", "ray", "serve", "locust",
@@ -144,6 +145,22 @@ def test_programs_compile_and_import_what_is_there(text: str) -> None:
 @pytest.mark.parametrize("text", of("yaml"))
 def test_yaml_parses(text: str) -> None:
     assert yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("text", of("json"))
+def test_json_parses(text: str) -> None:
+    """As a whole, or as fields of a document, or line by line."""
+    lines = text.strip().splitlines()
+    forms = ([text], [f"{{{text}}}"], lines)
+    assert any(all(map(_is_json, form)) for form in forms)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
