@@ -39,8 +39,11 @@ class Sampler:
         self._n_top = params.logprobs
         self._adjustments = Adjustments(context, params, prompt)
         self._chain = Chain(params, context.model)
-        piece, budget = context.model.piece, params.reasoning
-        self._reasoning = None if budget is None else ReasoningLimit(budget, prompt, piece)
+        self._reasoning = (
+            None
+            if params.reasoning is None
+            else ReasoningLimit(params.reasoning, prompt, context.model.piece)
+        )
 
     def sample(self, row: int) -> Sampled:
         """The next token from the logits of the given row of the last decoded batch; the row must
