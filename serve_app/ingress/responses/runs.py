@@ -1,6 +1,7 @@
 """The responses that this ingress makes and that go on when their clients leave; and what is read of all.
 
-Each one's log goes to the store a few times a second. If this ingress ends, another one goes on from there.
+Each one's log goes to the store a few times a second, and at once while somebody reads it. If this
+ingress ends, another one goes on from there. So nobody is shown what the store does not know.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from serve_app.types import GenerationRequest
 logger = logging.getLogger("corral.ingress")
 
 TELL_S = 0.25
-"""The store is told no more often what is new,"""
+"""The store is told no more often what is new of a response that nobody reads,"""
 ALIVE_S = 2.0
 """and no less often that a response is still being made."""
 WAIT_S = 20.0
@@ -62,6 +63,9 @@ class Run:
         self.entries = entries
         self.turn = turn
         self.n_told = len(entries)
+        self.n_readable = len(entries)
+        """Whoever goes on with it has so many: the rest of the text would be another one."""
+        self.n_readers = 0
         self.told_at = time.monotonic()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
@@ -78,8 +82,12 @@ class Run:
         return bool(self.entries) and self.entries[-1].is_last
 
     def add(self, entry: Entry) -> None:
-        """Something came of it."""
+        """Something came of it. It can be read when it is kept."""
         self.entries.append(entry)
+
+    def show(self, n: int) -> None:
+        """So many entries can be read."""
+        self.n_readable = n
         self.wake()
 
     def wake(self) -> None:
@@ -89,15 +97,26 @@ class Run:
 
     async def follow(self, since: int) -> AsyncGenerator[Entry]:
         """The entries from that place on, up to the last one, or until the store's count."""
-        while not self.is_left:
-            while since < len(self.entries):
-                yield self.entries[since]
-                since += 1
-                if since % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            if self.is_over:
-                return
-            await self._news.wait()
+        self.n_readers += 1
+        try:
+            while not self.is_left:
+                while since < self.n_readable:
+                    yield self.entries[since]
+                    since += 1
+                    if since % _AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                if self.is_over and since >= len(self.entries):
+                    return
+                await self._news.wait()
+        finally:
+            self.n_readers -= 1
+
+    def is_due(self, now: float) -> bool:
+        """Whether the store should hear of it now."""
+        if self.is_over or now - self.told_at >= ALIVE_S:
+            return True
+        has_news = len(self.entries) > self.n_told
+        return has_news and (self.n_readers > 0 or now - self.told_at >= TELL_S)
 
     def news(self) -> News:
         """What the store does not know."""
@@ -126,6 +145,8 @@ class Runs:
         self._store = store
         self._runs: dict[str, Run] = {}
         self._telling: asyncio.Task[None] | None = None
+        self._read = asyncio.Event()
+        """There is something new of a response that somebody reads."""
         self._putting: dict[str, Run] = {}
         """Complete ones on their way to the store."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -218,6 +239,8 @@ class Runs:
                 run.accepted.set_result(None)
             async for _, delta in deltas:
                 run.add(Entry(delta, time.time()))
+                if run.n_readers:
+                    self._read.set()
 
     async def _started(
         self, model: ServedModel, request: GenerationRequest, *, patiently: bool
@@ -235,7 +258,9 @@ class Runs:
     async def _tell_on(self) -> None:
         """Tell the store, as long as there are some."""
         while self._runs:
-            await asyncio.sleep(TELL_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._read.wait(), TELL_S)
+            self._read.clear()
             try:
                 await self._tell()
             except ConnectionError:
@@ -246,23 +271,19 @@ class Runs:
 
     async def _tell(self) -> None:
         now = time.monotonic()
-        due = [
-            run
-            for run in self._runs.values()
-            if len(run.entries) > run.n_told or run.is_over or now - run.told_at >= ALIVE_S
-        ]
+        due = [run for run in self._runs.values() if run.is_due(now)]
         news = [run.news() for run in due]
         if not news:
             return
         verdicts = await self._store.append(news)
         for run, one, verdict in zip(due, news, verdicts, strict=True):
             run.n_told, run.told_at = one.first + one.n, now
-            if verdict is Verdict.LEAVE:
-                run.is_left = not one.has_ended
+            run.is_left = verdict is Verdict.LEAVE and not one.has_ended
+            if not run.is_left:
+                run.show(run.n_told)
+            if verdict is not Verdict.GO_ON:
                 run.task.cancel()
                 run.wake()
-            elif verdict is Verdict.CANCEL:
-                run.task.cancel()
             if verdict is Verdict.LEAVE or (run.is_over and run.n_told == len(run.entries)):
                 self._runs.pop(one.id, None)
 
@@ -274,7 +295,11 @@ class Runs:
             try:
                 await self._store.put(run.recipe.id, run.owner, run.recipe.packed(), whole)
                 run.n_told = whole.n
-            except ConnectionError:
+                run.show(whole.n)
+            except ConnectionError:  # nobody else can go on with them
+                for one in self._runs.values():
+                    one.show(len(one.entries))
+                await asyncio.sleep(_PAUSE_S)
                 return
             except CorralError:
                 logger.exception("%s could not be kept again", run.recipe.id)
@@ -324,7 +349,7 @@ class Runs:
         """A response of this key's, as far as it is. Raises ResponseNotFoundError."""
         run = self._own(response_id, key)
         if run is not None:
-            return run.recipe, list(run.entries)
+            return run.recipe, run.entries[: run.n_readable]
         kept = await self._ask(response_id, key)
         return Recipe.unpacked(kept.recipe), kept.entries()
 

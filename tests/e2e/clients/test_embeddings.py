@@ -120,7 +120,7 @@ def test_llama_servers_route(corral: Corral, client: openai.OpenAI) -> None:
 def test_a_chat_model_does_not_rank(corral: Corral) -> None:
     body = {"query": "fox", "documents": SENTENCES, "model": "demo"}
     answer = corral.http.post("/v1/rerank", json=body)
-    assert answer.status_code == 400
+    assert answer.status_code == 501
     assert "cannot rank" in answer.json()["error"]["message"]
 
 

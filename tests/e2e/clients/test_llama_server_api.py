@@ -76,7 +76,7 @@ def test_props_slots_and_health(corral: Corral) -> None:
 def test_no_tokens_for_infill(corral: Corral) -> None:
     body = {"input_prefix": "def add(a, b):", "input_suffix": "\n"}
     error = curl(corral, "/infill", body)["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", "suffix")
+    assert (error["type"], error["param"]) == ("not_supported_error", "suffix")
 
 
 def test_a_slot_is_saved_and_restored(corral: Corral) -> None:

@@ -402,6 +402,34 @@ async def test_another_ingress_goes_on_where_one_was(
     assert (await got(second, body["id"], "bob")).status_code == 404
 
 
+async def test_nobody_reads_what_the_store_does_not_know(
+    first: Ingress, engine: ScriptedEngine, shared: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another ingress would go on with other words."""
+    held, answered = asyncio.Event(), asyncio.Event()
+    engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
+    body = await posted(first, background=True)
+    run = first.runs._runs[body["id"]]
+    await until(lambda: run.n_told == 1)
+    append = shared.append
+
+    async def waits(*news: Any) -> Any:
+        await answered.wait()
+        return await append(*news)
+
+    monkeypatch.setattr(shared, "append", waits)
+    following = asyncio.create_task(got(first, body["id"], stream=True))
+    held.set()
+    await until(lambda: run.is_over)
+    now = (await got(first, body["id"])).json()
+    assert (now["status"], now["output"][0]["content"][0]["text"]) == ("in_progress", "Hel")
+    assert not following.done()
+    answered.set()
+    assert (
+        named_events(await following)[-1]["response"]["output"][0]["content"][0]["text"] == "Hello"
+    )
+
+
 async def test_a_lost_store_gets_what_is_being_made(
     first: Ingress, second: Ingress, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
