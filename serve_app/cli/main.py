@@ -337,6 +337,19 @@ def bench(context: typer.Context) -> None:
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
+def tune(context: typer.Context) -> None:
+    """Find the format, threads and cache with which this machine serves a model fastest.
+
+    The options are those of `python -m loadtests.tune`.
+
+    Example: `corral tune --model MODEL-f16.gguf --users 4`
+    """
+    from serve_app.cli import tools
+
+    raise typer.Exit(tools.tune(context.args))
+
+
+@app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def capacity(context: typer.Context) -> None:
     """Find how many users a server holds within an SLO.
 

@@ -23,6 +23,11 @@ def bench(arguments: Sequence[str]) -> int:
     return _run("loadtests.engine", given)
 
 
+def tune(arguments: Sequence[str]) -> int:
+    """`python -m loadtests.tune`; its exit status."""
+    return _run("loadtests.tune", arguments)
+
+
 def capacity(arguments: Sequence[str]) -> int:
     """`python -m loadtests.load.capacity`; its exit status."""
     given = [*arguments]

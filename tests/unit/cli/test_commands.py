@@ -25,7 +25,7 @@ from serve_app.errors import ConfigError
 from tests.unit.cli.conftest import Told
 
 RUN = CliRunner()
-COMMANDS = {"serve", "config", "check", "chat", "ps", "stats", "top", "bench", "capacity"}
+COMMANDS = {"serve", "config", "check", "chat", "ps", "stats", "top", "bench", "tune", "capacity"}
 
 
 def output(*arguments: str, status: int = 0, **environment: str) -> str:
@@ -294,6 +294,7 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
             ["--model", "x", "--rounds", "1"],
         ),
         (["bench", "--help"], "loadtests.engine", ["--help"]),
+        (["tune", "--model", "x"], "loadtests.tune", ["--model", "x"]),
         (
             ["capacity", "--seconds", "5"],
             "loadtests.load.capacity",

@@ -1,0 +1,94 @@
+"""What a format costs: perplexity on a text, and how often it finds the same next token as the original."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.llama.context import Context
+from serve_app.llama.model import Model
+
+WINDOW = 256
+"""Tokens that are read from nothing, one window after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a model reads a text. Positions are those of the second half of each window, where it has seen
+    some text before."""
+
+    log_likelihood: float
+    """Of all tokens that were read, in nats."""
+    choices: tuple[int, ...]
+    """The likeliest next token at each position."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean negative log-likelihood of a token."""
+        return math.exp(-self.log_likelihood / len(self.choices))
+
+    def agreement(self, other: Reading) -> float:
+        """At which part of the positions both find the same token likeliest."""
+        same = sum(a == b for a, b in zip(self.choices, other.choices, strict=True))
+        return same / len(self.choices)
+
+
+def read(path: Path, text: str, n_windows: int, threads: int) -> Reading:
+    """How the model reads the text's first windows, in a process of its own. Raises ValueError for a text
+    of less than one window."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_read, path, text, n_windows, threads).result()
+
+
+def _read(path: Path, text: str, n_windows: int, threads: int) -> Reading:
+    """Over there."""
+    model = Model(path)
+    tokens = model.tokenize(text, add_special=False, parse_special=False)
+    first = model.tokenize("", add_special=True, parse_special=False)[:1]
+    windows = split(tokens, first)
+    context = Context(
+        model,
+        n_seq_max=1,
+        n_ctx_slot=WINDOW,
+        n_batch=WINDOW,
+        n_outputs=WINDOW,
+        threads=threads,
+        flash_attn=True,
+    )
+    likelihood, choices = 0.0, []
+    try:
+        for window in windows[:n_windows]:
+            context.truncate(0, 0)
+            context.decode([(token, i, 0, True) for i, token in enumerate(window)])
+            rows = [context.logits(i) for i in range(WINDOW)]
+            likelihood += window_likelihood(rows, window)
+            choices += [int(row.argmax()) for row in rows[WINDOW // 2 : -1]]
+    finally:
+        context.close()
+    return Reading(likelihood, tuple(choices))
+
+
+def split(tokens: Sequence[int], first: Sequence[int]) -> list[list[int]]:
+    """The text's windows, each behind the token that the model wants at a text's beginning, if any. Raises
+    ValueError for a text of less than one window."""
+    size = WINDOW - len(first)
+    if len(tokens) < size:
+        raise ValueError(f"The text has {len(tokens)} tokens; at least {size} are needed.")
+    return [[*first, *tokens[i : i + size]] for i in range(0, len(tokens) - size + 1, size)]
+
+
+def window_likelihood(rows: Sequence[NDArray[np.float32]], window: Sequence[int]) -> float:
+    """The log-likelihood of the window's second half, by the logits of each place's next token."""
+    found = 0.0
+    for place in range(len(window) // 2, len(window) - 1):
+        row = rows[place].astype(np.float64)
+        top = row.max()
+        found += float(row[window[place + 1]] - top - math.log(np.exp(row - top).sum()))
+    return found

@@ -1,0 +1,64 @@
+"""Files of other formats, made by llama.cpp's own function and kept for the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+from pathlib import Path
+
+import llama_cpp
+
+from loadtests.common.benchmark import BenchmarkError
+
+LIMIT_S = 3600
+FORMATS = tuple(
+    name.removeprefix("LLAMA_FTYPE_MOSTLY_")
+    for name in dir(llama_cpp)
+    if name.startswith("LLAMA_FTYPE_MOSTLY_")
+)
+"""By llama.cpp's names, as `Q4_0`."""
+
+
+def target(source: Path, format_name: str, folder: Path) -> Path:
+    """Where the source's file of this format is or will be. The name tells path, size and time."""
+    about = source.stat()
+    told = f"{source.resolve()}\0{about.st_size}\0{about.st_mtime_ns}"
+    digest = hashlib.sha256(told.encode()).hexdigest()[:12]
+    return folder / f"{source.stem}-{digest}-{format_name}.gguf"
+
+
+def quantised(source: Path, format_name: str, folder: Path, threads: int) -> Path:
+    """The source's file of this format; made if it is not there yet. Raises BenchmarkError where llama.cpp
+    cannot make it. Runs in a process of its own, as llama.cpp may end the one that asks."""
+    made = target(source, format_name, folder)
+    if made.exists():
+        return made
+    folder.mkdir(parents=True, exist_ok=True)
+    part = made.with_suffix(f".{os.getpid()}.part")
+    process = multiprocessing.get_context("spawn").Process(
+        target=_quantise, args=(source, part, format_name, threads)
+    )
+    try:
+        process.start()
+        process.join(LIMIT_S)
+        if process.exitcode != 0:
+            raise BenchmarkError(f"llama.cpp cannot make {format_name} of {source.name}.")
+        part.rename(made)
+    finally:
+        if process.is_alive():
+            process.kill()
+        part.unlink(missing_ok=True)
+    return made
+
+
+def _quantise(source: Path, to: Path, format_name: str, threads: int) -> None:
+    """Over there. A source that is quantised already loses a second time: the table shows how much."""
+    quiet = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
+    llama_cpp.llama_log_set(quiet, None)
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{format_name}")
+    params.nthread = threads
+    params.allow_requantize = True
+    status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(to), params)
+    os._exit(int(status != 0))
