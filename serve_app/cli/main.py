@@ -23,6 +23,7 @@ app = typer.Typer(
     epilog="Example: `corral serve` in one terminal, and `corral chat` in another.",
 )
 _RUN, _LOOK, _MEASURE = "Serve", "Use and watch a server", "Measure"
+_OFFLINE = "Work without a server"
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Models = Annotated[
@@ -321,6 +322,19 @@ def top(
         _fail(str(error))
     except KeyboardInterrupt:
         return
+
+
+@app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
+def batch(context: typer.Context) -> None:
+    """Answer a file of requests, or a column of a table, with engines of its own.
+
+    The options are those of `python -m serve_app.batch`.
+
+    Example: `corral batch tickets.csv answers.jsonl --model MODEL.gguf --column text`
+    """
+    from serve_app.cli import tools
+
+    raise typer.Exit(tools.batch(context.args))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)

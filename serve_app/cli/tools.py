@@ -23,6 +23,11 @@ def bench(arguments: Sequence[str]) -> int:
     return _run("loadtests.engine", given)
 
 
+def batch(arguments: Sequence[str]) -> int:
+    """`python -m serve_app.batch`; its exit status."""
+    return _run("serve_app.batch", arguments, needs=("pyarrow", "pandas"), extra="batch")
+
+
 def tune(arguments: Sequence[str]) -> int:
     """`python -m loadtests.tune`; its exit status."""
     return _run("loadtests.tune", arguments)
@@ -43,12 +48,14 @@ def _has(arguments: Sequence[str], *names: str) -> bool:
     return any(argument.partition("=")[0] in names for argument in arguments)
 
 
-def _run(module: str, arguments: Sequence[str], needs: Sequence[str] = ()) -> int:
+def _run(
+    module: str, arguments: Sequence[str], needs: Sequence[str] = (), extra: str = "load"
+) -> int:
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
         typer.echo(
             f"This needs {' and '.join(missing)}, which Corral brings along if asked: "
-            "pip install 'corral[load]'",
+            f"pip install 'corral[{extra}]'",
             err=True,
         )
         return 1

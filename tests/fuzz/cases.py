@@ -20,7 +20,7 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core.result import Ok
 
-from loadtests.compare.bare_server import LocalClient
+from serve_app.batch.local_client import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
 from serve_app.ingress.http.auth import Access

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtests.compare.bare_server import LocalClient
+from serve_app.batch.local_client import LocalClient
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api

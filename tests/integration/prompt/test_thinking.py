@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from anthropic.types import ThinkingConfigParam
 
-from loadtests.compare.bare_server import LocalClient
+from serve_app.batch.local_client import LocalClient
 from serve_app.demo_model import gguf_file
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions

@@ -25,7 +25,19 @@ from serve_app.errors import ConfigError
 from tests.unit.cli.conftest import Told
 
 RUN = CliRunner()
-COMMANDS = {"serve", "config", "check", "chat", "ps", "stats", "top", "bench", "tune", "capacity"}
+COMMANDS = {
+    "serve",
+    "config",
+    "check",
+    "chat",
+    "ps",
+    "stats",
+    "top",
+    "bench",
+    "tune",
+    "capacity",
+    "batch",
+}
 
 
 def output(*arguments: str, status: int = 0, **environment: str) -> str:
@@ -295,6 +307,7 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
         ),
         (["bench", "--help"], "loadtests.engine", ["--help"]),
         (["tune", "--model", "x"], "loadtests.tune", ["--model", "x"]),
+        (["batch", "in", "out"], "serve_app.batch", ["in", "out"]),
         (
             ["capacity", "--seconds", "5"],
             "loadtests.load.capacity",
@@ -312,7 +325,7 @@ def test_measurements_get_what_newcomers_leave_out(
 ) -> None:
     seen: list[tuple[str, list[str]]] = []
 
-    def run(module: str, arguments: Sequence[str], needs: Sequence[str] = ()) -> int:
+    def run(module: str, arguments: Sequence[str], **_: object) -> int:
         seen.append((module, [*arguments]))
         return 0
 

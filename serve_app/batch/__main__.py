@@ -1,0 +1,150 @@
+"""Answer a file of requests, or a column of a table, without a server.
+
+    python -m serve_app.batch INPUT OUTPUT [--model MODEL | --config FILE]
+        [--column NAME] [--endpoint /v1/chat/completions] [--system TEXT] [--fields JSON]
+        [--slots N] [--context N] [--threads N] [--replicas N] [--lines-per-part N]
+
+INPUT is a file, or a folder of files: JSON lines, Parquet or CSV. Without --column, each row is a request
+of OpenAI's batch format, with `custom_id`, `url` and `body`. With it, that column is the user's message (or
+the list of messages), the prompt of /v1/completions, or the text of /v1/embeddings.
+
+OUTPUT is a folder of parts, or, if it ends in .jsonl, a file; its parts are in OUTPUT.parts until all are
+done. A line that cannot be answered has an `error`; the others go on. The same command goes on where it was
+stopped or killed.
+
+Ray Data runs it: on this machine, or on the cluster of RAY_ADDRESS, where every node must see INPUT, OUTPUT
+and the model. Each engine has its lease of cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from serve_app.cli.config_file import Options, document
+from serve_app.config import schema
+from serve_app.config.resolved import ResolvedModel
+from serve_app.errors import ConfigError
+
+_LINES_PER_PART = 128
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.batch", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("input", type=Path)
+    parser.add_argument("output", type=Path)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="as for `corral serve`; the built-in one if not given")
+    which.add_argument("--config", type=Path, help="a file for `serve run`; its first model")
+    parser.add_argument("--column", help="the column that asks; without it, rows are requests")
+    parser.add_argument("--endpoint", default=None, help="with --column; chat by default")
+    parser.add_argument("--system", help="a system prompt for each row")
+    parser.add_argument("--fields", type=json.loads, default={}, help="as '{\"max_tokens\": 64}'")
+    for name in ("slots", "context", "threads", "replicas"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--lines-per-part", type=int, default=_LINES_PER_PART)
+    return parser.parse_args(argv)
+
+
+def resolved(args: argparse.Namespace) -> ResolvedModel:
+    """The model, and how it is served here. Raises ConfigError."""
+    from serve_app.app import resolve
+
+    if args.config is not None:
+        app = schema.load(args.config)
+    else:
+        models = () if args.model is None else (args.model,)
+        options = Options(models, slots=args.slots, context=args.context, threads=args.threads)
+        app = schema.parse(document(options)["applications"][0]["args"])
+    return resolve(app.models[:1], downloads=app.downloads)[0]
+
+
+def connect() -> float:
+    """Have Ray: a cluster's, or one of this process alone. How many CPUs it has. Ray says only what goes
+    wrong."""
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    import ray
+
+    local: dict[str, Any] = {"include_dashboard": False}
+    ray.init(
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **({} if os.environ.get("RAY_ADDRESS") else local),
+    )
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("CPU", 1.0)
+
+
+def answer(args: argparse.Namespace) -> int:
+    """Do the work, and say how it went. 1 if a line has an error. Raises ConfigError."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from serve_app.batch import parts, run
+    from serve_app.batch.answerer import Work
+    from serve_app.batch.rows import CHAT, ENDPOINTS, Reading
+
+    path = args.endpoint or CHAT
+    if path not in ENDPOINTS or not isinstance(args.fields, dict):
+        raise ConfigError(
+            f"--endpoint is one of {', '.join(ENDPOINTS)}; --fields is a JSON object."
+        )
+    files = run.inputs(args.input)
+    is_file = args.output.suffix == ".jsonl"
+    folder = args.output.with_name(args.output.name + ".parts") if is_file else args.output
+    if is_file and args.output.exists():
+        raise ConfigError(f"{args.output} is there already.")
+    model = resolved(args)
+    reading = Reading(path, args.column, args.system, args.fields)
+    work = Work(model, reading, folder.resolve())
+    n_replicas = args.replicas or max(1, int(connect_and_count(model)))
+    clock = run.Clock()
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    n_bytes = sum(Path(file).stat().st_size for file in files)
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=n_bytes)
+
+        def show(done: run.Done) -> None:
+            progress.update(task, completed=done.read, description=clock.summary(done))
+
+        done = run.run(files, work, args.lines_per_part, n_replicas, show)
+    if is_file:
+        parts.join(folder, args.output)
+        shutil.rmtree(folder)
+    print(f"{clock.summary(done)}. The answers are in {args.output}.")
+    return int(done.errors > 0)
+
+
+def connect_and_count(model: ResolvedModel) -> float:
+    """Engines that the cluster has room for."""
+    return connect() / model.num_cpus
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answer, and exit."""
+    args = parse_args(argv)
+    try:
+        status = answer(args)
+    except ConfigError as error:
+        sys.exit(str(error))
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

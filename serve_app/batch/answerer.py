@@ -1,0 +1,147 @@
+"""An engine that answers parts: what Ray Data runs in each actor of its pool."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import ray
+
+from serve_app.batch import parts
+from serve_app.batch.local_client import LocalClient
+from serve_app.batch.rows import Reading, parsed
+from serve_app.config.resolved import ResolvedModel
+from serve_app.engine import Engine
+from serve_app.errors import EngineFailedError
+from serve_app.folders import cache_folder
+from serve_app.ingress.api import build_api
+from serve_app.ingress.batch.asking import Told, ask
+from serve_app.ingress.http.auth import Access
+from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.progress import nowhere
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.replica.settling import settle_in
+from serve_app.store.models import locate
+
+AT_ONCE = 2
+"""Parts that an engine has at a time: the second one's lines take the slots that the first one's leave."""
+_LINES_PER_SLOT = 2
+_PAUSE_S = 0.2
+_BUSY = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is the same for all parts."""
+
+    model: ResolvedModel
+    reading: Reading
+    folder: Path
+
+
+class Answerer:
+    """One engine with its lease of cores, and the API's own code before it. Ray Data calls it from several
+    threads. If the engine dies, so does the process: Ray starts another one and asks again."""
+
+    def __init__(self, work: Work) -> None:
+        model, self._work = work.model, work
+        path = locate(model.source, model.downloads, nowhere)
+        settled = settle_in(model, _reserved_cpus())
+        options = dataclasses.replace(
+            model.options,
+            threads=settled.threads,
+            computing_cpus=settled.computing_cpus,
+            max_stall_s=None,
+            profile_folder=cache_folder() / "profiles",
+        )
+        self._engine = Engine.load(path, options)
+        tokenizer = Tokenizer(path, model.defaults.chat_template)
+        served = ServedModel(
+            model.id,
+            options.n_ctx_slot,
+            tokenizer,
+            LocalClient(self._engine),
+            ("*",),  # requests may have been written for another server
+            model.tags,
+            model.defaults.over(tokenizer.recommended),
+        )
+        self._app = build_api({model.id: served}, Access(allow_anonymous=True))
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="corral-lines", daemon=True).start()
+        self._places = asyncio.Semaphore(_LINES_PER_SLOT * options.n_slots)
+
+    def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[int]]:
+        """Answer one part and write it. What was done, as one row."""
+        lines = [bytes(line) for line in batch["lines"][0]]
+        answering = self._answer(str(batch["name"][0]), lines)
+        done = asyncio.run_coroutine_threadsafe(answering, self._loop).result()
+        return {name: [n] for name, n in {**done, "read": int(batch["read"][0])}.items()}
+
+    async def _answer(self, part: str, lines: list[bytes]) -> dict[str, int]:
+        counts = dict.fromkeys(("lines", "errors", "prompt", "cached", "generated"), 0)
+        if lines:  # else it was done before
+            found: dict[int, bytes] = {}
+            alike = sorted(range(len(lines)), key=lambda n: lines[n])
+            asking = (self._line(n, lines[n], found, counts) for n in alike)
+            await asyncio.gather(*asking)
+            content = b"".join(found[n] for n in range(len(lines)))
+            await asyncio.to_thread(parts.write, self._work.folder, part, content)
+        return counts
+
+    async def _line(
+        self, n: int, line: bytes, found: dict[int, bytes], counts: dict[str, int]
+    ) -> None:
+        reading, row = self._work.reading, None
+        answer: dict[str, Any]
+        try:
+            row = parsed(line)
+            question = reading.question(row)
+        except ValueError as error:
+            refusal = {
+                "message": str(error),
+                "type": "invalid_request_error",
+                "code": "invalid_row",
+            }
+            status, answer = 400, {"error": refusal}
+        else:
+            async with self._places:
+                told = await self._asked(question.path, orjson.dumps(question.body))
+            status, answer = told.status, orjson.loads(told.body)
+        found[n] = reading.line(row, status, answer)
+        counts["lines"] += 1
+        counts["errors"] += status >= 400
+        usage = answer.get("usage") or {}
+        counts["prompt"] += usage.get("prompt_tokens", usage.get("input_tokens", 0))
+        counts["generated"] += usage.get("completion_tokens", usage.get("output_tokens", 0))
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        counts["cached"] += details.get("cached_tokens") or 0
+
+    async def _asked(self, path: str, body: bytes) -> Told:
+        """The answer, when there is room for the request."""
+        while True:
+            caller = Caller(request_id=uuid.uuid4().hex, background=True)
+            told = await ask(self._app, path, body, caller)
+            self._end_if_broken()
+            if told.status not in _BUSY:
+                return told
+            await asyncio.sleep(_PAUSE_S)
+
+    def _end_if_broken(self) -> None:
+        try:
+            self._engine.check_health()
+        except EngineFailedError:
+            os._exit(1)
+
+
+def _reserved_cpus() -> float:
+    context: Any = ray.get_runtime_context()
+    return float(context.get_assigned_resources().get("CPU", 0.0))

@@ -1,0 +1,60 @@
+"""An engine of this process, as the API asks for one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine import Engine, GenerationRequest, TokenDelta
+from serve_app.ingress.model_registry import Answers
+from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
+
+
+class LocalClient:
+    """An `EngineClient` for an engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+        """See EngineClient."""
+        stream = self._engine.submit(request)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            self._engine.abort(request.id)
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        """See EngineClient."""
+        return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
+
+    async def explain(self, wanted: str) -> Answers[RequestRecord]:
+        """See EngineClient."""
+        return Answers(tuple(self._engine.explain(wanted)))
+
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+    ) -> NDArray[np.float32]:
+        """See EngineClient."""
+        return await asyncio.wrap_future(self._engine.embed(texts, client, background=background))
+
+    async def replica_states(self) -> dict[str, int]:
+        """See EngineClient."""
+        return {"RUNNING": 1}
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        """See EngineClient."""
+        return ()
+
+    async def stats(self) -> Answers[ReplicaStats]:
+        """See EngineClient."""
+        engine = dataclasses.asdict(self._engine.stats())
+        told = ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())
+        return Answers((told,))

@@ -1,0 +1,121 @@
+"""The whole work, as a pipeline of Ray Data's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+
+from serve_app.batch import parts
+from serve_app.batch.answerer import AT_ONCE, Answerer, Work
+from serve_app.batch.source import FORMATS, Parts
+from serve_app.errors import ConfigError
+
+_BLOCK_BYTES = 1
+"""Each part is a block of its own: Ray Data gives blocks to engines, and takes those of a dead one back."""
+
+
+@dataclass(slots=True)
+class Done:
+    """What this run has done so far."""
+
+    lines: int = 0
+    errors: int = 0
+    prompt: int = 0
+    """Tokens of prompts, ..."""
+    cached: int = 0
+    """... of which so many were not computed again."""
+    generated: int = 0
+    read: int = 0
+    """Bytes of the input, with those of parts that were done before."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A part more."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + int(row[name]))
+
+
+def inputs(given: Path) -> dict[str, int]:
+    """The input's files, numbered in the order of their names. Raises ConfigError."""
+    found = [given] if given.is_file() else sorted(given.rglob("*") if given.is_dir() else [])
+    files = [str(path.resolve()) for path in found if path.suffix in FORMATS]
+    if not files:
+        raise ConfigError(f"{given} is no file, and no folder with files, of {', '.join(FORMATS)}.")
+    return {path: number for number, path in enumerate(files)}
+
+
+def about(files: Mapping[str, int], work: Work, n_lines: int) -> dict[str, Any]:
+    """What the output depends on."""
+    reading = work.reading
+    return {
+        "files": {path: Path(path).stat().st_size for path in files},
+        "lines_per_part": n_lines,
+        "model": work.model.source.model_dump(mode="json", exclude_none=True),
+        "reading": {
+            "path": reading.path,
+            "column": reading.column,
+            "system": reading.system,
+            "fields": dict(reading.fields),
+        },
+    }
+
+
+def run(
+    files: Mapping[str, int],
+    work: Work,
+    n_lines: int,
+    n_replicas: int,
+    on_part: Callable[[Done], None],
+) -> Done:
+    """Answer all that is not done. Ray is connected. Raises ConfigError, and what Ray Data raises."""
+    finished = parts.begin(work.folder, about(files, work, n_lines))
+    context = DataContext.get_current()
+    context.target_max_block_size = _BLOCK_BYTES
+    context.enable_progress_bars = False
+    # Reading waits for the disk; cores are for the engines.
+    source = ray.data.read_datasource(Parts(files, n_lines, finished), num_cpus=0)
+    pool = ActorPoolStrategy(
+        min_size=1,
+        max_size=n_replicas,
+        max_tasks_in_flight_per_actor=2 * AT_ONCE,
+        max_concurrent_calls_per_actor=AT_ONCE,
+        enable_true_multi_threading=True,
+    )
+    answered = source.map_batches(
+        Answerer,
+        fn_constructor_args=(work,),
+        batch_size=1,
+        compute=pool,
+        num_cpus=work.model.num_cpus,
+    )
+    done = Done()
+    for row in _rows(answered):
+        done.add(row)
+        on_part(done)
+    return done
+
+
+def _rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any]]:
+    yield from dataset.iter_rows()
+
+
+class Clock:
+    """Rates since it was made."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = now()
+
+    def summary(self, done: Done) -> str:
+        """In one line."""
+        seconds = max(self._now() - self._began, 1e-3)
+        hits = done.cached / done.prompt if done.prompt else 0.0
+        return (
+            f"{done.lines} lines, {done.errors} errors, {done.lines / seconds:.1f} lines/s, "
+            f"{done.generated / seconds:.1f} tokens/s, {hits:.0%} of prompts cached"
+        )
