@@ -36,6 +36,13 @@ FOREIGN = {
     "curl", "docker", "export", "git", "kubectl", "pip", "pre-commit", "ray", "serve", "locust",
     "ip", "cd", "sudo", "numactl", "set", "ulimit", "apt-get", "node", "npm", "systemctl", "for",
 }  # fmt: skip
+FORWARDED = {
+    "batch": "serve_app.batch",
+    "bench": "loadtests.engine",
+    "capacity": "loadtests.load.capacity",
+    "tune": "loadtests.tune",
+}
+"""Commands of `corral` that are programs of their own."""
 
 
 class Block(NamedTuple):
@@ -96,9 +103,7 @@ def check(words: list[str]) -> None:
         group: Any = typer.main.get_command(app)
         command: click.Command = group.commands[rest[0]]
         if command.context_settings.get("ignore_unknown_options"):
-            assert_options(
-                {"capacity": "loadtests.load.capacity"}.get(rest[0], "loadtests.engine"), rest
-            )
+            assert_options(FORWARDED[rest[0]], rest)
         else:
             known = {option for one in command.params for option in one.opts}
             assert {word for word in rest if word.startswith("--")} <= known | {"--help"}, words

@@ -1,7 +1,9 @@
 """Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
 
-What every step computes is forecast for both kinds, by profiles that were measured in turns, before
-anything was learnt: so neither is favoured by what the engine has seen of the one that it has. What the
+What every step computes is forecast for both kinds, by the profiles, before anything was learnt: so
+neither is favoured by what the engine has seen of the one that it has. A machine is busier at some moments
+of a start than at others, and the kinds are not measured in the same ones. So the yardstick is what costs
+the same with both, a short prompt of one sequence with nothing before it. What the
 other kind would have saved is the regret. The cache is to change when that, and what the other kind would
 save for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
 makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal on-line
@@ -10,8 +12,9 @@ algorithm for metrical task system", 1992.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
@@ -21,6 +24,8 @@ from serve_app.engine.autotune.modes import Mode
 _LEAST_GAIN = 0.1
 # Seconds of work after which what was seen hardly counts any more.
 _REMEMBERED_S = 60.0
+# Rows of a prompt that hardly look at each other: they cost the same with both kinds.
+_YARDSTICK_ROWS = 64
 
 
 class Load(NamedTuple):
@@ -83,7 +88,9 @@ class Traffic:
     """Compares the kind of cache that the engine has with the other one. Decoder thread only."""
 
     def __init__(self, own: tuple[Mode, Profile], other: tuple[Mode, Profile]) -> None:
-        self._own, self._other = (_Kind(mode, CostModel(found)) for mode, found in (own, other))
+        (own_mode, measured), (other_mode, found) = own, other
+        self._own = _Kind(own_mode, CostModel(measured))
+        self._other = _Kind(other_mode, CostModel(_at_the_same_speed(found, measured)))
         self._load = Load()
         """What the last steps computed, ..."""
         self._n_alike = 0
@@ -135,6 +142,28 @@ class Traffic:
         own.seconds = other.seconds = 0.0
         work = f"{own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s so"
         return f"{other.mode}: by the traffic of late, {work}"
+
+
+def _at_the_same_speed(found: Profile, other: Profile) -> Profile:
+    """The profile as if the machine had been as fast as when the other one was measured."""
+    both = found.prefill_s.keys() & other.prefill_s.keys()
+    ratios = [other.prefill_s[n] / found.prefill_s[n] for n in both if n <= _YARDSTICK_ROWS]
+    if not ratios:
+        return found
+    speed = statistics.median(ratios)
+
+    def scaled(seconds: Mapping[int, float]) -> dict[int, float]:
+        return {n: speed * s for n, s in seconds.items()}
+
+    return replace(
+        found,
+        decode_s=scaled(found.decode_s),
+        prefill_s=scaled(found.prefill_s),
+        verify_s=scaled(found.verify_s),
+        deep_decode_s=scaled(found.deep_decode_s),
+        deep_prefill_s=scaled(found.deep_prefill_s),
+        copy_s=speed * found.copy_s,
+    )
 
 
 def _coming(

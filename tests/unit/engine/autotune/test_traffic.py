@@ -41,9 +41,28 @@ def test_prompts_and_decoding_sequences_are_one_batch_of_a_unified_cache() -> No
     traffic = Traffic(OWN, SHARING)
     traffic.saw(Load(1, 0, ((63, 0),)))
     assert traffic.regret_s() == 0  # 0.64 s, and apart 0.63 + 0.011: noise
-    apart = Traffic(OWN, (UNIFIED, Profile({1: 0.1}, {n: s / 2 for n, s in ROWS.items()})))
+    apart = Traffic((SPLIT, Profile({1: 0.2}, ROWS)), (UNIFIED, Profile({1: 0.2}, ROWS)))
     apart.saw(Load(1, 0, ((63, 0),)))
-    assert apart.regret_s() == pytest.approx(0.641 - 1.1 * 0.32)
+    assert apart.regret_s() == pytest.approx(0.83 - 1.1 * 0.64)
+
+
+def test_a_machine_that_was_busy_while_one_kind_was_measured_says_nothing() -> None:
+    """As the profiles of a real start, whose first kind was measured while other processes started."""
+
+    def busy(times: float) -> Profile:
+        shallow, deep = {16: 0.08, 1: 0.013}, {16: 0.4, 1: 0.03}
+        rows = {16: 0.07, 64: 0.29, 512: 2.2}
+        parts = ({n: times * s for n, s in part.items()} for part in (shallow, rows, deep, rows))
+        decode, prefill, deep_decode, deep_prefill = parts
+        return Profile(decode, prefill, {}, 1000, deep_decode, deep_prefill, masked=0.0)
+
+    for own, other in ((1.25, 1.0), (1.0, 1.25)):
+        traffic = Traffic((SPLIT, busy(own)), (UNIFIED, busy(other)))
+        for _ in range(100):
+            traffic.saw(Load(16, 200, n_cells=3200))
+        traffic.saw(Load(prompts=((512, 0),)))
+        assert traffic.regret_s() == 0
+        assert traffic.saves_s(coming(16, 0, 128), 0, 16) < 0
 
 
 def test_cells_of_others_count_in_a_unified_cache() -> None:

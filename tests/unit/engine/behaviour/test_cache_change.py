@@ -27,7 +27,7 @@ from tests.unit.engine.harness import (
 
 SPLIT, UNIFIED = Mode(True, False), Mode(True, True)
 SYSTEM = "You are a helpful assistant. "
-SLOW = Profile({1: 1.0, 4: 4.0}, {1: 1.0, 16: 4.0})
+SLOW = Profile({1: 1.0, 4: 4.0}, {1: 0.5, 16: 1.0})
 FAST = Profile({1: 0.5, 4: 1.0}, {1: 0.5, 16: 1.0})
 LARGE = options(4, n_ctx_slot=128, cache_ram_bytes=100_000, max_stall_s=None)
 
@@ -155,7 +155,7 @@ def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) 
     with running(backend, replace(LARGE, pinned=(pinned,))) as engine:
         (inbox,) = start(engine, request("a", "a question of its own, alone", max_tokens=12))
         until(lambda: bool(inbox.deltas))
-        backend.change_s = 6.0  # too much beside a stream
+        backend.change_s = 4.0  # too much beside a stream
         inbox.wait()
         until(lambda: engine.stats().kv_unified)
         assert backend.slots[4] == list(pinned)
