@@ -17,6 +17,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import typer
 import yaml
 from ray import _raylet
 from ray._private import log_monitor
@@ -29,8 +30,10 @@ from ray.util.metrics import Counter, Histogram, Metric
 
 from cluster import one_machine
 from cluster.one_machine import environment_of
+from serve_app.cli.main import app
 from serve_app.config import schema
 from serve_app.errors import RateLimitError, SlowRequestError
+from serve_app.folders import cache_folder
 from serve_app.replica.metrics import ReplicaMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -297,11 +300,36 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
 
 def test_units_find_their_settings() -> None:
     given = set(re.findall(r"^#?(\w+)=", (CLUSTER / "systemd/corral.env").read_text(), re.M))
-    for unit in UNITS:
+    of_clusters = [unit for unit in UNITS if unit.name != "corral.service"]
+    for unit in of_clusters:
         text = unit.read_text()
         assert set(re.findall(r"\$\{(\w+)\}", text)) <= given
         assert "EnvironmentFile=/etc/corral/corral.env" in text
-    assert len(UNITS) == 3
+    assert len(of_clusters) == 3
+
+
+def test_a_single_server_may_write_where_it_writes() -> None:
+    """Its variables name folders that systemd makes."""
+    text = (CLUSTER / "systemd/corral.service").read_text()
+    (environment,) = re.findall(r"^Environment=(.*)$", text, re.M)
+    set_ = dict(one.split("=", 1) for one in environment.split())
+    folders = dict(re.findall(r"^(Cache|State|Runtime)Directory=(.*)$", text, re.M))
+    assert Path("/var/lib", folders["State"]) == Path(set_["HOME"])
+    assert Path("/run", folders["Runtime"]) == Path(set_["XDG_RUNTIME_DIR"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", set_["XDG_CACHE_HOME"])
+        assert cache_folder() == Path("/var/cache", folders["Cache"])
+    assert "KillMode=mixed" in text.splitlines()  # Ray's processes end when Corral says so
+    for line in re.findall(r"^Exec\w+=/opt/corral/\.venv/bin/corral (.*)$", text, re.M):
+        command, *words = line.split()
+        options = {one for p in _commands()[command].params for one in p.opts}
+        assert {word for word in words if word.startswith("-")} <= options
+
+
+def _commands() -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    commands: dict[str, Any] = group.commands
+    return commands
 
 
 def test_the_image_is_built_as_the_makefile_builds() -> None:

@@ -6,11 +6,9 @@ import ast
 import importlib.util
 import json
 import re
-import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import pytest
@@ -18,23 +16,16 @@ import typer
 import yaml
 
 from serve_app.cli.main import app
+from tests.documents import blocks as documents
+from tests.documents.blocks import ROOT, blocks, commands
 
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    path
-    for path in (
-        ROOT / "README.md",
-        ROOT / "ARCHITECTURE.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
-        *sorted((ROOT / ".github").rglob("*.md")),
-    )
-    if "```" in path.read_text()
-]
+PAGES = documents.PAGES
 LANGUAGES = {"sh", "python", "yaml", "json", ""}
 # Programs that a reader has from elsewhere; their options are not checked here.
 FOREIGN = {
     "curl", "docker", "export", "git", "kubectl", "pip", "pre-commit", "ray", "serve", "locust",
-    "ip", "cd", "sudo", "numactl", "set", "ulimit", "apt-get", "node", "npm", "systemctl", "for",
+    "ip", "cd", "numactl", "set", "ulimit", "apt-get", "node", "npm", "systemctl", "for", "buildah",
+    "useradd", "install", "chown", "chmod", "sed", "cp", "nginx", "ufw",
 }  # fmt: skip
 FORWARDED = {
     "batch": "serve_app.batch",
@@ -43,18 +34,6 @@ FORWARDED = {
     "tune": "loadtests.tune",
 }
 """Commands of `corral` that are programs of their own."""
-
-
-class Block(NamedTuple):
-    """What is between two fences."""
-
-    language: str
-    text: str
-
-
-def blocks(path: Path) -> list[Block]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.M | re.S)
-    return [Block(*one) for one in found]
 
 
 def of(language: str) -> list[Any]:
@@ -66,24 +45,10 @@ def of(language: str) -> list[Any]:
     ]
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """Each command's words, without the assignments before it."""
-    text = re.sub(r"(^|\s)#\s.*$", r"\1", text.replace("\\\n", " "), flags=re.M)
-    lexer = shlex.shlex(text, posix=True, punctuation_chars="|;&\n")
-    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
-    words: list[str] = []
-    for word in [*lexer, "\n"]:
-        if set(word) <= set("|;&\n"):
-            yield from [words] if words else []
-            words = []
-        elif words or not re.match(r"\w+=", word):
-            words.append(word)
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_block_is_of_a_kind_that_is_checked(path: Path) -> None:
     assert {block.language for block in blocks(path)} <= LANGUAGES
-    assert path.read_text().count("\n```") == 2 * len(blocks(path))
+    assert len(re.findall(r"^ *```", path.read_text(), re.M)) == 2 * len(blocks(path))
 
 
 @pytest.mark.parametrize("text", of("sh"))
@@ -95,8 +60,39 @@ def test_commands_exist_with_these_options(text: str) -> None:
         check(words)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_is_run_or_has_a_reason_not_to_be(path: Path) -> None:
+    """tests/e2e/server/test_documents.py runs them."""
+    found = [
+        words for block in blocks(path) if block.language == "sh" for words in commands(block.text)
+    ]
+    assert [
+        words for words in found if not documents.is_run(words) and documents.why_not(words) is None
+    ] == []
+    assert [words for words in found if documents.is_run(words) and documents.why_not(words)] == []
+
+
+def test_no_reason_is_left_over() -> None:
+    every = [
+        words
+        for path in PAGES
+        for block in blocks(path)
+        if block.language == "sh"
+        for words in commands(block.text)
+    ]
+    used = {documents.why_not(words) for words in every}
+    assert set(documents.LEFT_OUT.values()) <= used
+    assert [
+        one
+        for one in documents.RUN
+        if not any(" ".join(words).removeprefix(".venv/bin/").startswith(one) for words in every)
+    ] == []
+
+
 def check(words: list[str]) -> None:
     """Raises AssertionError, or a click.UsageError, for what does not exist here."""
+    if words[0] == "sudo":
+        words = words[1:]
     name, *rest = words
     program = name.removeprefix(".venv/bin/")
     if program == "corral":
@@ -108,10 +104,15 @@ def check(words: list[str]) -> None:
             known = {option for one in command.params for option in one.opts}
             assert {word for word in rest if word.startswith("--")} <= known | {"--help"}, words
     elif program == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        targets = [".venv/.ready", "/opt/corral"]
+        targets += re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert {word for word in rest if not word.startswith("-") and "=" not in word} <= set(
             targets
         )
+    elif program == "python3" and rest[0] == "-c":
+        ast.parse(rest[1])
+    elif program == "sh":
+        assert (ROOT / rest[0]).exists(), words
     elif program in ("python", "python3") and rest[0] == "-m":
         assert importlib.util.find_spec(rest[1]) is not None, words
         assert_options(rest[1], rest[2:])
@@ -120,9 +121,9 @@ def check(words: list[str]) -> None:
             assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), word
     else:
         assert program in FOREIGN, words
-    for word in rest:
+    for word in (one.removeprefix("/opt/corral/") for one in rest):
         if re.match(r"(cluster|docs|tests)/", word):
-            assert (ROOT / word).exists(), word
+            assert (ROOT / word.partition("::")[0]).exists(), word
 
 
 def assert_options(module: str, words: list[str]) -> None:

@@ -1,0 +1,103 @@
+"""The documents' code blocks, run as a reader would, against a server with the built-in model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from tests.documents import blocks
+from tests.documents.blocks import PAGES, ROOT, SERVER
+from tests.e2e.conftest import Corral, model
+
+TIMEOUT_S = 120
+PREAMBLE = """
+set -euo pipefail
+curl() { command curl --silent --show-error --fail-with-body "$@"; }
+corral() { "$PYTHON" -P -m serve_app.cli "$@"; }
+"""
+"""A reader sees that something failed; a shell must be told to."""
+FOR_A_SCRIPT = {r"^(\S*corral top)$": r"\1 --frames 1"}
+"""What would go on until Ctrl-C."""
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Corral]:
+    """As `make serve` starts it, with a folder for batches."""
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    served = [model(None, "corral-demo", n_slots=4, n_ctx_slot=2048)]
+    batch = {"folder": str(directory / "batches")}
+    started = Corral(directory, served, make_serve=True, batch=batch)
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the files that the documents speak of."""
+    shutil.copy(ROOT / "serve_config.yaml", tmp_path)
+    shutil.copy(BUILTIN_MODEL, tmp_path / "model.gguf")
+    bodies = [{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}]
+    lines = [
+        {"custom_id": f"q{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return tmp_path
+
+
+def run(command: list[str], folder: Path, text: str, server: Corral) -> str:
+    environment = os.environ | {
+        "CORRAL_URL": server.url,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [*command, text.replace(SERVER, server.url)],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks.to_run(page)], ids=_name)
+def test_commands(page: Path, server: Corral, folder: Path) -> None:
+    for text in blocks.to_run(page):
+        for pattern, replacement in FOR_A_SCRIPT.items():
+            text = re.sub(pattern, replacement, text, flags=re.M)
+        text = text.replace(".venv/bin/corral", "corral")
+        assert run(["bash", "-c"], folder, PREAMBLE + text, server)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks.programs(page)], ids=_name)
+def test_programs(page: Path, server: Corral, folder: Path) -> None:
+    run([sys.executable, "-c"], folder, blocks.programs(page), server)
+
+
+def test_the_first_chat_says_what_readme_says(server: Corral, folder: Path) -> None:
+    page = ROOT / "README.md"
+    (expected,) = [block.text for block in blocks.blocks(page) if block.language == ""]
+    assert run([sys.executable, "-c"], folder, blocks.programs(page), server) == expected
