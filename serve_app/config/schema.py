@@ -178,8 +178,8 @@ class EngineConfig(_Section):
     prompt."""
     embedding_pooling: EmbeddingPooling | Literal["auto"] = "auto"
     """How the vectors of a text's tokens become its embedding: their `mean`, the first token's (`cls`)
-    or the `last` token's. `auto` is what the model's file says, or else `mean`. Reranking models do not
-    use it."""
+    or the `last` token's. `none` gives all of them, from `/embedding` only. `rank` makes a reranker of a
+    model whose file does not say that it is one. `auto` is what the file says, or else `mean`."""
 
 
 class Autoscaling(AutoscalingConfig):

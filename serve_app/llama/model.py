@@ -162,9 +162,13 @@ class Model:
         return self.meta_int("embedding_length_out", default)
 
     @property
-    def pooling(self) -> EmbeddingPooling | Literal["rank"] | None:
+    def pooling(self) -> EmbeddingPooling | None:
         """How the file says that a text's vectors become one, or a score; None if it does not say."""
         return _POOLINGS.get(self.meta_int("pooling_type", llama_cpp.LLAMA_POOLING_TYPE_NONE))
+
+    def pooling_with(self, configured: EmbeddingPooling | None) -> EmbeddingPooling:
+        """The same with what the configuration says; reranking models do nothing but that."""
+        return "rank" if self.pooling == "rank" else configured or self.pooling or "mean"
 
     @property
     def is_causal(self) -> bool:

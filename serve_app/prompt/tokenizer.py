@@ -10,6 +10,7 @@ from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
 from serve_app.llama import chat_templates
+from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
 from serve_app.prompt import output_parser
 from serve_app.prompt.chat_template import ChatTemplate, Message
@@ -41,10 +42,17 @@ _RECOMMENDED = {
 class Tokenizer:
     """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
 
-    def __init__(self, path: str | os.PathLike[str], chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        chat_template: str | None = None,
+        pooling: EmbeddingPooling | None = None,
+    ) -> None:
         """`chat_template` takes the place of the file's: a source, or a name that llama.cpp knows. Models
-        without any get `chatml`, as from llama-server."""
+        without any get `chatml`, as from llama-server. `pooling` takes the place of the file's, too."""
         self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        self.pooling = self._model.pooling_with(pooling)
+        """How the vectors of a text's tokens become an embedding, or a score."""
         self._escaper = ControlTokenEscaper(self._model.control_texts)
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""
@@ -128,7 +136,7 @@ class Tokenizer:
     @property
     def reranks(self) -> bool:
         """Whether the model tells how relevant documents are, instead of making embeddings."""
-        return self._model.pooling == "rank"
+        return self.pooling == "rank"
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         """What a reranking model reads: by its own template as in llama-server, or see

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +107,7 @@ class EmbeddingShape:
     """Most texts in a batch."""
     n_text: int
     """Most tokens of a text."""
-    pooling: EmbeddingPooling | Literal["rank"]
+    pooling: EmbeddingPooling
     """How the vectors of a text's tokens become one; `rank` for a reranking model, whose are scores."""
     causal: bool
     """Whether tokens see only those before them: a text can be computed in parts, and continued."""

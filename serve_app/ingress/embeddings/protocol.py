@@ -80,7 +80,8 @@ class LlamaEmbeddingRequest(RequestModel):
     """A text, or token ids and texts mixed; or several of either."""
     embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
     """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
-    encoding_format: Literal["float"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, whatever is asked for."""
     model: str | None = None
 
     @model_validator(mode="after")
