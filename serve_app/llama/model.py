@@ -225,6 +225,12 @@ class Model:
         return int(llama_cpp.llama_model_size(self.pointer))
 
     @property
+    def file_type(self) -> str:
+        """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
+        name = llama_cpp.llama_ftype_name(llama_cpp.llama_model_ftype(self.pointer))
+        return (name or b"").decode()
+
+    @property
     def n_params(self) -> int:
         """Numbers in its tensors."""
         return int(llama_cpp.llama_model_n_params(self.pointer))

@@ -12,7 +12,7 @@ from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
 from serve_app.llama import chat_templates
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
-from serve_app.prompt import output_parser
+from serve_app.prompt import output_parser, template_caps
 from serve_app.prompt.chat_template import ChatTemplate, Message
 from serve_app.prompt.escaping import ControlTokenEscaper
 from serve_app.prompt.named_template import NamedTemplate
@@ -69,6 +69,15 @@ class Tokenizer:
         self.has_template = given is not None
         """Whether somebody has chosen that template."""
 
+    @cached_property
+    def template_caps(self) -> Mapping[str, bool]:
+        """See `serve_app.prompt.template_caps`."""
+        template = self._template
+        return template_caps.found(
+            lambda messages, tools, extra: template.render(messages, tools, extra=extra),
+            template.names,
+        )
+
     @property
     def tool_format(self) -> ToolFormat:
         """How the model calls tools."""
@@ -112,6 +121,21 @@ class Tokenizer:
     def vocab_type(self) -> int:
         """By llama.cpp's numbers."""
         return self._model.vocab_type
+
+    @property
+    def file_type(self) -> str:
+        """How most of the model's numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
+        return self._model.file_type
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the model's tensors."""
+        return self._model.n_bytes
+
+    @property
+    def n_params(self) -> int:
+        """Numbers in them."""
+        return self._model.n_params
 
     @property
     def n_ctx_train(self) -> int:

@@ -21,6 +21,7 @@ from serve_app.ingress.llama_server.protocol import (
     LlamaCompletionRequest,
     LlamaParams,
     LoraAdapter,
+    PropsRequest,
     SlotRequest,
     TokenizeRequest,
 )
@@ -143,6 +144,11 @@ def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
     asked = parsed(SlotRequest, body) if body else SlotRequest()
     return find(models, asked.model).id, asked.filename
+
+
+def properties(models: Models, body: bytes) -> None:
+    """POST /props. Raises InvalidRequestError for what is no JSON object."""
+    parsed(PropsRequest, body or b"{}")
 
 
 def scale_adapters(models: Models, body: bytes) -> None:

@@ -174,6 +174,10 @@ class SlotRequest(RequestModel):
     model: str | None = None
 
 
+class PropsRequest(RequestModel):
+    """POST /props: llama-server has none yet that can be changed."""
+
+
 class LoraAdapter(RequestModel):
     """One entry of POST /lora-adapters."""
 

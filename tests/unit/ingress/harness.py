@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -75,6 +75,8 @@ class ByteTokenizer:
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
     vocab_type, n_ctx_train = 2, 2048
+    n_bytes, n_params, file_type = 1_500_000, 1_520_000_000, "Q4_K - Medium"
+    template_caps: ClassVar[dict[str, bool]] = {"supports_tools": True}
     eog_tokens = (256,)
     pooling = "mean"
     reranks = False

@@ -214,7 +214,8 @@ async def test_progress_in_openais_streams(
     told_of_progress([json.loads(line) for line in lines if line != "[DONE]"])
 
 
-async def test_properties_cannot_be_changed(client: httpx.AsyncClient) -> None:
+async def test_without_keys_properties_cannot_be_changed(client: httpx.AsyncClient) -> None:
+    assert not (await client.get("/props")).json()["endpoint_props"]
     answer = await client.post("/props", json={})
     assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
 
