@@ -21,6 +21,8 @@ from serve_app.llama import library, shards
 from serve_app.llama.constraint import LIMITS, CompiledGrammars, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammar_tokenizer import grammar_tokenizer, is_delimiter
+from serve_app.llama.triggers import LazyConstraint
+from serve_app.sampling import Triggers
 
 _LOAD_MODES: dict[LoadMode, int] = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -374,12 +376,23 @@ class Model:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.piece(t, special=special) for t in tokens).decode(errors="replace")
 
-    def constraint(self, grammar: str) -> Constraint:
-        """What keeps one sequence to a grammar, as llguidance serialises it. The first takes a second for
-        a large vocabulary, a new grammar milliseconds, without the GIL. Raises InvalidRequestError if the
-        grammar is none, or takes too much."""
+    def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
+        """What keeps one sequence to a grammar, as llguidance serialises it; with `triggers`, from there.
+        The first takes a second for a large vocabulary, a new grammar milliseconds, without the GIL. Raises
+        InvalidRequestError if the grammar is none, or takes too much."""
         with self._constraints:
-            return self._compiled[grammar].fresh()
+            fresh = self._compiled[grammar].fresh()
+        if triggers is None:
+            return fresh
+        try:
+            return LazyConstraint(
+                fresh,
+                triggers,
+                functools.partial(self.piece, special=True),
+                functools.partial(self.tokenize, add_special=False, parse_special=False),
+            )
+        except ValueError as error:
+            raise InvalidRequestError(f"A trigger cannot be used: {error}.") from None
 
     def _compile(self, grammar: str) -> Constraint:
         made = Constraint(LLMatcher(self._trie, grammar, log_level=0, limits=LIMITS), self.n_vocab)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.sampling import Triggers
 from serve_app.types import (
     FinishReason,
     PromptProgress,
@@ -472,3 +473,41 @@ async def test_a_prompt_can_be_computed_only(
     answer = (await client.post("/completion", json=body)).json()
     assert engine.requests[0].sampling.max_tokens == 0
     assert (answer["content"], answer["stop_type"]) == ("", "limit")
+
+
+LAZY = {"prompt": "x", "grammar": 'root ::= "<f>" [0-9]', "grammar_lazy": True}
+
+
+async def test_a_grammar_that_waits_for_a_trigger(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    triggers = [
+        {"type": 1, "value": "<f>"},
+        {"type": 1, "value": "a"},  # one byte: one token
+        {"type": 0, "value": "b", "token": 98},
+        {"type": 2, "value": "^x+"},
+        {"type": 3, "value": "y(z)"},
+    ]
+    body = LAZY | {"grammar_triggers": triggers, "preserved_tokens": ["c", "several"]}
+    settings = (await client.post("/completion", json=body)).json()["generation_settings"]
+    sampling = engine.requests[0].sampling
+    assert sampling.triggers == Triggers((97, 98), ("<f>", "^x+", "^y(z)$"))
+    assert sampling.preserved_tokens == (99,)
+    assert (settings["grammar_lazy"], settings["preserved_tokens"]) == (True, [99])
+    assert settings["grammar_triggers"] == triggers
+
+
+@pytest.mark.parametrize(
+    ("triggers", "why"),
+    [
+        ([], "no triggers set for lazy grammar"),
+        ([{"type": 2, "value": "("}], "unterminated"),
+        ([{"type": 0, "value": "x"}], "needs its 'token'"),
+        ([{"type": 0, "value": "x", "token": 10**6}], "token ids of this model"),
+        ([{"type": 4, "value": "x"}], "less than or equal to 3"),
+    ],
+    ids=repr,
+)
+async def test_triggers_that_are_none(client: httpx.AsyncClient, triggers: Any, why: str) -> None:
+    answer = await client.post("/completion", json=LAZY | {"grammar_triggers": triggers})
+    assert (answer.status_code, why in answer.text) == (400, True), answer.text
