@@ -258,8 +258,8 @@ class DefaultsConfig(_Section):
     chat_template_kwargs: dict[str, Any] = {}
     """More variables for the chat template, such as `enable_thinking: false`. Default: none."""
     reasoning: Literal["on", "off", "auto"] = "auto"
-    """Whether the model thinks before it answers, if its template knows `enable_thinking`. `auto`
-    leaves it to the template."""
+    """Whether the model thinks before it answers, if its template knows `enable_thinking`. With
+    `auto` it does, as at llama-server."""
     reasoning_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     """Tokens of reasoning after which the model must answer. -1 sets no bound."""
     reasoning_budget_message: Annotated[str, Field(max_length=1024)] = ""

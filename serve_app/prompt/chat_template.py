@@ -8,8 +8,8 @@ Source of the environment (trim_blocks, lstrip_blocks, loop controls, `generatio
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from datetime import datetime
 from typing import Any, NoReturn, TypeVar
 
 import jinja2
@@ -33,13 +33,8 @@ T = TypeVar("T")
 Message = Mapping[str, Any]
 """`role`, `content` and whatever else the template reads."""
 
-_OTHER_NAMES: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
-    "functions": lambda tools: (
-        json.dumps(list(tools), indent=2, ensure_ascii=False) if tools else ""
-    ),
-    "datetime": lambda _: datetime.now(UTC).strftime("%b %d %Y %H:%M:%S GMT"),
-}
-"""Variables of Llama 3 FireFunction's template."""
+_DATES = {"datetime": "%b %d %Y", "date_string": "%d %b %Y"}
+"""Variables with today's date, as llama-server gives them."""
 
 
 class ChatTemplate:
@@ -95,7 +90,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt that asks for the assistant's next turn; the conversation alone if
         `add_generation_prompt` is false. `tools` are functions as OpenAI describes them; `extra` are more
-        variables for the template.
+        variables for the template, which else has `enable_thinking`.
 
         Raises InvalidRequestError, in the template's own words, for messages that it does not take, and for
         a text without end.
@@ -113,10 +108,13 @@ class ChatTemplate:
         }
         if tools:
             given["tools"] = _Given(self.tool_format.tool(tool) for tool in tools)
-        for name in self.names & (_OTHER_NAMES.keys() - extra.keys()):
-            given[name] = _OTHER_NAMES[name](tools)
+        own: dict[str, Any] = {name: _strftime_now(pattern) for name, pattern in _DATES.items()}
+        if "functions" in self.names:  # FireFunction's
+            own["functions"] = _tojson(tools, indent=2) if tools else ""
+        if "enable_thinking" in self.names:
+            own["enable_thinking"] = True
         try:
-            return _joined(self._template.generate(extra, **given))
+            return _joined(self._template.generate({**own, **extra}, **given))
         except Exception as error:  # a template may do anything with what it is given
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"

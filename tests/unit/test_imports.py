@@ -150,13 +150,16 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
         for module, found in offenders("loadtests", "serve_app")
         if not any(within(found, package) for package in usable) and found != "serve_app"
     }
-    assert users == {
-        "loadtests.compare.bare_server",  # which is put together of Corral's parts
-        "loadtests.engine.forecast",  # which runs batches at depths of its own
-        "loadtests.engine.sampling.__main__",  # which measures one of them
-        "loadtests.tune.__main__",  # which keeps files where Corral does, and counts cores as it does
-        "loadtests.tune.quality",  # which wants the logits of all rows
-    }
+    assert (
+        users
+        == {
+            "loadtests.compare.bare_server",  # which is put together of Corral's parts
+            "loadtests.engine.forecast",  # which runs batches at depths of its own
+            "loadtests.engine.sampling.__main__",  # which measures one of them
+            "loadtests.tune.__main__",  # which keeps files where Corral does, and counts cores as it does
+            "loadtests.tune.quality",  # which wants the logits of all rows
+        }
+    )
 
 
 def test_loadtests_know_no_ray_but_to_weigh_its_messages() -> None:

@@ -105,6 +105,8 @@ def check_does_not_rank(model: KnownModel) -> None:
 
 def checked(model: KnownModel, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
     """Raises TextTooLongError, or InvalidRequestError for too many tokens in all."""
+    if not all(texts):
+        raise InvalidRequestError("Input content cannot be empty", field)
     longest = max(map(len, texts))
     if longest > model.n_ctx_slot:
         raise TextTooLongError(longest, model.n_ctx_slot, field)

@@ -160,6 +160,8 @@ COUNTERS = (
     "prompt_tokens",
     "cached_tokens",
     "generated_tokens",
+    "embedded_tokens",
+    "embedding_batches",
     "generation_s",
     "batches",
     "busy_slots",

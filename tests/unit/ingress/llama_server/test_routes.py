@@ -356,7 +356,7 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
     lines = [line for line in response.text.splitlines() if not line.startswith("#")]
     values = {name: float(value) for name, value in (line.split() for line in lines)}
     assert values == {
-        "llamacpp:prompt_tokens_total": 4,
+        "llamacpp:prompt_tokens_total": 8,
         "llamacpp:prompt_tokens_cached_total": 4,
         "llamacpp:prompt_seconds_total": 1,
         "llamacpp:prompt_tokens_seconds": 4,
@@ -365,7 +365,7 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
         "llamacpp:predicted_tokens_seconds": 1,
         "llamacpp:requests_processing": 4,
         "llamacpp:requests_deferred": 4,
-        "llamacpp:n_decode_total": 4,
+        "llamacpp:n_decode_total": 8,
         "llamacpp:n_busy_slots_per_decode": 1,
         "llamacpp:n_tokens_max": 50,
         "llamacpp:spec_decode_num_drafts_total": 4,
@@ -389,7 +389,7 @@ async def test_missing_replicas_are_told_of(
     assert (props["total_slots"], props["missing"]) == (2, ["r2", "r3"])
     metrics = (await client.get("/metrics")).text.splitlines()
     assert "corral_replicas_missing 2.0" in metrics
-    assert "llamacpp:n_decode_total 2.0" in metrics
+    assert "llamacpp:n_decode_total 4.0" in metrics
 
 
 async def test_a_missing_replica_may_be_meant(
