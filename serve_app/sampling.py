@@ -97,6 +97,15 @@ class ReasoningBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class Triggers:
+    """What a grammar waits for: see `serve_app.llama.triggers`."""
+
+    tokens: tuple[int, ...] = ()
+    patterns: tuple[str, ...] = ()
+    """Regular expressions."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence picks its tokens. Defaults are llama-server's, except that it stops nowhere.
 
@@ -274,6 +283,10 @@ class SamplingParams:
     """None means up to the end of the slot's context; 0 only computes the prompt."""
     grammar: str | None = None
     """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
+    triggers: Triggers | None = None
+    """What the grammar begins with, wherever that appears; None: it begins with the text."""
+    preserved_tokens: tuple[int, ...] = ()
+    """Control tokens that are told as texts."""
     reasoning: ReasoningBudget | None = None
     """None: it may reason as long as it likes."""
     logprobs: int | None = None

@@ -40,7 +40,8 @@ def serve(file: Path) -> None:
     options = dataclasses.replace(model.options, profile_folder=cache_folder() / "profiles")
     engine = Engine.load(path, options)  # as the replica does it
     try:
-        tokenizer = Tokenizer(path, model.defaults.chat_template)
+        pooling = options.embedding_pooling
+        tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
         served = ServedModel(
             model.id,
             model.options.n_ctx_slot,
@@ -50,7 +51,9 @@ def serve(file: Path) -> None:
             model.tags,
             model.defaults.over(tokenizer.recommended),
         )
-        file_of = ModelFile(served.id, served.n_ctx_slot, path, model.aliases, model.defaults)
+        file_of = ModelFile(
+            served.id, served.n_ctx_slot, path, model.aliases, model.defaults, pooling
+        )
         workers = WorkerPool([file_of], PREPARATIONS)
         api = build_api({served.id: served}, access(config.ingress), workers)
         uvicorn.run(api, **http_options, http=CapitalHeaders, log_level="warning", access_log=False)

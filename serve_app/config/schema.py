@@ -178,8 +178,8 @@ class EngineConfig(_Section):
     prompt."""
     embedding_pooling: EmbeddingPooling | Literal["auto"] = "auto"
     """How the vectors of a text's tokens become its embedding: their `mean`, the first token's (`cls`)
-    or the `last` token's. `auto` is what the model's file says, or else `mean`. Reranking models do not
-    use it."""
+    or the `last` token's. `none` gives all of them, from `/embedding` only. `rank` makes a reranker of a
+    model whose file does not say that it is one. `auto` is what the file says, or else `mean`."""
 
 
 class Autoscaling(AutoscalingConfig):
@@ -258,8 +258,8 @@ class DefaultsConfig(_Section):
     chat_template_kwargs: dict[str, Any] = {}
     """More variables for the chat template, such as `enable_thinking: false`. Default: none."""
     reasoning: Literal["on", "off", "auto"] = "auto"
-    """Whether the model thinks before it answers, if its template knows `enable_thinking`. `auto`
-    leaves it to the template."""
+    """Whether the model thinks before it answers, if its template knows `enable_thinking`. With
+    `auto` it does, as at llama-server."""
     reasoning_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     """Tokens of reasoning after which the model must answer. -1 sets no bound."""
     reasoning_budget_message: Annotated[str, Field(max_length=1024)] = ""

@@ -21,7 +21,7 @@ from serve_app.errors import CorralError, DecodeError
 from serve_app.types import account
 
 Vectors = NDArray[np.float32]
-"""One row for each text."""
+"""One row for each text; without pooling, one for each token of one text after the other."""
 
 # Of the stall budget, what a batch over texts may take beside running sequences; prompts get the rest.
 _SHARE = 0.5
@@ -59,7 +59,7 @@ class Texts:
             self.future.set_exception(error)
         else:
             vectors = [self._vectors[i] for i in range(len(self.tokens))]
-            self.future.set_result(np.array(vectors, np.float32))
+            self.future.set_result(np.vstack(vectors, dtype=np.float32, casting="same_kind"))
 
 
 class _Text:
@@ -90,6 +90,9 @@ class _Text:
         """Take the vectors of the next tokens; True if that was the last of all texts."""
         if pooling == "mean":
             self._pooled = self._pooled + vectors.sum(axis=0, dtype=np.float64) / len(self.tokens)
+        elif pooling == "none":
+            begun = [] if self.n_past == 0 else [self._pooled]
+            self._pooled = np.vstack([*begun, vectors.astype(np.float64)])
         elif pooling != "cls":
             self._pooled = vectors[-1].astype(np.float64)
         elif self.n_past == 0:

@@ -203,7 +203,11 @@ class Engine:
             return refusal
         grammar = request.sampling.grammar
         try:
-            constraint = None if grammar is None else self._vocabulary.constraint(grammar)
+            constraint = (
+                None
+                if grammar is None
+                else self._vocabulary.constraint(grammar, request.sampling.triggers)
+            )
         except InvalidRequestError as error:
             return error
         sequence = EngineSequence(request, sink, constraint)

@@ -269,7 +269,8 @@ class Sequence:
     def _take(self, token: int, vocabulary: Vocabulary) -> tuple[FinishReason | None, str]:
         if vocabulary.is_eog(token):
             return FinishReason.STOP, ""
-        text = self._text.push(vocabulary.piece(token))
+        is_preserved = token in self.request.sampling.preserved_tokens
+        text = self._text.push(vocabulary.piece(token, special=is_preserved))
         if self._line_limits is not None:
             cut = self._line_limits.cut(text, self.trace.decoding_s)
             if cut is not None:

@@ -91,6 +91,7 @@ def build_api(
         title="Corral", version=__version__, lifespan=None if runner is None else runner.running
     )
     app.state.sse_ping_interval_s = sse_ping_interval_s
+    app.state.has_ui = bool(access.ui)
     errors.install(app)
     if open_requests is None:
         open_requests = OpenRequests(access.max_requests)

@@ -261,7 +261,8 @@ def _translate(error: Exception) -> CorralError:
 def _served(
     model: ResolvedModel, path: Path, handle: DeploymentHandle[Any], listener: Listener
 ) -> ServedModel:
-    tokenizer = Tokenizer(path, model.defaults.chat_template)
+    pooling = model.options.embedding_pooling
+    tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
     if not tokenizer.has_template:
         logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
     return ServedModel(
@@ -316,7 +317,14 @@ class Ingress:
         ]
         self._workers = WorkerPool(
             [
-                ModelFile(model.id, model.options.n_ctx_slot, path, model.aliases, model.defaults)
+                ModelFile(
+                    model.id,
+                    model.options.n_ctx_slot,
+                    path,
+                    model.aliases,
+                    model.defaults,
+                    model.options.embedding_pooling,
+                )
                 for model, path in zip(models, paths, strict=True)
             ],
             PREPARATIONS,

@@ -31,13 +31,13 @@ class Constraint:
         if matcher.is_error():
             raise InvalidRequestError(f"The grammar cannot be used: {matcher.get_error()}")
         self._matcher = matcher
-        self._n_vocab = n_vocab
+        self.n_vocab = n_vocab
         self._origin: Constraint | None = None
 
     def fresh(self) -> Constraint:
         """The same grammar from its beginning, for another sequence; of one that took nothing yet. That
         one lives as long."""
-        made = Constraint(self._matcher.deep_copy(), self._n_vocab)
+        made = Constraint(self._matcher.deep_copy(), self.n_vocab)
         made._origin = self
         return made
 
@@ -48,7 +48,7 @@ class Constraint:
     def allowed(self) -> NDArray[np.bool_]:
         """For each token id, whether it may be next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, count=self._n_vocab, bitorder="little").astype(bool)
+        return np.unpackbits(bits, count=self.n_vocab, bitorder="little").astype(bool)
 
     @property
     def complete(self) -> bool:

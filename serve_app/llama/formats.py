@@ -15,8 +15,9 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_
 LoadMode = Literal["auto", "mmap", "mlock", "mmap+mlock", "none"]
 """How the weights come into memory (`--load-mode`)."""
 
-EmbeddingPooling = Literal["mean", "cls", "last"]
-"""How the vectors of a text's tokens become one: their mean, the first's, the last's (`--pooling`)."""
+EmbeddingPooling = Literal["none", "mean", "cls", "last", "rank"]
+"""How the vectors of a text's tokens become one: not at all, their mean, the first's, the last's, a score
+(`--pooling`)."""
 
 NumaStrategy = Literal["distribute", "isolate", "numactl"]
 """How threads are spread over NUMA nodes (`--numa`)."""

@@ -21,6 +21,8 @@ from serve_app.llama import library, shards
 from serve_app.llama.constraint import LIMITS, CompiledGrammars, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammar_tokenizer import grammar_tokenizer, is_delimiter
+from serve_app.llama.triggers import LazyConstraint
+from serve_app.sampling import Triggers
 
 _LOAD_MODES: dict[LoadMode, int] = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -162,9 +164,13 @@ class Model:
         return self.meta_int("embedding_length_out", default)
 
     @property
-    def pooling(self) -> EmbeddingPooling | Literal["rank"] | None:
+    def pooling(self) -> EmbeddingPooling | None:
         """How the file says that a text's vectors become one, or a score; None if it does not say."""
         return _POOLINGS.get(self.meta_int("pooling_type", llama_cpp.LLAMA_POOLING_TYPE_NONE))
+
+    def pooling_with(self, configured: EmbeddingPooling | None) -> EmbeddingPooling:
+        """The same with what the configuration says; reranking models do nothing but that."""
+        return "rank" if self.pooling == "rank" else configured or self.pooling or "mean"
 
     @property
     def is_causal(self) -> bool:
@@ -219,6 +225,12 @@ class Model:
     def n_bytes(self) -> int:
         """Bytes of its tensors."""
         return int(llama_cpp.llama_model_size(self.pointer))
+
+    @property
+    def file_type(self) -> str:
+        """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
+        name = llama_cpp.llama_ftype_name(llama_cpp.llama_model_ftype(self.pointer))
+        return (name or b"").decode()
 
     @property
     def n_params(self) -> int:
@@ -364,12 +376,23 @@ class Model:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.piece(t, special=special) for t in tokens).decode(errors="replace")
 
-    def constraint(self, grammar: str) -> Constraint:
-        """What keeps one sequence to a grammar, as llguidance serialises it. The first takes a second for
-        a large vocabulary, a new grammar milliseconds, without the GIL. Raises InvalidRequestError if the
-        grammar is none, or takes too much."""
+    def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
+        """What keeps one sequence to a grammar, as llguidance serialises it; with `triggers`, from there.
+        The first takes a second for a large vocabulary, a new grammar milliseconds, without the GIL. Raises
+        InvalidRequestError if the grammar is none, or takes too much."""
         with self._constraints:
-            return self._compiled[grammar].fresh()
+            fresh = self._compiled[grammar].fresh()
+        if triggers is None:
+            return fresh
+        try:
+            return LazyConstraint(
+                fresh,
+                triggers,
+                functools.partial(self.piece, special=True),
+                functools.partial(self.tokenize, add_special=False, parse_special=False),
+            )
+        except ValueError as error:
+            raise InvalidRequestError(f"A trigger cannot be used: {error}.") from None
 
     def _compile(self, grammar: str) -> Constraint:
         made = Constraint(LLMatcher(self._trie, grammar, log_level=0, limits=LIMITS), self.n_vocab)

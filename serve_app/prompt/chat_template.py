@@ -8,9 +8,9 @@ Source of the environment (trim_blocks, lstrip_blocks, loop controls, `generatio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import jinja2.meta
@@ -29,8 +29,12 @@ _MOST_CHARS = 2**25
 # What one multiplication may make: templates make lines and indents.
 _MOST_MADE = 2**20
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 """`role`, `content` and whatever else the template reads."""
+
+_DATES = {"datetime": "%b %d %Y", "date_string": "%d %b %Y"}
+"""Variables with today's date, as llama-server gives them."""
 
 
 class ChatTemplate:
@@ -61,7 +65,20 @@ class ChatTemplate:
         has_channels = self.tool_format.has_channels
         self.thinks = has_channels or output_parser.REASONING_OPEN in source
         """Whether its model may think before it answers."""
+        self.names = frozenset(names)
+        """The variables that it reads."""
         self._reserved = {"messages", "tools", "add_generation_prompt", *environment.globals}
+        self._without_tools: Mapping[str, Any] = {"tools": None}
+        if "tools" in names and not self._takes_a_chat():
+            # Some want a list, and take what is undefined for an empty one.
+            self._without_tools = {}
+
+    def _takes_a_chat(self) -> bool:
+        try:
+            self.render([{"role": "user", "content": "Hello"}])
+        except InvalidRequestError:
+            return False
+        return True
 
     def render(
         self,
@@ -73,7 +90,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt that asks for the assistant's next turn; the conversation alone if
         `add_generation_prompt` is false. `tools` are functions as OpenAI describes them; `extra` are more
-        variables for the template.
+        variables for the template, which else has `enable_thinking`.
 
         Raises InvalidRequestError, in the template's own words, for messages that it does not take, and for
         a text without end.
@@ -85,22 +102,38 @@ class ChatTemplate:
             )
         messages = [self.tool_format.message(message) for message in messages]
         given = {
-            "messages": messages,
-            "tools": [self.tool_format.tool(tool) for tool in tools] or None,
+            "messages": _Given(messages),
             "add_generation_prompt": add_generation_prompt,
+            **self._without_tools,
         }
+        if tools:
+            given["tools"] = _Given(self.tool_format.tool(tool) for tool in tools)
+        own: dict[str, Any] = {name: _strftime_now(pattern) for name, pattern in _DATES.items()}
+        if "functions" in self.names:  # FireFunction's
+            own["functions"] = _tojson(tools, indent=2) if tools else ""
+        if "enable_thinking" in self.names:
+            own["enable_thinking"] = True
         try:
-            return _joined(self._template.generate(extra, **given))
+            return _joined(self._template.generate({**own, **extra}, **given))
         except Exception as error:  # a template may do anything with what it is given
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
             ) from error
 
 
+class _Given(list[T]):
+    """A list that a template may not change."""
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, which bounds `range`, and bounds what multiplies, too: a client chooses the numbers."""
 
     intercepted_binops = frozenset(("*", "**"))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Jinja asks this. Templates make lists of their own, and may change them, as at llama-server."""
+        is_own = isinstance(obj, list) and not isinstance(obj, _Given)
+        return (is_own and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Jinja calls this for these operators."""
@@ -154,7 +187,15 @@ def _tojson(
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
+        default=_listed,
     )
+
+
+def _listed(value: object) -> list[object]:
+    """What filters such as `map` make, as llama-server takes it."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _raise_exception(message: str) -> NoReturn:

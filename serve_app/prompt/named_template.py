@@ -15,6 +15,7 @@ class NamedTemplate:
 
     tool_format = tool_calls.GENERIC
     thinks = False
+    names: frozenset[str] = frozenset()
 
     def __init__(self, name: str) -> None:
         self._name = name

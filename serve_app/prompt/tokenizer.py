@@ -10,8 +10,9 @@ from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
 from serve_app.llama import chat_templates
+from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
-from serve_app.prompt import output_parser
+from serve_app.prompt import output_parser, template_caps
 from serve_app.prompt.chat_template import ChatTemplate, Message
 from serve_app.prompt.escaping import ControlTokenEscaper
 from serve_app.prompt.named_template import NamedTemplate
@@ -41,10 +42,17 @@ _RECOMMENDED = {
 class Tokenizer:
     """Turns text and chats into prompts. Any thread. Raises ConfigError if the file is no model."""
 
-    def __init__(self, path: str | os.PathLike[str], chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        chat_template: str | None = None,
+        pooling: EmbeddingPooling | None = None,
+    ) -> None:
         """`chat_template` takes the place of the file's: a source, or a name that llama.cpp knows. Models
-        without any get `chatml`, as from llama-server."""
+        without any get `chatml`, as from llama-server. `pooling` takes the place of the file's, too."""
         self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        self.pooling = self._model.pooling_with(pooling)
+        """How the vectors of a text's tokens become an embedding, or a score."""
         self._escaper = ControlTokenEscaper(self._model.control_texts)
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""
@@ -60,6 +68,15 @@ class Tokenizer:
         )
         self.has_template = given is not None
         """Whether somebody has chosen that template."""
+
+    @cached_property
+    def template_caps(self) -> Mapping[str, bool]:
+        """See `serve_app.prompt.template_caps`."""
+        template = self._template
+        return template_caps.found(
+            lambda messages, tools, extra: template.render(messages, tools, extra=extra),
+            template.names,
+        )
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -106,6 +123,21 @@ class Tokenizer:
         return self._model.vocab_type
 
     @property
+    def file_type(self) -> str:
+        """How most of the model's numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
+        return self._model.file_type
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the model's tensors."""
+        return self._model.n_bytes
+
+    @property
+    def n_params(self) -> int:
+        """Numbers in them."""
+        return self._model.n_params
+
+    @property
     def n_ctx_train(self) -> int:
         """Tokens that the model was trained for."""
         return self._model.n_ctx_train
@@ -128,7 +160,7 @@ class Tokenizer:
     @property
     def reranks(self) -> bool:
         """Whether the model tells how relevant documents are, instead of making embeddings."""
-        return self._model.pooling == "rank"
+        return self.pooling == "rank"
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         """What a reranking model reads: by its own template as in llama-server, or see

@@ -254,3 +254,27 @@ def test_headers_have_capitals(client: httpx.Client) -> None:
     answer = client.get("/metrics")
     names = {name for name, _ in answer.headers.raw}
     assert {b"Process-Start-Time-Unix", b"Content-Type"} <= names
+
+
+@pytest.mark.parametrize(
+    "trigger",
+    [
+        {"type": 1, "value": " "},
+        {"type": 2, "value": "[\\s\\S]*?( )"},
+        {"type": 3, "value": "[^ ]*( )"},
+    ],
+    ids=repr,
+)
+def test_a_grammar_that_begins_with_its_trigger(pair: Pair, trigger: dict[str, Any]) -> None:
+    body = {
+        "prompt": "Hello",
+        "n_predict": 12,
+        "grammar": 'root ::= " " [0-9] [0-9]',
+        "grammar_lazy": True,
+        "grammar_triggers": [trigger],
+        "preserved_tokens": [" "],
+    }
+    theirs, ours = pair.ask("POST", "/completion", body)
+    assert (ours.status, ours.body["content"]) == (theirs.status, theirs.body["content"])
+    told = [one.body["generation_settings"] for one in (theirs, ours)]
+    assert told[1]["grammar_lazy"] is told[0]["grammar_lazy"] is True

@@ -107,15 +107,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ON_PURPOSE = (
     "models",  # Ollama's list within OpenAI's
     "media_marker",
-    "model_ftype",
-    "ui",
-    "ui_settings",
-    "chat_template_caps",
-    "cors_proxy_enabled",
-    "default_generation_settings.params.backend_sampling",
-    "data.0.meta.n_params",
-    "data.0.meta.size",
-    "data.0.meta.ftype",
     "error.code is",  # names, as OpenAI has them, and not the status again
     "0.params",  # of slots: what others asked for is told to operators by /v1/stats
     "0.next_token",
@@ -130,6 +121,14 @@ ON_PURPOSE = (
 def differences(theirs: Any, ours: Any) -> list[str]:
     found = missing(theirs, ours)
     return [one for one in found if not one.startswith(ON_PURPOSE)]
+
+
+def test_what_the_model_is(pair: Pair) -> None:
+    theirs, ours = pair.ask("GET", "/v1/models", None)
+    assert ours.body["data"][0]["meta"] == theirs.body["data"][0]["meta"]
+    theirs, ours = pair.ask("GET", "/props", None)
+    for name in ("model_ftype", "chat_template_caps", "chat_template", "bos_token", "eos_token"):
+        assert ours.body[name] == theirs.body[name]
 
 
 def text_of(answer: Answer) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from serve_app.engine.autotune.modes import Mode
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.threads import Threads
-from serve_app.sampling import SamplingParams
+from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Sampled, TokenLogprobs
 
 Row = tuple[int, int, int, bool]
@@ -39,9 +39,9 @@ class Vocabulary(Protocol):
     def vocabulary_key(self) -> bytes:
         """What tells it from others; see `serve_app.llama.model.Model.vocabulary_key`."""
 
-    def piece(self, token: int) -> bytes:
-        """The bytes that the token stands for: not always whole characters, empty for control
-        tokens."""
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes that the token stands for: not always whole characters, empty for control tokens, or
+        with `special` their names."""
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
@@ -49,7 +49,7 @@ class Vocabulary(Protocol):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text; see `serve_app.llama.model.Model.tokenize`."""
 
-    def constraint(self, grammar: str) -> Constraint:
+    def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
         """What keeps a sequence to a grammar; see `serve_app.llama.model.Model.constraint`."""
 
 
@@ -107,7 +107,7 @@ class EmbeddingShape:
     """Most texts in a batch."""
     n_text: int
     """Most tokens of a text."""
-    pooling: EmbeddingPooling | Literal["rank"]
+    pooling: EmbeddingPooling
     """How the vectors of a text's tokens become one; `rank` for a reranking model, whose are scores."""
     causal: bool
     """Whether tokens see only those before them: a text can be computed in parts, and continued."""

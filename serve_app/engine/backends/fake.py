@@ -16,7 +16,7 @@ from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.threads import Threads
-from serve_app.sampling import SamplingParams
+from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Sampled, TokenLogprobs
 
 Script = Callable[[Sequence[int]], int]
@@ -30,9 +30,11 @@ class FakeVocabulary:
     vocabulary_key = b"fake"
     eos = 256
 
-    def piece(self, token: int) -> bytes:
+    def piece(self, token: int, *, special: bool = False) -> bytes:
         """The byte itself; nothing for the end token."""
-        return b"" if token == self.eos else bytes([token])
+        if token == self.eos:
+            return b"</s>" if special else b""
+        return bytes([token])
 
     def is_eog(self, token: int) -> bool:
         """True for token 256."""
@@ -42,7 +44,7 @@ class FakeVocabulary:
         """The text's bytes."""
         return list(text.encode())
 
-    def constraint(self, grammar: str) -> Constraint:
+    def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
         """There is none."""
         raise InvalidRequestError("A scripted vocabulary has no grammars.", "grammar")
 

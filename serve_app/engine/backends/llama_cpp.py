@@ -376,15 +376,19 @@ class LlamaBackend:
         n_text = options.n_ctx_slot
         if not model.is_causal:  # all of a text goes into one batch, and its positions are a table
             n_text = rows = min(n_text, model.n_ctx_train)
-        pooling = options.embedding_pooling or model.pooling or "mean"
         n_rows = min(rows, options.n_batch) if model.is_causal else rows
         # Each sequence of recurrent layers takes memory of its own.
         n_seq_max = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
+        pooling = model.pooling_with(options.embedding_pooling)
+        if pooling == "rank" != model.pooling:
+            n_seq_max = (
+                1  # of several texts, llama.cpp finds the scores where a classifier would put them
+            )
         return EmbeddingShape(
             n_rows=n_rows,
             n_seq_max=min(n_rows, n_seq_max),  # llama.cpp has an output for each sequence
             n_text=n_text,
-            pooling="rank" if model.pooling == "rank" else pooling,
+            pooling=pooling,
             causal=model.is_causal,
         )
 

@@ -172,7 +172,8 @@ class CountTokensRequest(RequestModel):
         system = [ChatMessage(role="system", content=told)] if told else []
         choice = self.tool_choice
         answer = self.output_config.format or self.output_format
-        turns = [turn for one in self.messages for turn in one.as_messages(reasoning=self.thinks)]
+        keeps = self.thinking is None or self.thinks
+        turns = [turn for one in self.messages for turn in one.as_messages(reasoning=keeps)]
         return ChatCompletionRequest(
             messages=system + turns or [ChatMessage(role="user", content="")],
             tools=[tool.as_tool() for tool in self.tools],

@@ -21,6 +21,8 @@ Texts = tuple[tuple[int, ...], ...]
 
 MAX_TOKENS = 2**19
 """Tokens of all texts of one request."""
+MAX_NUMBERS = 2**22
+"""Numbers of all vectors of one answer that has one for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:
     """POST /embedding: the model's id, the texts and the kind of norm. Raises CorralError."""
     asked = parsed(LlamaEmbeddingRequest, body)
     model = find(models, asked.model)
-    check_makes_embeddings(model)
+    check_does_not_rank(model)
     texts = [mixed_tokens(model, text, "content") for text in asked.texts]
     return model.id, checked(model, texts, "content"), asked.embd_normalize
 
@@ -66,7 +68,7 @@ def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
     if not model.tokenizer.reranks:
         raise NotSupportedError(
             f"The model {model.id!r} cannot rank: its file names no pooling of the type 'rank', "
-            "as those of reranking models do.",
+            "as those of reranking models do. `engine.embedding_pooling: rank` makes it one.",
             "model",
         )
     texts = [model.tokenizer.encode_pair(asked.query, text) for text in asked.documents]
@@ -82,7 +84,19 @@ def _tokens(model: KnownModel, text: str | list[int | str]) -> tuple[int, ...]:
 
 
 def check_makes_embeddings(model: KnownModel) -> None:
-    """Raises NotSupportedError for a model that ranks instead."""
+    """Raises NotSupportedError for a model that ranks instead, and InvalidRequestError for one that has no
+    single vector for a text."""
+    if model.tokenizer.pooling == "none":
+        raise InvalidRequestError(
+            "Pooling type 'none' is not OAI compatible. Please use a different pooling type, or "
+            "/embedding.",
+            "model",
+        )
+    check_does_not_rank(model)
+
+
+def check_does_not_rank(model: KnownModel) -> None:
+    """Raises NotSupportedError for a model that ranks, and has no vectors."""
     if model.tokenizer.reranks:
         raise NotSupportedError(
             f"The model {model.id!r} ranks, and makes no embeddings: use /v1/rerank.", "model"
@@ -91,9 +105,14 @@ def check_makes_embeddings(model: KnownModel) -> None:
 
 def checked(model: KnownModel, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
     """Raises TextTooLongError, or InvalidRequestError for too many tokens in all."""
+    if not all(texts):
+        raise InvalidRequestError("Input content cannot be empty", field)
     longest = max(map(len, texts))
     if longest > model.n_ctx_slot:
         raise TextTooLongError(longest, model.n_ctx_slot, field)
-    if sum(map(len, texts)) > MAX_TOKENS:
-        raise InvalidRequestError(f"{field}: more than {MAX_TOKENS} tokens in all.", field)
+    most = MAX_TOKENS
+    if model.tokenizer.pooling == "none":
+        most = MAX_NUMBERS // model.tokenizer.n_embd
+    if sum(map(len, texts)) > most:
+        raise InvalidRequestError(f"{field}: more than {most} tokens in all.", field)
     return tuple(texts)

@@ -31,7 +31,7 @@ _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 class EmbeddingsRequest(RequestModel):
     """POST /v1/embeddings."""
 
-    input: Text | Annotated[list[Mixed | Text | TokenId], Field(min_length=1)]
+    input: str | Annotated[list[Mixed | str | TokenId], Field(min_length=1)]
     """A text, or token ids and texts mixed; or several of either."""
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
@@ -52,7 +52,7 @@ class EmbeddingsRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_texts(self) -> EmbeddingsRequest:
-        if not all(self.texts) or len(self.texts) > MAX_TEXTS:
+        if [] in self.texts or len(self.texts) > MAX_TEXTS:
             raise _wrong_input()
         return self
 
@@ -74,18 +74,19 @@ class LlamaEmbeddingRequest(RequestModel):
     """POST /embedding, llama-server's."""
 
     content: Annotated[
-        Text | list[Mixed | Text | TokenId],
+        str | list[Mixed | str | TokenId],
         Field(validation_alias=AliasChoices("content", "input")),
     ]
     """A text, or token ids and texts mixed; or several of either."""
     embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
     """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
-    encoding_format: Literal["float"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, whatever is asked for."""
     model: str | None = None
 
     @model_validator(mode="after")
     def _check_texts(self) -> LlamaEmbeddingRequest:
-        if not self.texts or not all(self.texts):
+        if not self.texts or [] in self.texts:
             raise InvalidRequestError("A text is empty.", "content")
         if len(self.texts) > MAX_TEXTS:
             raise InvalidRequestError(f"More than {MAX_TEXTS} texts are given.", "content")

@@ -41,8 +41,10 @@ def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
     async def embedding(request: Request) -> Response:
         """Texts as vectors, llama-server's way."""
         model, texts, norm = await bodies.read(request, preparation.llama_embedding)
-        vectors = await embed(find(models, model), texts)
-        found = Found(model, vectors, _n_tokens(texts), norm=norm)
+        served = find(models, model)
+        vectors = await embed(served, texts)
+        lengths = tuple(map(len, texts)) if served.tokenizer.pooling == "none" else None
+        found = Found(model, vectors, _n_tokens(texts), norm=norm, lengths=lengths)
         return _written(await bodies.work(serving.llama, found.packed()))
 
 

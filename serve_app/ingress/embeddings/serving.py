@@ -28,6 +28,8 @@ class Found:
     as_base64: bool = False
     norm: int = 2
     """See `normalized`."""
+    lengths: tuple[int, ...] | None = None
+    """How many vectors each text has, as they are; None if one, that is normalised."""
 
     def packed(self) -> bytes:
         """As a worker takes it."""
@@ -58,9 +60,12 @@ def openai(models: Models, found: bytes) -> bytes:
 def llama(models: Models, found: bytes) -> bytes:
     """The answer to POST /embedding with a packed `Found`, as JSON."""
     told: Found = pickle.loads(found)
-    vectors = normalized(told.vectors, told.norm)
+    if told.lengths is None:
+        of_texts = list(normalized(told.vectors, told.norm)[:, np.newaxis])
+    else:
+        of_texts = np.split(told.vectors, np.cumsum(told.lengths)[:-1])
     return _json(
-        [{"index": i, "embedding": [one.astype(np.float64)]} for i, one in enumerate(vectors)]
+        [{"index": i, "embedding": one.astype(np.float64)} for i, one in enumerate(of_texts)]
     )
 
 

@@ -26,6 +26,9 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Total draft tokens accepted."),
 }
 
+_OF_EMBEDDINGS = {"prompt_tokens": "embedded_tokens", "n_decode": "embedding_batches"}
+"""What llama-server counts of texts whose embeddings are computed, too."""
+
 
 def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
     """One model's metrics in Prometheus's text format, summed over the replicas that answered; so many did
@@ -44,7 +47,8 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         for name, (field, what) in _COUNTERS.items():
-            yield _counter(name, what, self._sum(field))
+            embedding = self._sum(_OF_EMBEDDINGS[name]) if name in _OF_EMBEDDINGS else 0
+            yield _counter(name, what, self._sum(field) + embedding)
         yield _gauge("n_tokens_max", "Largest observed n_tokens.", self._largest())
         prompt_rate = _rate(self._sum("prompt_tokens"), self._sum("prefill_s"))
         yield _gauge("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", prompt_rate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
@@ -21,12 +21,14 @@ from serve_app.ingress.llama_server.protocol import (
     LlamaCompletionRequest,
     LlamaParams,
     LoraAdapter,
+    PropsRequest,
     SlotRequest,
     TokenizeRequest,
 )
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.sampling import SamplingParams, Triggers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Completion:
     response_fields: tuple[str, ...] | None
     grammar: str
     """As the request has it."""
+    triggers: tuple[dict[str, Any], ...] = ()
+    """The same."""
 
 
 def completion(models: Models, body: bytes) -> Completion:
@@ -62,7 +66,7 @@ def infill(models: Models, body: bytes) -> Completion:
 def _completion(
     model: KnownModel, asked: LlamaParams, prompts: list[tuple[int, ...]], *, is_batch: bool
 ) -> Completion:
-    sampling, n = preparation.sampling(model, asked), asked.n_answers
+    sampling, n = _with_triggers(model, asked), asked.n_answers
     fields = asked.response_fields
     return Completion(
         preparation.generation(model, asked, prompts, n, sampling, "prompt"),
@@ -71,7 +75,28 @@ def _completion(
         asked.return_tokens,
         None if fields is None else tuple(fields),
         asked.grammar or "",
+        tuple(trigger.model_dump(exclude_none=True) for trigger in asked.grammar_triggers),
     )
+
+
+def _with_triggers(model: KnownModel, asked: LlamaParams) -> SamplingParams:
+    """The engine's parameters. A word that is a token of its own is that token, as at llama-server."""
+    found = preparation.sampling(model, asked)
+    encode = model.tokenizer.tokenize
+    preserved = [encode(text, False, True) for text in asked.preserved_tokens]
+    if asked.grammar_lazy and found.grammar is not None:
+        told = [(trigger, encode(trigger.value, False, True)) for trigger in asked.grammar_triggers]
+        words = {tokens[0] for trigger, tokens in told if trigger.is_word and len(tokens) == 1}
+        given = {trigger.token for trigger, _ in told if trigger.token is not None}
+        refuse_unknown_tokens(model, "grammar_triggers", sorted(given))
+        patterns = tuple(
+            trigger.pattern
+            for trigger, tokens in told
+            if trigger.pattern is not None and not (trigger.is_word and len(tokens) == 1)
+        )
+        found = replace(found, triggers=Triggers(tuple(sorted(words | given)), patterns))
+    ids = tuple(sorted({tokens[0] for tokens in preserved if len(tokens) == 1}))
+    return replace(found, preserved_tokens=ids) if ids else found
 
 
 def mixed_tokens(model: KnownModel, prompt: str | list[int | str], field: str) -> tuple[int, ...]:
@@ -143,6 +168,11 @@ def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
     asked = parsed(SlotRequest, body) if body else SlotRequest()
     return find(models, asked.model).id, asked.filename
+
+
+def properties(models: Models, body: bytes) -> None:
+    """POST /props. Raises InvalidRequestError for what is no JSON object."""
+    parsed(PropsRequest, body or b"{}")
 
 
 def scale_adapters(models: Models, body: bytes) -> None:

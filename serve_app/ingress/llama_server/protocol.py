@@ -5,14 +5,19 @@ Source: llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.protocol import MAX_CHOICES, GenerationParams, Text, TokenId
+from serve_app.llama.patterns import Pattern
+
+MAX_TRIGGER_CHARS = 1024
+_TOKEN, _WORD, _PATTERN = range(3)
 
 Mixed = list[TokenId | Text]
 """Token ids and texts, side by side."""
@@ -50,6 +55,46 @@ def _is_text(part: object) -> bool:
     )
 
 
+class GrammarTrigger(BaseModel):
+    """One of `grammar_triggers`."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    type: Annotated[int, Field(ge=0, le=3)]
+    """0: a token, 1: a text, 2: a regular expression, 3: one that all of the text matches."""
+    value: Annotated[str, Field(min_length=1, max_length=MAX_TRIGGER_CHARS)]
+    token: TokenId | None = None
+    """Of a token, its id."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GrammarTrigger:
+        if self.type == _TOKEN and self.token is None:
+            raise ValueError("a trigger of type 0 needs its 'token'")
+        if self.pattern is not None:
+            Pattern(self.pattern)
+        return self
+
+    @property
+    def is_word(self) -> bool:
+        """Whether it is a text."""
+        return self.type == _WORD
+
+    @property
+    def pattern(self) -> str | None:
+        """What the text must have, but for tokens."""
+        if self.type == _TOKEN:
+            return None
+        if self.type == _WORD:
+            return re.escape(self.value)
+        if self.type == _PATTERN:
+            return self.value
+        begin, end = (
+            ("" if self.value.startswith("^") else "^"),
+            ("" if self.value.endswith("$") else "$"),
+        )
+        return f"{begin}{self.value}{end}"
+
+
 class LlamaParams(GenerationParams):
     """What `/completion` and `/infill` share."""
 
@@ -66,6 +111,21 @@ class LlamaParams(GenerationParams):
     """Whether to give the generated token ids."""
     response_fields: list[str] | None = None
     """Only these fields of the answer; `a/b` is the field b of a, put beside the others."""
+    grammar_lazy: bool = False
+    """Whether the text is free until one of `grammar_triggers` appears, with which the grammar begins."""
+    grammar_triggers: Annotated[tuple[GrammarTrigger, ...], Field(max_length=64)] = ()
+    """Tokens, texts or regular expressions. Of an expression, the grammar begins with the
+    first group that has text, or with the whole match."""
+    preserved_tokens: Annotated[
+        tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64)
+    ] = ()
+    """Control tokens that are told as text."""
+
+    @model_validator(mode="after")
+    def _check_triggers(self) -> Self:
+        if self.grammar_lazy and not self.grammar_triggers:
+            raise InvalidRequestError("no triggers set for lazy grammar!", "grammar_triggers")
+        return self
 
     @field_validator("response_fields")
     @classmethod
@@ -172,6 +232,10 @@ class SlotRequest(RequestModel):
     filename: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """In `engine.slot_folder`; to save and to restore."""
     model: str | None = None
+
+
+class PropsRequest(RequestModel):
+    """POST /props: llama-server has none yet that can be changed."""
 
 
 class LoraAdapter(RequestModel):

@@ -36,7 +36,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
     """Add the routes."""
     _add_generation(app, models, bodies)
     _add_text(app, bodies)
-    _add_information(app, models)
+    _add_information(app, models, bodies)
     llama_slots.add(app, models, bodies)
 
 
@@ -98,12 +98,13 @@ def _written(answer: bytes) -> Response:
     return Response(answer, media_type="application/json")
 
 
-def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
+def _add_information(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.get("/props")
-    async def props(model: str | None = None) -> dict[str, Any]:
+    async def props(request: Request, model: str | None = None) -> dict[str, Any]:
         """What the model is served with; slots are those of all its replicas that answer in time, and
         `missing` names the others. Operators are told where its file is."""
-        path_of = str if request_context.current().is_operator else os.path.basename
+        caller = request_context.current()
+        path_of = str if caller.is_operator else os.path.basename
         found = find(models, model)
         usual = SamplingParams(**found.defaults.sampling, max_tokens=found.defaults.max_tokens)
         defaults = serving.generation_settings(usual, found.n_ctx_slot, found.id)
@@ -121,24 +122,35 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
             },
             "total_slots": len(slots.found),
             "model_alias": found.id,
+            "model_ftype": found.tokenizer.file_type,
             "model_path": path_of(found.tokenizer.path),
             "chat_template": found.tokenizer.chat_template or "",
+            "chat_template_caps": found.tokenizer.template_caps,
             "bos_token": found.tokenizer.bos,
             "eos_token": found.tokenizer.eos,
             "modalities": {"vision": False, "video": False, "audio": False},
             "build_info": BUILD,
             "endpoint_slots": True,
-            "endpoint_props": False,
+            "endpoint_props": caller.is_operator and caller.account is not None,
             "endpoint_metrics": True,
             "is_sleeping": False,
+            "ui": request.app.state.has_ui,
+            "ui_settings": {},
+            "cors_proxy_enabled": False,
         }
 
     @app.post("/props", include_in_schema=False)
-    async def change_props() -> None:
-        """Refused: properties are those of the configuration."""
-        raise NotSupportedError(
-            "Properties cannot be changed while the server runs: change the configuration."
-        )
+    async def change_props(request: Request) -> dict[str, bool]:
+        """Change properties, for keys with `admin`: as at llama-server, there are none yet that can be, so
+        what is sent is named as ignored."""
+        caller = request_context.current()
+        caller.check_operator("What is done to properties")
+        if caller.account is None:
+            raise NotSupportedError(
+                "Properties cannot be changed here: that needs an API key with admin: true."
+            )
+        await bodies.read(request, preparation.properties, optional=True)
+        return {"success": True}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(model: str | None = None) -> Response:

@@ -172,9 +172,6 @@ def _stop_type(end: SequenceEnd) -> str:
 
 
 _OFF: Json = {
-    "grammar_lazy": False,
-    "grammar_triggers": [],
-    "preserved_tokens": [],
     "chat_format": "Content-only",
     "reasoning_format": "none",
     "reasoning_in_content": False,
@@ -212,6 +209,9 @@ def generation_settings(
         "n_probs": sampling.logprobs or 0,
         "post_sampling_probs": sampling.post_sampling_probs,
         "grammar": asked.grammar if asked else "",
+        "grammar_lazy": sampling.triggers is not None,
+        "grammar_triggers": list(asked.triggers) if asked else [],
+        "preserved_tokens": list(sampling.preserved_tokens),
         "timings_per_token": bool(asked and asked.generation.timings),
         "samplers": list(CHAIN if sampling.samplers is None else sampling.samplers),
     }

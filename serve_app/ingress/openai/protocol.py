@@ -513,6 +513,12 @@ class ModelMeta(BaseModel):
     """As `n_ctx_slot`."""
     n_ctx_train: int
     n_embd: int
+    n_params: int
+    """Numbers in the model's tensors."""
+    size: int
+    """Bytes of them."""
+    ftype: str
+    """How most of them are stored, as `Q4_K - Medium`."""
 
 
 class ModelCard(BaseModel):

@@ -105,7 +105,8 @@ class ResponseAnswer:
             status = "incomplete" if delta.end.reason == FinishReason.LENGTH else "completed"
             events += self._end_of_message(status) + self._end_of_call(status)
             self.status, self._end = status, delta.end
-            events.append(self._event(status, response=self.whole()))
+            # OpenAI's own client waits for that event, and llama-server sends no other: the status tells.
+            events.append(self._event("completed", response=self.whole()))
         return events
 
     def failed(self, error: CorralError) -> Json:

@@ -18,6 +18,7 @@ from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.http import request_model
 from serve_app.ingress.workers import wire
+from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
 
 logger = logging.getLogger("corral.ingress")
@@ -67,10 +68,15 @@ class LocalModel:
 
 
 def local(
-    name: str, n_ctx_slot: int, path: Path, aliases: Sequence[str], defaults: ModelDefaults
+    name: str,
+    n_ctx_slot: int,
+    path: Path,
+    aliases: Sequence[str],
+    defaults: ModelDefaults,
+    pooling: EmbeddingPooling | None,
 ) -> LocalModel:
     """Read a model's vocabulary. Raises ConfigError."""
-    tokenizer = Tokenizer(path, defaults.chat_template)
+    tokenizer = Tokenizer(path, defaults.chat_template, pooling)
     return LocalModel(name, n_ctx_slot, tokenizer, aliases, defaults.over(tokenizer.recommended))
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
 from serve_app.ingress.workers import wire, worker
+from serve_app.llama.formats import EmbeddingPooling
 
 STACK_BYTES = 32 * 2**20
 """Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
@@ -44,6 +45,8 @@ class ModelFile:
     path: Path
     aliases: Sequence[str] = ()
     defaults: ModelDefaults = NO_DEFAULTS
+    pooling: EmbeddingPooling | None = None
+    """Instead of what the file says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,9 @@ def _models(start: Start) -> worker.Models | CorralError:
         for module in start.modules:
             importlib.import_module(module)
         return {
-            one.id: worker.local(one.id, one.n_ctx_slot, one.path, one.aliases, one.defaults)
+            one.id: worker.local(
+                one.id, one.n_ctx_slot, one.path, one.aliases, one.defaults, one.pooling
+            )
             for one in start.models
         }
     except CorralError as error:

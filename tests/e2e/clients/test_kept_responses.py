@@ -84,7 +84,8 @@ def test_a_stream_that_broke_is_read_on(client: openai.OpenAI, corral: Corral) -
     assert numbers == list(range(len(numbers)))
     pieces = [e.delta for e in [*seen, *rest] if e.type == "response.output_text.delta"]
     end = rest[-1]
-    assert end.type == "response.incomplete"
+    assert end.type == "response.completed"
+    assert end.response.status == "incomplete"
     assert end.response.usage is not None
     assert end.response.usage.output_tokens == n_tokens
     assert "".join(pieces) == end.response.output_text

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.reference import reference
 
 PATH = BUILTIN_MODEL
@@ -76,6 +77,36 @@ def test_vectors_are_llama_cpps(pooling: EmbeddingPooling) -> None:
     assert np.linalg.norm(found, axis=1) == pytest.approx(
         np.linalg.norm(expected, axis=1), rel=0.01
     )
+
+
+def test_vectors_of_all_tokens(engine: Engine) -> None:
+    plain = Engine.load(PATH, replace(OPTIONS, embedding_pooling="none"))
+    try:
+        lengths = [len(plain.tokenize(text)) for text in TEXTS]
+        found = np.split(embed(plain, TEXTS), np.cumsum(lengths)[:-1])
+    finally:
+        plain.close(0)
+    means = np.array([vectors.mean(axis=0) for vectors in found])
+    assert cosines(means, embed(engine, TEXTS)).min() > 0.9999
+
+
+def test_any_model_ranks_if_it_is_told_to() -> None:
+    """As at llama-server with `--reranking`: of a model without a classifier, the score is made of the last
+    token's vector, which llama.cpp takes for the classes' logits of Qwen3's architecture."""
+    tokenizer = Tokenizer(PATH, pooling="rank")
+    assert (tokenizer.reranks, Tokenizer(PATH).reranks) == (True, False)
+    pairs = [tokenizer.encode_pair("story", text) for text in TEXTS[:4]]
+    numbers = []
+    poolings: tuple[EmbeddingPooling, ...] = ("rank", "last")
+    for pooling in poolings:
+        engine = Engine.load(PATH, replace(OPTIONS, embedding_pooling=pooling))
+        try:
+            numbers.append(engine.embed(pairs).result(60))
+        finally:
+            engine.close(0)
+    assert numbers[0].shape == (4, 1)
+    shares = np.exp(numbers[1] - numbers[1].max(axis=1, keepdims=True))
+    assert numbers[0][:, 0] == pytest.approx(shares[:, 0] / shares.sum(axis=1), rel=0.05)
 
 
 def test_longer_texts_than_a_batch_need_several(engine: Engine) -> None:

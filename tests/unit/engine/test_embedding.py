@@ -123,6 +123,13 @@ def test_pooling_over_parts(pooling: EmbeddingPooling, row: int | None) -> None:
     assert request.future.result().tolist() == [expected]
 
 
+def test_without_pooling_every_token_has_its_vector() -> None:
+    made, backend, (request,) = queue([text(20), text(3)], pooling="none")
+    assert len(batches(made, backend)) > 1
+    rows = [[token, token - 1, sum(text(token))] for n in (20, 3) for token in text(n)]
+    assert request.future.result().tolist() == rows
+
+
 def test_a_text_that_must_be_whole_is() -> None:
     made, backend, _ = queue([text(30)], [text(3)], causal=False)
     assert [len(one) for one in batches(made, backend)] == [30, 3]

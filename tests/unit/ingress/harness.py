@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -75,7 +75,10 @@ class ByteTokenizer:
     n_vocab = FakeVocabulary.n_vocab
     n_embd = 3
     vocab_type, n_ctx_train = 2, 2048
+    n_bytes, n_params, file_type = 1_500_000, 1_520_000_000, "Q4_K - Medium"
+    template_caps: ClassVar[dict[str, bool]] = {"supports_tools": True}
     eog_tokens = (256,)
+    pooling = "mean"
     reranks = False
     tool_format: ToolFormat = hermes.FORMAT
     thinks = False
@@ -157,6 +160,8 @@ COUNTERS = (
     "prompt_tokens",
     "cached_tokens",
     "generated_tokens",
+    "embedded_tokens",
+    "embedding_batches",
     "generation_s",
     "batches",
     "busy_slots",
@@ -180,6 +185,7 @@ class ScriptedEngine:
         self.slot_actions: list[tuple[str, str, int, str]] = []
         self.records: list[RequestRecord] = []
         self.texts: list[tuple[tuple[int, ...], ...]] = []
+        self.vectors: NDArray[np.float32] | None = None
         self.clients: list[str] = []
         """Whose texts they were."""
         self.refusal: Exception | None = None
@@ -223,11 +229,13 @@ class ScriptedEngine:
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
     ) -> NDArray[np.float32]:
-        """Of each text: its last token, its length and a zero."""
+        """Of each text: its last token, its length and a zero; or what a test wants."""
         self.texts.append(texts)
         self.clients.append(client)
         if self.refusal is not None:
             raise self.refusal
+        if self.vectors is not None:
+            return self.vectors
         return np.array([[text[-1], len(text), 0] for text in texts], np.float32)
 
     async def replica_states(self) -> dict[str, int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
+
 import pytest
 
 from serve_app.errors import ConfigError, InvalidRequestError
@@ -125,3 +128,40 @@ def test_what_ends_is_not(source: str, expected: str) -> None:
 def test_a_broken_template_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="chat template"):
         ChatTemplate("{% if %}", bos="", eos="")
+
+
+def test_lists_of_the_templates_own() -> None:
+    source = "{% set q = [] %}{% set _ = q.append('a') %}{% set _ = q.append('b') %}{{ q.pop(0) }}{{ q }}"
+    assert render(source) == "a['b']"
+
+
+def test_what_cannot_be_none_is_undefined() -> None:
+    """As templates have it that are for chats with tools, and are chosen for others, too."""
+    source = "{{ messages[0].content }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    assert render(source) == 'say "é"'
+
+
+def test_todays_date() -> None:
+    """As Llama 3.3's template has it, which else writes a day of the past."""
+    source = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    assert datetime.strptime(render(source + "{{ date_string }}"), "%d %b %Y").year >= 2025
+
+
+def test_who_can_think_does_unless_told_otherwise() -> None:
+    source = "{{ enable_thinking is defined and enable_thinking }}"
+    assert render(source) == "True"
+    template = ChatTemplate(source, bos="", eos="")
+    assert template.render(MESSAGES, extra={"enable_thinking": False}) == "False"
+
+
+def test_filters_results_as_json() -> None:
+    assert render("{{ ['a', 'b'] | map('upper') | tojson }}") == '["A", "B"]'
+
+
+def test_functions_and_the_date_of_firefunction() -> None:
+    template = ChatTemplate("{{ datetime }}|{{ functions }}", bos="", eos="")
+    today, functions = template.render(MESSAGES).split("|")
+    assert (datetime.strptime(today, "%b %d %Y").year >= 2025, functions) == (True, "")
+    tool = {"type": "function", "function": {"name": "now"}}
+    assert json.loads(template.render(MESSAGES, [tool]).split("|")[1]) == [tool]
+    assert template.render(MESSAGES, extra={"datetime": "then"}) == "then|"

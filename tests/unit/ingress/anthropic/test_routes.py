@@ -150,6 +150,7 @@ async def test_calls_and_results_of_earlier_turns(
             ],
         },
     ]
+    body["thinking"] = {"type": "disabled"}
     expected = "user:Hi|assistant:If{'x': 1}|tool:one|tool:Error: 2|user:So?"
     assert await prompt_of(client, engine, body) == expected
     body["messages"][-1]["content"] = [result]

@@ -121,7 +121,8 @@ async def test_a_model_that_cannot_think_adapts(
     ("fields", "prompt"),
     [
         (BODY, "user:Hi|assistant:(Hm.)Hello.|user:Bye|True"),
-        ({}, "user:Hi|assistant:Hello.|user:Bye|False"),
+        ({}, "user:Hi|assistant:(Hm.)Hello.|user:Bye|False"),
+        ({"thinking": {"type": "disabled"}}, "user:Hi|assistant:Hello.|user:Bye|False"),
     ],
 )
 async def test_reasoning_of_earlier_turns(

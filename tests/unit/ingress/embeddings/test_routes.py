@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from serve_app.errors import QueueFullError
+from serve_app.ingress.embeddings import preparation
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 
@@ -88,9 +89,9 @@ async def test_base64_holds_the_same_floats(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"input": ""}, "input", "none may be empty"),
+        ({"input": ""}, "input", "Input content cannot be empty"),
         ({"input": []}, "input", "none may be empty"),
-        ({"input": ["a", ""]}, "input", "none may be empty"),
+        ({"input": ["a", ""]}, "input", "Input content cannot be empty"),
         ({"input": [[1], []]}, "input", "none may be empty"),
         ({"input": [1, 257]}, "input", "token ids of this model are below 257"),
         ({"input": [-1]}, "input", "must be a text, a list of token ids"),
@@ -177,7 +178,6 @@ async def test_llama_servers_norms(
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"content": ""}, "content"),
         ({"content": []}, "content"),
         ({"content": ["a"] * 2049}, "content"),
         ({"content": [300]}, "content"),
@@ -230,6 +230,26 @@ async def test_a_model_does_one_or_the_other(
         error = await refused(client, path, 501, **{field: "a"})
         assert "makes no embeddings: use /v1/rerank" in error["message"]
     assert engine.texts == []
+
+
+async def test_vectors_of_all_tokens(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "pooling", "none")
+    engine.vectors = np.arange(15, dtype=np.float32).reshape(5, 3)
+    answer = await client.post("/embeddings", json={"input": ["ab", "c"]})
+    assert engine.texts == [(tuple(b"^ab"), tuple(b"^c"))]
+    assert answer.json() == [
+        {"index": 0, "embedding": [[0, 1, 2], [3, 4, 5], [6, 7, 8]]},
+        {"index": 1, "embedding": [[9, 10, 11], [12, 13, 14]]},
+    ]
+    for path in ("/v1/embeddings", "/api/embed"):
+        body = {"input": "ab", "model": "first"}
+        error = (await client.post(path, json=body)).json()["error"]
+        assert "Pooling type 'none' is not OAI compatible" in str(error)
+    monkeypatch.setattr(preparation, "MAX_NUMBERS", 8)
+    error = await refused(client, "/embedding", content="abc")
+    assert error["message"] == "content: more than 2 tokens in all."
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,9 @@ async def test_what_is_told_of_others(
     assert (await told("/v1/requests/web-1", ANA))["error"]["code"] == "request_not_found"
     assert (await told("/props", OLGA))["model_path"] == "/models/bytes.gguf"
     assert (await told("/props", ANA))["model_path"] == "bytes.gguf"
+    for key, may, status in ((OLGA, True, 200), (ANA, False, 403)):
+        assert (await told("/props", key))["endpoint_props"] is may
+        assert await (await ask(app, "POST", "/props", {}, key)).status() == status
 
 
 def test_a_view_without_requests() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.sampling import Triggers
 from serve_app.types import (
     FinishReason,
     PromptProgress,
@@ -214,7 +215,8 @@ async def test_progress_in_openais_streams(
     told_of_progress([json.loads(line) for line in lines if line != "[DONE]"])
 
 
-async def test_properties_cannot_be_changed(client: httpx.AsyncClient) -> None:
+async def test_without_keys_properties_cannot_be_changed(client: httpx.AsyncClient) -> None:
+    assert not (await client.get("/props")).json()["endpoint_props"]
     answer = await client.post("/props", json={})
     assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
 
@@ -354,7 +356,7 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
     lines = [line for line in response.text.splitlines() if not line.startswith("#")]
     values = {name: float(value) for name, value in (line.split() for line in lines)}
     assert values == {
-        "llamacpp:prompt_tokens_total": 4,
+        "llamacpp:prompt_tokens_total": 8,
         "llamacpp:prompt_tokens_cached_total": 4,
         "llamacpp:prompt_seconds_total": 1,
         "llamacpp:prompt_tokens_seconds": 4,
@@ -363,7 +365,7 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
         "llamacpp:predicted_tokens_seconds": 1,
         "llamacpp:requests_processing": 4,
         "llamacpp:requests_deferred": 4,
-        "llamacpp:n_decode_total": 4,
+        "llamacpp:n_decode_total": 8,
         "llamacpp:n_busy_slots_per_decode": 1,
         "llamacpp:n_tokens_max": 50,
         "llamacpp:spec_decode_num_drafts_total": 4,
@@ -387,7 +389,7 @@ async def test_missing_replicas_are_told_of(
     assert (props["total_slots"], props["missing"]) == (2, ["r2", "r3"])
     metrics = (await client.get("/metrics")).text.splitlines()
     assert "corral_replicas_missing 2.0" in metrics
-    assert "llamacpp:n_decode_total 2.0" in metrics
+    assert "llamacpp:n_decode_total 4.0" in metrics
 
 
 async def test_a_missing_replica_may_be_meant(
@@ -471,3 +473,41 @@ async def test_a_prompt_can_be_computed_only(
     answer = (await client.post("/completion", json=body)).json()
     assert engine.requests[0].sampling.max_tokens == 0
     assert (answer["content"], answer["stop_type"]) == ("", "limit")
+
+
+LAZY = {"prompt": "x", "grammar": 'root ::= "<f>" [0-9]', "grammar_lazy": True}
+
+
+async def test_a_grammar_that_waits_for_a_trigger(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    triggers = [
+        {"type": 1, "value": "<f>"},
+        {"type": 1, "value": "a"},  # one byte: one token
+        {"type": 0, "value": "b", "token": 98},
+        {"type": 2, "value": "^x+"},
+        {"type": 3, "value": "y(z)"},
+    ]
+    body = LAZY | {"grammar_triggers": triggers, "preserved_tokens": ["c", "several"]}
+    settings = (await client.post("/completion", json=body)).json()["generation_settings"]
+    sampling = engine.requests[0].sampling
+    assert sampling.triggers == Triggers((97, 98), ("<f>", "^x+", "^y(z)$"))
+    assert sampling.preserved_tokens == (99,)
+    assert (settings["grammar_lazy"], settings["preserved_tokens"]) == (True, [99])
+    assert settings["grammar_triggers"] == triggers
+
+
+@pytest.mark.parametrize(
+    ("triggers", "why"),
+    [
+        ([], "no triggers set for lazy grammar"),
+        ([{"type": 2, "value": "("}], "unterminated"),
+        ([{"type": 0, "value": "x"}], "needs its 'token'"),
+        ([{"type": 0, "value": "x", "token": 10**6}], "token ids of this model"),
+        ([{"type": 4, "value": "x"}], "less than or equal to 3"),
+    ],
+    ids=repr,
+)
+async def test_triggers_that_are_none(client: httpx.AsyncClient, triggers: Any, why: str) -> None:
+    answer = await client.post("/completion", json=LAZY | {"grammar_triggers": triggers})
+    assert (answer.status_code, why in answer.text) == (400, True), answer.text

@@ -1,0 +1,63 @@
+"""Grammars that wait for a trigger, over the built-in model's vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.errors import InvalidRequestError
+from serve_app.llama.constraint import Constraint
+from serve_app.llama.model import Model
+from serve_app.prompt import grammars
+from serve_app.sampling import Triggers
+
+MODEL = Model(BUILTIN_MODEL, vocab_only=True)
+CALL = grammars.from_gbnf('root ::= "<f>" [0-9]+ "</f>"', "grammar")
+
+
+def tokens(text: str) -> list[int]:
+    return MODEL.tokenize(text, add_special=False, parse_special=False)
+
+
+def taken(constraint: Constraint, text: str) -> str:
+    """As much of the text as it takes."""
+    given = tokens(text)
+    n = next((i for i, token in enumerate(given) if not constraint.take(token)), len(given))
+    return MODEL.detokenize(given[:n])
+
+
+@pytest.mark.parametrize("pattern", ["<f>", "Call: *(<f>)", r"^[\s\S]*?(<f>[\s\S]*)$"])
+def test_the_text_is_free_up_to_the_trigger(pattern: str) -> None:
+    lazy = MODEL.constraint(CALL, Triggers(patterns=(pattern,)))
+    assert taken(lazy, "Anything. Call: ") == "Anything. Call: "
+    assert lazy.allowed().all()
+    assert not lazy.complete
+    assert taken(lazy, "<f>12") == "<f>12"
+    assert not lazy.allowed().all()
+    assert lazy.take(tokens("x")[0]) is False
+    assert lazy.fault is None
+    assert taken(lazy, "</f>") == "</f>"
+    assert lazy.complete
+
+
+def test_a_token_as_the_trigger() -> None:
+    (token,) = MODEL.tokenize("<|im_start|>", add_special=False, parse_special=True)
+    grammar = grammars.from_gbnf('root ::= "<|im_start|>" [0-9]', "grammar")
+    lazy = MODEL.constraint(grammar, Triggers(tokens=(token,)))
+    assert taken(lazy, "12 ") == "12 "
+    assert lazy.take(token)
+    assert not lazy.take(tokens("x")[0])
+    assert lazy.take(tokens("7")[0])
+    assert lazy.complete
+
+
+def test_a_trigger_that_the_grammar_does_not_begin_with() -> None:
+    lazy = MODEL.constraint(CALL, Triggers(patterns=("<g>",)))
+    assert taken(lazy, "some <g> more").startswith("some <g")
+    assert "does not begin with its trigger, '<g>'" in (lazy.fault or "")
+    assert not lazy.take(tokens("a")[0])
+
+
+def test_a_pattern_that_is_none() -> None:
+    with pytest.raises(InvalidRequestError, match="A trigger cannot be used"):
+        MODEL.constraint(CALL, Triggers(patterns=("(",)))

@@ -1,0 +1,79 @@
+"""Clients' regular expressions, over texts in pieces: they find what Python's own find."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.llama.patterns import MOST_STEPS, Pattern, Search
+
+SOURCES = [
+    "<tool_call>",
+    "a|bc|",
+    "(a+)b",
+    "^x*(y|z)",
+    r"^(?:x|\n)*(y)\Z",
+    r"[\s\S]*?(<a>[\s\S]*)",
+    r"(\s*`(?:json)?\s*\n)?(<a)",
+    "a{2,3}(b??)c",
+    "(a|b)*c",
+    "[^ab]c",
+    "x(y*)(z+)",
+    r"\d+\.|\w\W",
+    "((a)b|c)+d",
+]
+TEXTS = st.text("abcxyz<>f 1.\n`", max_size=12)
+
+
+def expected(source: str, text: str) -> int | None:
+    found = re.search(source, text, re.A)
+    if found is None:
+        return None
+    groups = (found.start(i) for i in range(1, found.re.groups + 1) if found[i])
+    return next(groups, found.start())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@given(text=TEXTS)
+def test_they_find_what_pythons_own_find(source: str, text: str) -> None:
+    assert Search(Pattern(source)).feed(text) == expected(source, text)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@given(pieces=st.lists(TEXTS, max_size=4))
+def test_a_match_is_found_with_the_first_piece_that_has_it(source: str, pieces: list[str]) -> None:
+    search, text = Search(Pattern(source)), ""
+    for piece in pieces:
+        text += piece
+        found, wanted = search.feed(piece), expected(source, text)
+        assert (found is None) is (wanted is None)
+        if found is not None:
+            return
+
+
+def test_time_is_linear_whatever_the_expression_is() -> None:
+    search = Search(Pattern("(a+)+(a|aa)*$b"))
+    assert search.feed("a" * 2000) is None
+    assert len(search._threads) <= len(search._steps)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("(", "unterminated"),
+        ("(a{50}){50}", "too long"),
+        (r"(a)\1", "groupref is not supported"),
+        ("(?=a)", "assert is not supported"),
+        ("a{99999999999999999999}", "too large"),
+    ],
+)
+def test_what_is_refused(source: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Pattern(source)
+
+
+def test_so_long_is_not_too_long() -> None:
+    assert Search(Pattern("a" * (MOST_STEPS - 1))).feed("a" * (MOST_STEPS - 1)) == 0
