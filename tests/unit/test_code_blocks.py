@@ -93,7 +93,10 @@ def check(words: list[str]) -> None:
         command: click.Command = group.commands[rest[0]]
         if command.context_settings.get("ignore_unknown_options"):
             assert_options(
-                {"capacity": "loadtests.load.capacity"}.get(rest[0], "loadtests.engine"), rest
+                {"batch": "serve_app.batch", "capacity": "loadtests.load.capacity"}.get(
+                    rest[0], "loadtests.engine"
+                ),
+                rest,
             )
         else:
             known = {option for one in command.params for option in one.opts}
