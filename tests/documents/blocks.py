@@ -31,6 +31,7 @@ RUN = (
 LEFT_OUT: Mapping[str, str] = {
     "apt-get": "installs packages",
     "buildah": "needs root and half an hour",
+    "corral batch": "starts a Ray of its own; tests/e2e/batch runs it",
     "corral capacity": "measures for minutes; tests/integration/loadtests measure",
     "corral config Qwen": "asks Hugging Face",
     "corral serve": "serves until Ctrl-C; tests/e2e/cli starts it",

@@ -178,7 +178,8 @@ def test_statistics_tell_them_apart() -> None:
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (1, 1)
         assert (stats.background_running, stats.background_waiting) == (0, 2)
-        assert stats.backlog_s == stats.background_backlog_s == 0, "nothing was measured"
+        backlogs = stats.backlog_s, stats.background_backlog_s
+        assert max(backlogs) < 0.1, "only the picking of tokens was measured"
         assert [slot.background for slot in stats.slots] == [False]
         backend.resume()
         for inbox in inboxes:
