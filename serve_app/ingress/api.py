@@ -100,7 +100,7 @@ def build_api(
     _add_middleware(app, access, accounts, open_requests)
     openai_routes.add(app, models, bodies)
     _add_information_routes(app, models)
-    broadcaster.add(app, models)
+    broadcaster.add(app, models, takes_batches=batches is not None)
     llama_routes.add(app, models, bodies)
     anthropic_routes.add(app, models, bodies)
     responses_routes.add(app, models, bodies, runs)

@@ -61,10 +61,20 @@ def guarded_server() -> Iterator[Corral]:
         yield from served([model(None, "demo", n_slots=2, n_ctx_slot=512)], keys)
 
 
-def served(models: list[dict[str, Any]], keys: Path | None = None) -> Iterator[Corral]:
+@pytest.fixture(scope="session")
+def batch_server() -> Iterator[Corral]:
+    """A server that takes batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        demo = model(None, "demo", n_slots=2, n_ctx_slot=512)
+        yield from served([demo], batch={"folder": folder})
+
+
+def served(
+    models: list[dict[str, Any]], keys: Path | None = None, **ingress: Any
+) -> Iterator[Corral]:
     """A server with these models, for who has one of the keys."""
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    ingress: dict[str, Any] = {} if keys is None else {"api_key_file": str(keys)}
+    ingress |= {} if keys is None else {"api_key_file": str(keys)}
     server = Corral(directory, models, **ingress)
     if keys is not None:
         server.http.headers["Authorization"] = f"Bearer {KEY}"

@@ -120,8 +120,8 @@ class Broadcaster:
         )
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
-    """Add the route to an application."""
+def add(app: FastAPI, models: Mapping[str, ServedModel], *, takes_batches: bool) -> None:
+    """Add the route to an application. Viewers are told whether batches can be asked for."""
     broadcaster = Broadcaster(models)
 
     @app.get("/v1/live", response_model=None)
@@ -131,10 +131,13 @@ def add(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
         operators are told only."""
         caller = request_context.current()
         seen = dict if caller.is_operator else without_requests
-        return sse.EventStream(_written(broadcaster.frames(seen, caller.holder)))
+        frames = broadcaster.frames(seen, caller.holder)
+        return sse.EventStream(_written(frames, {"takes_batches": takes_batches}))
 
 
-async def _written(frames: AsyncGenerator[Json]) -> AsyncGenerator[bytes]:
+async def _written(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:
+    """`also` is in the first one."""
     async with aclosing(frames):
         async for frame in frames:
-            yield sse.data(frame)
+            yield sse.data(frame | also)
+            also = {}

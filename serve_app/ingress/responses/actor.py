@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -30,6 +31,8 @@ IDLE_S = 10.0
 LAST_S = 60.0
 """It ends when it has kept nothing for so long."""
 _ANSWER_S = 10.0
+_RETRY_S = (0.2, 1.0, 3.0)
+"""An actor that has just ended is still found by its name for a moment."""
 _NAMESPACE = "corral"
 
 
@@ -110,9 +113,18 @@ class RayStore:
 
     async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
         """See ResponseStore."""
-        if self.keeps_any:
-            actor = await self._found() or await self._made()
-            await self._call(actor, "put", response_id, owner, recipe, news)
+        if not self.keeps_any:
+            return
+        for pause_s in _RETRY_S:
+            with suppress(ConnectionError):
+                await self._put(response_id, owner, recipe, news)
+                return
+            await asyncio.sleep(pause_s)
+        await self._put(response_id, owner, recipe, news)
+
+    async def _put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+        actor = await self._found() or await self._made()
+        await self._call(actor, "put", response_id, owner, recipe, news)
 
     async def append(self, news: Sequence[News]) -> list[Verdict]:
         """See ResponseStore."""

@@ -334,15 +334,10 @@ class Runs:
     async def _keep(self, run: Run) -> None:
         run.is_over = True
         packed, whole = run.recipe.packed(), run.whole()
-        for _ in range(2):
-            try:
-                await self._store.put(run.recipe.id, run.owner, packed, whole)
-                break
-            except ConnectionError:
-                continue
-            except Exception as error:
-                logger.warning("%s is not kept: %s", run.recipe.id, error)
-                break
+        try:
+            await self._store.put(run.recipe.id, run.owner, packed, whole)
+        except Exception as error:
+            logger.warning("%s is not kept: %s", run.recipe.id, error)
         self._putting.pop(run.recipe.id, None)
 
     async def found(self, response_id: str, key: str | None) -> tuple[Recipe, list[Entry]]:

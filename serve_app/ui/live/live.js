@@ -3,6 +3,7 @@ import { events, NoKeyError } from "../common/api.js";
 import { Timeline } from "./chart.js";
 import { announce, byId, h, onceAFrame, setText, tiles } from "../common/dom.js";
 import { ReplicaCard, keptTokens } from "./replica.js";
+import { Batches } from "./batches.js";
 import { fillModels } from "../common/settings.js";
 import { count, duration } from "../common/why.js";
 
@@ -43,6 +44,7 @@ export class LivePage {
   /** @type {Map<string, ReplicaCard>} */
   #cards = new Map();
   #timeline = new Timeline(byId("timeline"));
+  #batches = new Batches();
   #nTold = 0;
   #render = onceAFrame(() => this.#show());
 
@@ -68,6 +70,7 @@ export class LivePage {
     if (!wanted) {
       this.#subscription?.abort();
       this.#subscription = null;
+      this.#batches.stop();
     } else if (!this.#subscription) {
       this.#subscription = new AbortController();
       this.#subscribe(this.#subscription.signal);
@@ -81,6 +84,7 @@ export class LivePage {
         this.#board = {}; // the first event is all of it
         for await (const patch of events("v1/live", { signal })) {
           this.#board = merge(this.#board, patch);
+          if (this.#board.takes_batches) this.#batches.start();
           this.#remember();
           this.#state("Live");
           this.#render();

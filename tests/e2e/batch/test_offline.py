@@ -67,6 +67,7 @@ def killed(table: Path, tmp_path: Path, environment: dict[str, str]) -> Path:
     return output
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_and_answers_each_line_once(
     killed: Path, table: Path, environment: dict[str, str]
 ) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.e2e.conftest import Corral, model, wait_until
 
 N_TOKENS = 1500
 
 
+@pytest.mark.long
 def test_a_stream_is_read_on_when_its_ingress_was_lost(
     start: Callable[[list[dict[str, Any]]], Corral], gguf: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_every_endpoint(client: openai.OpenAI, endpoint: str, body: dict[str, An
     assert {line["response"]["status_code"] for line in found} == {200}
 
 
+@pytest.mark.long
 def test_every_line_is_answered_once_whatever_is_killed(
     server: Corral, client: openai.OpenAI
 ) -> None:
