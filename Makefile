@@ -96,9 +96,13 @@ $(RELEASE)/.ready: .github/release/requirements.lock
 	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
-$(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
+$(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json $(wildcard tests/clients/apart/*.txt)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r $<
+	@for one in tests/clients/apart/*.txt; do \
+		own=$(CLIENTS)/$$(basename $$one .txt); \
+		$(PYTHON) -m venv $$own && $$own/bin/pip install --quiet --disable-pip-version-check -r $$one || exit 1; \
+	done
 	@mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node
 	@if command -v npm > /dev/null; then \
 		npm install --prefix $(CLIENTS)/node --silent --no-fund --no-audit; \

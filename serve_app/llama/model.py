@@ -229,7 +229,9 @@ class Model:
     @property
     def file_type(self) -> str:
         """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
-        name = llama_cpp.llama_ftype_name(llama_cpp.llama_model_ftype(self.pointer))
+        number = self.meta("general.file_type")  # llama.cpp keeps it only with weights
+        known = llama_cpp.llama_model_ftype(self.pointer) if number is None else int(number)
+        name = llama_cpp.llama_ftype_name(known)
         return (name or b"").decode()
 
     @property

@@ -59,7 +59,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"The model's chat template is not valid: {error}") from error
         self.tool_format = (
-            tool_calls.detect(source) if "tools" in names else None
+            tool_calls.detect(source) if names & {"tools", "functions"} else None
         ) or tool_calls.GENERIC
         """How it asks for calls, or how they are asked for if it does not, or not in a known way."""
         has_channels = self.tool_format.has_channels

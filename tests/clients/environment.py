@@ -11,9 +11,14 @@ HERE = Path(__file__).parent
 RECIPES = sorted([*(HERE / "recipes").glob("*.py"), *(HERE / "recipes").glob("*.mjs")])
 REQUIREMENTS = HERE / "requirements.txt"
 """Of Python packages, in one environment."""
+APART = tuple(sorted(path.stem for path in (HERE / "apart").glob("*.txt")))
+"""Environments of those that go with no others; the recipes' names begin with theirs."""
 NODE_REQUIREMENTS = HERE / "package.json"
 
 
 def interpreter(recipe: Path) -> str:
     """What runs it."""
+    own = next((name for name in APART if recipe.stem.startswith(name)), None)
+    if own is not None:
+        return str(FOLDER / own / "bin" / "python")
     return "node" if recipe.suffix == ".mjs" else str(FOLDER / "bin" / "python")

@@ -12,6 +12,7 @@ from gguf import GGUFReader
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
+from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.errors import ConfigError
 from serve_app.llama import library
@@ -125,3 +126,7 @@ def test_they_stop_the_start(tmp_path: Path, engine: dict[str, int]) -> None:
         RayServeException, match=r"models \(m\): .* architecture t5, with an encoder"
     ):
         build({"models": [entry]})
+
+
+def test_how_the_numbers_are_stored() -> None:
+    assert Model(BUILTIN_MODEL, vocab_only=True).file_type == "Q8_0"

@@ -134,7 +134,7 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
     def written(text: str) -> str:
         return with_tokens(form, text) if as_tokens else text
 
-    delimiter_token = delimiters_as_tokens if as_tokens else no_token
+    delimiter_token = delimiters_as_tokens if as_tokens and form.delimiters else no_token
     single, several = (
         grammars.from_tool_calls(
             EXAMPLE_FUNCTIONS, form, delimiter_token, forced=False, parallel=parallel, param="tools"

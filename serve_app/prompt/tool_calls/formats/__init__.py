@@ -1,4 +1,7 @@
-"""The formats of tool calls, a module for each, which declares its `FORMAT`; all are collected here."""
+"""The formats of tool calls, a module for each, or for some that are alike; all are collected here.
+
+A module declares its `FORMAT`, or its `FORMATS`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from serve_app.prompt.tool_calls.format import ToolFormat
 
 def _collected() -> tuple[ToolFormat, ...]:
     names = [module.name for module in pkgutil.iter_modules(__path__, f"{__name__}.")]
-    formats: list[ToolFormat] = [importlib.import_module(name).FORMAT for name in names]
+    modules = [importlib.import_module(name) for name in names]
+    formats: list[ToolFormat] = [one.FORMAT for one in modules if hasattr(one, "FORMAT")]
+    formats += [form for one in modules for form in getattr(one, "FORMATS", ())]
     return tuple(sorted(formats, key=lambda one: (-len(one.template_patterns), one.name)))
 
 

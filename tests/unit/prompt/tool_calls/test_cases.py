@@ -211,3 +211,58 @@ def test_harmony_without_tools_or_without_reasoning() -> None:
         kept = form.parser(splits_reasoning=False)
         assert parse(kept, pieces) == ["Hm.Noon.\n"]
     assert parse(form.parser(), [H_NOW]) == [H_NOW]
+
+
+SPECIAL = [
+    {
+        "type": "function",
+        "function": {
+            "name": "special_function",
+            "parameters": {"type": "object", "properties": {"arg1": {"type": "integer"}}},
+        },
+    }
+]
+CALLED = ToolCall("special_function", '{"arg1": 1}')
+_DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # noqa: RUF001
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "nemotron",
+            'I\n\n<TOOLCALL>[{"name": "special_function", "arguments": {"arg1": 1}}]</TOOLCALL>\n',
+            ["I", CALLED],
+        ),
+        ("nemotron", "<TOOLCALL>[]</TOOLCALL>", ["<TOOLCALL>[]</TOOLCALL>"]),
+        (
+            "firefunction",
+            ' functools[{"name": "special_function", "arguments": {"arg1": 1}}]',
+            [CALLED],
+        ),
+        ("firefunction", "the functools module", ["the functools module"]),
+        (
+            "granite",
+            '<|tool_call|>[{"name": "special_function", "arguments": {"arg1": 1}}]',
+            [CALLED],
+        ),
+        ("functionary", '<function=special_function>{"arg1": 1}</function>', [CALLED]),
+        ("functionary", "<function=a b>{}</function>", ["<function=a b>{}</function>"]),
+        (
+            "deepseek",
+            _DEEPSEEK.format(
+                'function<｜tool▁sep｜>special_function\n```json\n{"arg1": 1}```'  # noqa: RUF001
+            ),
+            [CALLED],
+        ),
+        (
+            "deepseek",
+            _DEEPSEEK.format('special_function<｜tool▁sep｜>{"arg1": 1}'),  # noqa: RUF001
+            [CALLED],
+        ),
+    ],
+)
+def test_true_outputs(name: str, text: str, expected: list[Any]) -> None:
+    """As llama.cpp has them in `tests/test-chat.cpp`, and near misses."""
+    for pieces in cuts(text):
+        assert parse(FORMAT[name].parser(SPECIAL), pieces) == expected

@@ -117,7 +117,7 @@ def test_content_and_calls_lose_nothing(form: ToolFormat, parts: list[tuple[bool
 
 @every_format
 def test_content_is_not_held_back(form: ToolFormat) -> None:
-    begun = form.delimiters[0][:6]
+    begun = (form.opening or form.delimiters[0])[:6]
     parser = form.parser(TOOLS)
     assert parser.feed("a < b [c]") == ["a < b [c]"]
     assert parser.feed(f" {begun}") == [" "]
