@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import threading
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -17,13 +19,14 @@ import ray
 
 from serve_app.batch import parts
 from serve_app.batch.local_client import LocalClient
-from serve_app.batch.rows import Reading, parsed
+from serve_app.batch.rows import Question, Reading, parsed
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine
 from serve_app.errors import EngineFailedError
 from serve_app.folders import cache_folder
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.asking import Told, ask
+from serve_app.ingress.batch.run import prefix_of
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel
@@ -37,6 +40,9 @@ AT_ONCE = 2
 _LINES_PER_SLOT = 2
 _PAUSE_S = 0.2
 _BUSY = (429, 503)
+_PATIENCE_S = 600.0
+
+logger = logging.getLogger("corral.batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,16 @@ class Work:
     model: ResolvedModel
     reading: Reading
     folder: Path
+
+
+class _Asked(NamedTuple):
+    """A line as it was read."""
+
+    row: Any
+    question: Question | str
+    """Or what is wrong with it."""
+    prefix: bytes
+    """What its prompt begins with."""
 
 
 class Answerer:
@@ -89,34 +105,34 @@ class Answerer:
     async def _answer(self, part: str, lines: list[bytes]) -> dict[str, int]:
         counts = dict.fromkeys(("lines", "errors", "prompt", "cached", "generated"), 0)
         if lines:  # else it was done before
+            asked = [self._read(line) for line in lines]
             found: dict[int, bytes] = {}
-            alike = sorted(range(len(lines)), key=lambda n: lines[n])
-            asking = (self._line(n, lines[n], found, counts) for n in alike)
-            await asyncio.gather(*asking)
+            alike = sorted(range(len(lines)), key=lambda n: asked[n].prefix)
+            await asyncio.gather(*(self._line(n, asked[n], found, counts) for n in alike))
             content = b"".join(found[n] for n in range(len(lines)))
             await asyncio.to_thread(parts.write, self._work.folder, part, content)
         return counts
 
-    async def _line(
-        self, n: int, line: bytes, found: dict[int, bytes], counts: dict[str, int]
-    ) -> None:
-        reading, row = self._work.reading, None
-        answer: dict[str, Any]
+    def _read(self, line: bytes) -> _Asked:
+        row = None
         try:
             row = parsed(line)
-            question = reading.question(row)
+            question = self._work.reading.question(row)
         except ValueError as error:
-            refusal = {
-                "message": str(error),
-                "type": "invalid_request_error",
-                "code": "invalid_row",
-            }
-            status, answer = 400, {"error": refusal}
-        else:
-            async with self._places:
-                told = await self._asked(question.path, orjson.dumps(question.body))
-            status, answer = told.status, orjson.loads(told.body)
-        found[n] = reading.line(row, status, answer)
+            return _Asked(row, str(error), b"")
+        return _Asked(row, question, prefix_of(question.body))
+
+    async def _line(
+        self, n: int, asked: _Asked, found: dict[int, bytes], counts: dict[str, int]
+    ) -> None:
+        """Whatever goes wrong with a line, the others go on."""
+        try:
+            status, answer = await self._answered(asked.question)
+            found[n] = self._work.reading.line(asked.row, status, answer)
+        except Exception as error:
+            logger.exception("A line could not be answered")
+            status, answer = 500, _refusal(f"An unexpected error: {error!r}", "internal_error")
+            found[n] = self._work.reading.line(asked.row, status, answer)
         counts["lines"] += 1
         counts["errors"] += status >= 400
         usage = answer.get("usage") or {}
@@ -125,13 +141,23 @@ class Answerer:
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         counts["cached"] += details.get("cached_tokens") or 0
 
+    async def _answered(self, question: Question | str) -> tuple[int, dict[str, Any]]:
+        if isinstance(question, str):
+            return 400, _refusal(question, "invalid_row")
+        body = orjson.dumps(question.body)
+        async with self._places:
+            told = await self._asked(question.path, body)
+        answer: dict[str, Any] = orjson.loads(told.body)
+        return told.status, answer
+
     async def _asked(self, path: str, body: bytes) -> Told:
-        """The answer, when there is room for the request."""
+        """The answer, when there is room for the request; or, after long, that there is none."""
+        give_up_at = time.monotonic() + _PATIENCE_S
         while True:
             caller = Caller(request_id=uuid.uuid4().hex, background=True)
             told = await ask(self._app, path, body, caller)
             self._end_if_broken()
-            if told.status not in _BUSY:
+            if told.status not in _BUSY or time.monotonic() > give_up_at:
                 return told
             await asyncio.sleep(_PAUSE_S)
 
@@ -140,6 +166,10 @@ class Answerer:
             self._engine.check_health()
         except EngineFailedError:
             os._exit(1)
+
+
+def _refusal(message: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
 def _reserved_cpus() -> float:

@@ -54,7 +54,9 @@ def join(folder: Path, file: Path) -> None:
         for path in sorted(folder.glob("part-*.jsonl")):
             with path.open("rb") as part:
                 shutil.copyfileobj(part, joined)
-    half.replace(file)
+        joined.flush()
+        os.fsync(joined.fileno())
+    _take_place(half, file)
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -63,4 +65,14 @@ def _put(path: Path, content: bytes) -> None:
         written.write(content)
         written.flush()
         os.fsync(written.fileno())
+    _take_place(half, path)
+
+
+def _take_place(half: Path, path: Path) -> None:
+    """Have the file's name, also after the power fails."""
     half.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -72,7 +72,7 @@ class Reading:
         if self.column is None:
             name = row.get("custom_id") if isinstance(row, dict) else None
             response = {"status_code": status, "request_id": "", "body": answer}
-            return line_of(str(name), response)
+            return line_of(None if name is None else str(name), response)
         told = row if isinstance(row, dict) else {"row": row}
         found = _short(answer) if status < 400 else {"error": answer.get("error", answer)}
         return orjson.dumps({**told, **found}, option=orjson.OPT_APPEND_NEWLINE)

@@ -52,10 +52,12 @@ def inputs(given: Path) -> dict[str, int]:
 def about(files: Mapping[str, int], work: Work, n_lines: int) -> dict[str, Any]:
     """What the output depends on."""
     reading = work.reading
+    source = work.model.source
+    model_file = [] if source.path is None else [str(source.path.expanduser())]
     return {
-        "files": {path: Path(path).stat().st_size for path in files},
+        "files": {path: _version(path) for path in (*files, *model_file)},
         "lines_per_part": n_lines,
-        "model": work.model.source.model_dump(mode="json", exclude_none=True),
+        "model": source.model_dump(mode="json", exclude_none=True),
         "reading": {
             "path": reading.path,
             "column": reading.column,
@@ -63,6 +65,12 @@ def about(files: Mapping[str, int], work: Work, n_lines: int) -> dict[str, Any]:
             "fields": dict(reading.fields),
         },
     }
+
+
+def _version(path: str) -> list[int]:
+    """Another one, almost certainly, if the file's content is."""
+    about_it = Path(path).stat()
+    return [about_it.st_size, about_it.st_mtime_ns]
 
 
 def run(

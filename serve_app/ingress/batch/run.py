@@ -6,7 +6,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,9 +215,9 @@ class Run:
 
 
 def line_of(
-    custom_id: str, response: dict[str, Any] | None, error: dict[str, Any] | None = None
+    custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None = None
 ) -> bytes:
-    """A line of an output file."""
+    """A line of an output file. `custom_id` is None for a line that has none."""
     told = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": custom_id,
@@ -256,5 +256,10 @@ def _check(line: bytes, endpoint: str) -> tuple[str, bytes] | LineError:
     if body.get("background"):
         told = "A batch's line is waited for: leave out `background`."
         return _wrong("invalid_body", told, param="body.background")
+    return custom_id, prefix_of(body)
+
+
+def prefix_of(body: Mapping[str, Any]) -> bytes:
+    """What a request's prompt begins with: in its order, requests that begin alike are neighbours."""
     names = ("model", "tools", "instructions", "messages", "prompt", "input")
-    return custom_id, orjson.dumps([body.get(name) for name in names])[:_PREFIX_BYTES]
+    return orjson.dumps([body.get(name) for name in names])[:_PREFIX_BYTES]

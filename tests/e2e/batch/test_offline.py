@@ -116,7 +116,7 @@ def test_rows_that_cannot_be_answered_stop_nobody(
     assert done.returncode == 1, done.stderr
     (part,) = (tmp_path / "out").glob("part-*.jsonl")
     found = answers(part)
-    assert [row["custom_id"] for row in found] == ["r0", "r1", "r2", "None"]
+    assert [row["custom_id"] for row in found] == ["r0", "r1", "r2", None]
     assert [row["response"]["status_code"] for row in found] == [200, 400, 200, 400]
     assert found[0]["response"]["body"]["usage"]["completion_tokens"] == 2
     assert "4 lines, 2 errors" in done.stdout

@@ -97,6 +97,11 @@ def test_a_requests_line_is_openais() -> None:
     assert (line["response"]["status_code"], line["response"]["body"]) == (200, CHATTED)
 
 
+def test_a_row_without_a_name_has_none() -> None:
+    refused = orjson.loads(Reading().line(None, 400, {"error": {"message": "x"}}))
+    assert (refused["custom_id"], refused["response"]["status_code"]) == (None, 400)
+
+
 def test_a_line_that_is_not_json() -> None:
     with pytest.raises(ValueError, match="not JSON"):
         parsed(b"{")
