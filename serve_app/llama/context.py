@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftError
 from serve_app.llama import library
+from serve_app.llama.adapter import Adapter
 from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
 from serve_app.llama.sampling import cuts
@@ -143,6 +144,8 @@ class Context:
         self._copied: tuple[int, State] | None = None
         """The sequence whose state was copied last, if it has not changed since then."""
         self.unsettled.clear()
+        self._adapters: tuple[tuple[int, float], ...] = ()
+        """Those that llama.cpp has in use, by their addresses."""
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
         self._batch_threads = 0  # none that are known
@@ -208,6 +211,20 @@ class Context:
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
         self.unsettled.clear()
+
+    def use_adapters(self, wanted: Sequence[tuple[Adapter, float]]) -> None:
+        """Decode with these adapters, each with its scale, from now on. A change makes llama.cpp build its
+        graphs anew with the next `decode`."""
+        used = tuple((one.address, scale) for one, scale in wanted)
+        if used == self._adapters:
+            return
+        pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(used))(
+            *(one.pointer for one, _ in wanted)
+        )
+        scales = (ctypes.c_float * len(used))(*(scale for _, scale in used))
+        if llama_cpp.llama_set_adapters_lora(self.pointer, pointers, len(used), scales) != 0:
+            raise DecodeError("llama.cpp does not take these adapters.")
+        self._adapters = used
 
     def use_threads(self, threads: Threads) -> None:
         """Compute with these from now on."""
