@@ -26,9 +26,8 @@ from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
-from serve_app.llama.adapter import Adapter
 from serve_app.llama.constraint import Constraint
-from serve_app.llama.context import Context
+from serve_app.llama.context import Adapter, Context
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler

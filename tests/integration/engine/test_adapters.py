@@ -13,7 +13,7 @@ from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
 from serve_app.engine.options import AdapterFile
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.llama.adapter import Adapter
+from serve_app.llama.context import Adapter
 from serve_app.llama.model import Model
 from serve_app.types import Adapters, AdapterUse, SequenceEnd
 
