@@ -17,6 +17,7 @@ from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import (
     NO_DOWNLOADS,
+    AdapterConfig,
     BatchConfig,
     DefaultsConfig,
     DeploymentConfig,
@@ -213,7 +214,19 @@ def _resolve(
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
+        adapters=tuple(_pinned(one, downloads) for one in model.adapters),
     )
+
+
+def _pinned(adapter: AdapterConfig, downloads: DownloadsConfig) -> AdapterConfig:
+    """With the same bytes on every node. Raises ConfigError."""
+    try:
+        source = store.pinned(adapter.source, downloads)
+    except UnreachableError:  # replicas look for themselves
+        return adapter
+    except ConfigError as error:
+        raise ConfigError(f"adapters ({adapter.id}): {error}") from None
+    return adapter.model_copy(update={"source": source})
 
 
 def _defaults(configured: DefaultsConfig) -> ModelDefaults:

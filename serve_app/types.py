@@ -27,6 +27,27 @@ SHARED_GROUP = "*"
 """The cache group of what all groups may start from: the system prompts of the configuration."""
 
 
+class AdapterUse(NamedTuple):
+    """A LoRA adapter that a request is computed with."""
+
+    id: str
+    """Its name among the model's adapters."""
+    scale: float
+    """What its change of the weights is multiplied with."""
+
+
+Adapters = tuple[AdapterUse, ...]
+"""All that a request is computed with, by id and without those of scale 0; none: the model itself."""
+
+_ADAPTED = "\0"
+"""Stands between a cache group and the adapters; neither has it."""
+
+
+def may_start_from(group: str, held: str) -> bool:
+    """Whether prompts of that content group may start from what is held for that one."""
+    return held == group or (held == SHARED_GROUP and _ADAPTED not in group)
+
+
 def account(client: str, *, background: bool) -> str:
     """The name of a client's account."""
     return f"{client}\0background" if background else client
@@ -72,11 +93,22 @@ class GenerationRequest:
     the same group. It is empty for all that come without API keys and without a `cache_salt`."""
     background: bool = False
     """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
+    adapters: Adapters = ()
+    """Its LoRA adapters. What they leave in the KV cache is of no use with others."""
 
     @property
     def account(self) -> str:
         """What it costs is charged there: a client's background owes nothing to its other requests."""
         return account(self.client, background=self.background)
+
+    @property
+    def content_group(self) -> str:
+        """Among which requests what is in the KV cache is shared: those of one cache group with the same
+        adapters."""
+        if not self.adapters:
+            return self.cache_group
+        used = "".join(f"{_ADAPTED}{one.id}={one.scale!r}" for one in self.adapters)
+        return self.cache_group + used
 
     @property
     def given(self) -> tuple[int, ...]:

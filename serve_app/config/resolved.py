@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.schema import DownloadsConfig, ModelSource
+from serve_app.config.schema import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine.options import EngineOptions
+from serve_app.types import Adapters, AdapterUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,10 @@ class ResolvedModel:
     num_cpus: float
     """What Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float
+    adapters: tuple[AdapterConfig, ...] = ()
+    """Of a repository, the commit, too."""
+
+    @property
+    def adapter_uses(self) -> Adapters:
+        """How requests that name one have it."""
+        return tuple(AdapterUse(one.id, one.scale) for one in self.adapters)

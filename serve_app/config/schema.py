@@ -274,6 +274,23 @@ class DefaultsConfig(_Section):
         return self
 
 
+class AdapterConfig(_Section):
+    """A LoRA adapter of a model, as a model name of its own: `MODEL:ADAPTER`."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    """Its name, which stands behind the model's and a colon."""
+    source: ModelSource
+    """The adapter's GGUF file: every kind of source that a model has, but for `builtin`."""
+    scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
+    """What its change of the weights is multiplied with."""
+
+    @model_validator(mode="after")
+    def _is_no_model(self) -> AdapterConfig:
+        if self.source.builtin:
+            raise ValueError("source.builtin is a model, and no adapter")
+        return self
+
+
 class ModelConfig(_Section):
     """One model that is served, as an autoscaled deployment of its own."""
 
@@ -286,6 +303,8 @@ class ModelConfig(_Section):
     """Labels that `/v1/models` shows. Default: none."""
     source: ModelSource
     """The GGUF file, below."""
+    adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
+    """LoRA adapters, below. Default: none."""
     defaults: DefaultsConfig = DefaultsConfig()
     """What requests have where they say nothing, below."""
     engine: EngineConfig = EngineConfig()
@@ -408,6 +427,7 @@ class AppConfig(_Section):
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:
         names = [name for model in self.models for name in {model.id, *model.aliases}]
+        names += [f"{model.id}:{one.id}" for model in self.models for one in model.adapters]
         if len(set(names)) != len(names):
             raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
         return self

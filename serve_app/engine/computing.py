@@ -17,6 +17,7 @@ from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.outbox import Outbox
+from serve_app.engine.scheduler.adapter_turns import AdapterTurns
 from serve_app.engine.scheduler.batch import Batch, Chunk, Turn, plan_batch
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.sequence import SequenceState
@@ -27,7 +28,7 @@ from serve_app.errors import (
     EngineFailedError,
     PassLeftError,
 )
-from serve_app.types import FinishReason, Sampled
+from serve_app.types import Adapters, FinishReason, Sampled
 
 logger = logging.getLogger("corral.engine")
 
@@ -51,6 +52,7 @@ class Computing:
         counts: Counts,
         latencies: Latencies,
         progress: Progress,
+        adapter_turns: AdapterTurns,
     ) -> None:
         """`waiting` charges clients; `command_queue` is told who a batch is for."""
         self._options = options
@@ -64,7 +66,10 @@ class Computing:
         self._counts = counts
         self._latencies = latencies
         self._progress = progress
+        self._adapter_turns = adapter_turns
         self._failed_steps = 0
+        self._adapters: Adapters = ()
+        """Those of the last batch."""
 
     def attempt(self, planned: Batch) -> bool:
         """Carry out a batch; False if the others of the step are to be planned anew. Raises
@@ -83,6 +88,7 @@ class Computing:
         began = time.monotonic()
         settled = self._cache.settled
         depth = self._costs.attended(plan.depth, plan.n_cells)
+        switches = self.use_adapters(plan.adapters)
         try:
             with (
                 self._progress.computing(self._costs.batch_s(len(plan.rows), depth)),
@@ -96,7 +102,11 @@ class Computing:
             for slot_id, end in plan.fillers:
                 self._backend.truncate(slot_id, end)
         decoded = time.monotonic()
-        if settled and not any(chunk.scored for chunk in plan.chunks):
+        if switches:
+            self._adapter_turns.switched(
+                decoded - began, self._costs.batch_s(len(plan.rows), depth)
+            )
+        elif settled and not any(chunk.scored for chunk in plan.chunks):
             self._learn(plan, decoded - began)
         self._counts.batches += 1
         self._counts.busy_slots += len(plan.chunks)
@@ -110,6 +120,14 @@ class Computing:
                 self._end(chunk, found)
             else:
                 self._advance(chunk, found)
+
+    def use_adapters(self, adapters: Adapters) -> bool:
+        """Have the next batches computed with these. Whether that is a change."""
+        changes = adapters != self._adapters
+        if changes:
+            self._backend.use_adapters(adapters)
+            self._adapters = adapters
+        return changes
 
     def _charge(self, plan: Batch, computed_s: float) -> None:
         for chunk, seconds in zip(plan.chunks, plan.shared_s(computed_s), strict=True):

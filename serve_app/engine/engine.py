@@ -250,4 +250,8 @@ class Engine:
             return InvalidRequestError("max_tokens must not be negative.", "max_tokens")
         if not all(request.sampling.stop):
             return InvalidRequestError("A stop string is empty.", "stop")
+        try:
+            self._loop.check_adapters(request.adapters)
+        except InvalidRequestError as error:
+            return error
         return None

@@ -102,6 +102,7 @@ class DecoderLoop:
         backend = opened.result()
         self.vocabulary, self.state_key = backend.vocabulary, backend.state_key
         self.embedding = backend.embedding
+        self.check_adapters = backend.check_adapters
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
@@ -179,6 +180,7 @@ class DecoderLoop:
         if self._cache_change.pays_at_rest() and not self._draining:
             self._change_cache()
         self._cache.store_ahead()
+        self._computing.use_adapters(())
         self._quiet_trials.step()
         self._published.refresh()
 
@@ -231,6 +233,7 @@ class DecoderLoop:
             self._counts,
             self.latencies,
             self.progress,
+            self._scheduler.adapter_turns,
         )
         self._cache_change = CacheChange(
             options,
@@ -286,6 +289,7 @@ class DecoderLoop:
             self._backlog.progressed(n_prompt, n_generated, seconds)
 
     def _change_cache(self) -> None:
+        self._computing.use_adapters(())  # the new context has none
         self._cache_change.carry_out()
         options = self._options
         self._quiet_trials = QuietTrials(
@@ -415,5 +419,5 @@ class DecoderLoop:
 
     def _hold(self) -> Holdings:
         requests = (sequence.request for sequence in self._waiting.unordered)
-        waiting = (HeldPrompt(one.cache_group, one.given) for one in requests)
+        waiting = (HeldPrompt(one.content_group, one.given) for one in requests)
         return Holdings((*waiting, *self._cache.prompts), tuple(self._taken))

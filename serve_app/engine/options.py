@@ -10,6 +10,14 @@ from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaS
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A LoRA adapter in a GGUF file."""
+
+    id: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Sizes of one engine. Raises ConfigError for those that cannot work."""
 
@@ -72,6 +80,9 @@ class EngineOptions:
     """Where slots are saved to and restored from, when somebody asks for it; None refuses that."""
     slot_folder_max_bytes: int = 2**32
     """What all files in it may take."""
+
+    adapters: tuple[AdapterFile, ...] = ()
+    """LoRA adapters that requests may ask for."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):

@@ -273,6 +273,7 @@ def _served(
         aliases=model.aliases,
         tags=model.tags,
         defaults=model.defaults.over(tokenizer.recommended),
+        adapters=model.adapter_uses,
     )
 
 
@@ -324,6 +325,7 @@ class Ingress:
                     model.aliases,
                     model.defaults,
                     model.options.embedding_pooling,
+                    model.adapter_uses,
                 )
                 for model, path in zip(models, paths, strict=True)
             ],

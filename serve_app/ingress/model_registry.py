@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from serve_app.ingress.openai.protocol import ModelCard, ModelMeta
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
     Accepted,
+    Adapters,
+    AdapterUse,
     FetchingReplica,
     GenerationRequest,
     ReplicaStats,
@@ -83,6 +85,21 @@ class ServedModel:
     defaults: ModelDefaults = NO_DEFAULTS
     """What requests have where they say nothing."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    adapters: Adapters = ()
+    """LoRA adapters that it has, each with its scale where it is asked for by its name."""
+    used: Adapters = ()
+    """Those that its requests have, if they do not say."""
+
+    def adapted(self, adapter: AdapterUse) -> ServedModel:
+        """The model with one of its adapters, under a name of its own."""
+        return dataclasses.replace(
+            self, id=adapted_name(self.id, adapter), aliases=(), used=active([adapter])
+        )
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Its entries in /v1/models: its own, and those of its adapters."""
+        return [self.card, *(self.adapted(one).card for one in self.adapters)]
 
     @property
     def card(self) -> ModelCard:
@@ -111,21 +128,49 @@ class Named(Protocol):
     """A model with other names besides its id."""
 
     @property
+    def id(self) -> str:
+        """Its name."""
+
+    @property
     def aliases(self) -> Sequence[str]:
         """`*` is all that no model has."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """Its LoRA adapters."""
+
+    def adapted(self, adapter: AdapterUse) -> Self:
+        """The model with one of them, under a name of its own."""
 
 
 M = TypeVar("M", bound=Named)
 
 
+def adapted_name(model_id: str, adapter: AdapterUse) -> str:
+    """What clients call a model with one of its adapters."""
+    return f"{model_id}:{adapter.id}"
+
+
+def active(adapters: Iterable[AdapterUse]) -> Adapters:
+    """What a request is computed with: in one order, and without those that change nothing."""
+    return tuple(sorted(one for one in adapters if one.scale != 0))
+
+
 def find(models: Mapping[str, M], name: str | None) -> M:
-    """The model of that name, or the first without one. Raises ModelNotFoundError."""
+    """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. Raises
+    ModelNotFoundError."""
     if name is None:
         return next(iter(models.values()))
     if name in models:
         return models[name]
-    for wanted in (name, "*"):
-        for model in models.values():
-            if wanted in model.aliases:
-                return model
+    for model in models.values():
+        if name in model.aliases:
+            return model
+    for model in models.values():
+        for adapter in model.adapters:
+            if name in {f"{one}:{adapter.id}" for one in (model.id, *model.aliases)}:
+                return model.adapted(adapter)
+    for model in models.values():
+        if "*" in model.aliases:
+            return model
     raise ModelNotFoundError(name)

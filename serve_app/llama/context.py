@@ -1,11 +1,14 @@
-"""One `llama_context`, whose KV cache holds a sequence for each `seq_id`, and its batch buffer."""
+"""One `llama_context`: a KV cache with a sequence for each `seq_id`, its batch buffer, its adapters."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Sequence
-from typing import Literal
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
 
 import llama_cpp
 import numpy as np
@@ -44,6 +47,40 @@ _POOLINGS: dict[Pooling, int] = {
 _sample_of_few = library.brief(llama_cpp.llama_sampler_sample)
 _logits_of_row = library.brief(llama_cpp.llama_get_logits_ith)
 _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
+
+
+class Adapter:
+    """A low-rank change of a model's weights, from a GGUF file. Immutable; freed with the model.
+
+    To be loaded before the contexts that use it: llama.cpp makes their graphs as large as the adapters that
+    the model has then. Raises ConfigError if the file is missing, damaged, or for another model.
+    """
+
+    def __init__(self, model: Model, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.model = model  # llama.cpp frees the adapter with it
+        if not self.path.is_file():
+            raise ConfigError(f"There is no adapter file at {self.path}.")
+        with library.captured() as lines:
+            found = llama_cpp.llama_adapter_lora_init(model.pointer, os.fsencode(self.path))
+        if not found:
+            reason = f": {lines[-1]}" if lines else "."
+            raise ConfigError(
+                f"llama.cpp cannot load the adapter {self.path} for {model.path.name}{reason}"
+            )
+        if llama_cpp.llama_adapter_get_alora_n_invocation_tokens(found):
+            raise ConfigError(
+                f"The adapter {self.path} is of a kind that begins in the middle of a prompt (aLoRA), "
+                "which Corral does not have."
+            )
+        self.pointer: Any = found
+        """llama.cpp's, as ctypes has it."""
+        self.address = ctypes.cast(found, ctypes.c_void_p).value or 0
+        """What tells the pointer from others."""
+        self.n_bytes = self.path.stat().st_size
+        """Bytes of its file: nearly all of them are tensors."""
+        self.fingerprint = blake2b(self.path.read_bytes(), digest_size=16).digest()
+        """Tells its content from other adapters'."""
 
 
 class Context:
@@ -143,6 +180,8 @@ class Context:
         self._copied: tuple[int, State] | None = None
         """The sequence whose state was copied last, if it has not changed since then."""
         self.unsettled.clear()
+        self._adapters: tuple[tuple[int, float], ...] = ()
+        """Those that llama.cpp has in use, by their addresses."""
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
         self._batch_threads = 0  # none that are known
@@ -208,6 +247,20 @@ class Context:
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
         self.unsettled.clear()
+
+    def use_adapters(self, wanted: Sequence[tuple[Adapter, float]]) -> None:
+        """Decode with these adapters, each with its scale, from now on. A change makes llama.cpp build its
+        graphs anew with the next `decode`."""
+        used = tuple((one.address, scale) for one, scale in wanted)
+        if used == self._adapters:
+            return
+        pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(used))(
+            *(one.pointer for one, _ in wanted)
+        )
+        scales = (ctypes.c_float * len(used))(*(scale for _, scale in used))
+        if llama_cpp.llama_set_adapters_lora(self.pointer, pointers, len(used), scales) != 0:
+            raise DecodeError("llama.cpp does not take these adapters.")
+        self._adapters = used
 
     def use_threads(self, threads: Threads) -> None:
         """Compute with these from now on."""

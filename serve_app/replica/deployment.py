@@ -25,6 +25,7 @@ from serve_app.channel.sender import Channel, Channels
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
+from serve_app.engine.options import AdapterFile
 from serve_app.errors import (
     ChannelBrokenError,
     CorralError,
@@ -69,6 +70,12 @@ class EngineReplica:
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()
         async with fetching.told(context, node_id, report) as tell:
             path = await asyncio.to_thread(locate, model.source, model.downloads, tell)
+            adapters = [
+                AdapterFile(
+                    one.id, await asyncio.to_thread(locate, one.source, model.downloads, tell)
+                )
+                for one in model.adapters
+            ]
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
@@ -78,6 +85,7 @@ class EngineReplica:
             computing_cpus=self._settled.computing_cpus,
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
+            adapters=tuple(adapters),
         )
         self._engine = Engine.load(path, options, report)
         self._vocabulary_key = self._engine.vocabulary_key

@@ -101,10 +101,10 @@ def prompt_of(pending: PendingRequest | None) -> Prompt:
         return Prompt(
             _key(pending),
             len(asked.given),
-            chain(asked.given, asked.cache_group),
+            chain(asked.given, asked.content_group),
             most - len(asked.generated),
             group,
-            chain(asked.given[:_SYSTEM_TOKENS]),
+            () if asked.adapters else chain(asked.given[:_SYSTEM_TOKENS]),
             asked.background,
         )
     embeds = pending.metadata.call_method == "embed"

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from serve_app.config.schema import (
+    AdapterConfig,
     BatchConfig,
     DefaultsConfig,
     DeploymentConfig,
@@ -25,6 +26,7 @@ from tests.documents.tables import table
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "models": (ModelConfig, ""),
     "source": (ModelSource, "source."),
+    "adapters": (AdapterConfig, "adapters[]."),
     "engine": (EngineConfig, "engine."),
     "defaults": (DefaultsConfig, "defaults."),
     "deployment": (DeploymentConfig, ""),

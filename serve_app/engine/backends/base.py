@@ -18,7 +18,7 @@ from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.threads import Threads
 from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Sampled, TokenLogprobs
+from serve_app.types import Adapters, Sampled, TokenLogprobs
 
 Row = tuple[int, int, int, bool]
 """(token, position, seq_id, wants logits): one row of a batch."""
@@ -170,6 +170,13 @@ class Backend(Protocol):
     @property
     def state_key(self) -> bytes:
         """What saved states depend on: they can be restored where this is the same."""
+
+    def check_adapters(self, adapters: Adapters) -> None:
+        """Any thread. Raises InvalidRequestError for adapters that it does not have."""
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Have `decode` compute with these from now on, which `check_adapters` accepts; at first, it has
+        none."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for

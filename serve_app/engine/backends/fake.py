@@ -17,7 +17,7 @@ from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, P
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.threads import Threads
 from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Sampled, TokenLogprobs
+from serve_app.types import Adapters, Sampled, TokenLogprobs
 
 Script = Callable[[Sequence[int]], int]
 """The token that follows the given tokens of one sequence."""
@@ -87,6 +87,10 @@ class FakeBackend:
         self.slots: list[list[int]] = [[] for _ in range(n_slots)]
         self.batches: list[list[Row]] = []
         """Every batch that was submitted."""
+        self.used_adapters: list[Adapters] = []
+        """The adapters of each."""
+        self.adapter_ids: set[str] = set()
+        self._adapters: Adapters = ()
         self.embedding = EmbeddingShape(16, 8, n_text=32, pooling="mean", causal=True)
         self.embed_batches: list[list[Row]] = []
         """Every batch of texts to be embedded."""
@@ -131,11 +135,22 @@ class FakeBackend:
             self.n_waiting -= 1
             return self._leaving
 
+    def check_adapters(self, adapters: Adapters) -> None:
+        """It has those of `adapter_ids`."""
+        for one in adapters:
+            if one.id not in self.adapter_ids:
+                raise InvalidRequestError(f"There is no adapter {one.id}.", "lora")
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """What follows are batches with these."""
+        self._adapters = adapters
+
     def decode(self, rows: Sequence[Row]) -> None:
         """Feed the rows to their slots."""
         left = self._wait()
         time.sleep(self._step_s)
         self.batches.append(list(rows))
+        self.used_adapters.append(self._adapters)
         if self._break_after is not None and len(self.batches) > self._break_after:
             raise RuntimeError("scripted break")
         if self._n_cells is not None and sum(map(len, self.slots)) + len(rows) > self._n_cells:

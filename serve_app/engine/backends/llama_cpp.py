@@ -24,10 +24,10 @@ from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
-from serve_app.errors import ConfigError, DecodeError
+from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.constraint import Constraint
-from serve_app.llama.context import Context
+from serve_app.llama.context import Adapter, Context
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
@@ -35,6 +35,7 @@ from serve_app.llama.threads import Threads
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
+from serve_app.types import Adapters
 
 logger = logging.getLogger("corral.engine")
 
@@ -79,6 +80,9 @@ class LlamaBackend:
             on_loaded=lambda part: report(Stage("loading", part)),
         )
         self._options = options
+        self._adapters = {  # before any context: its graphs have room for those that there are
+            one.id: Adapter(self.vocabulary, one.path) for one in options.adapters
+        }
         self._report = report
         self._embedder: Embedder | None = None
         self._kept_as: str | None = None
@@ -300,6 +304,16 @@ class LlamaBackend:
 
     # -- running ----------------------------------------------------------------------------------
 
+    def check_adapters(self, adapters: Adapters) -> None:
+        """See Backend.check_adapters."""
+        for one in adapters:
+            if one.id not in self._adapters:
+                raise InvalidRequestError(f"There is no adapter {one.id!r} here.", "lora")
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """See Backend.use_adapters."""
+        self._context.use_adapters([(self._adapters[one.id], one.scale) for one in adapters])
+
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
         self._context.decode(rows)
@@ -413,6 +427,7 @@ class LlamaBackend:
         options = self._options
         types = (options.cache_type_k, options.cache_type_v)
         parts: tuple[object, ...] = (library.version(), types)
+        parts += tuple((name, one.fingerprint) for name, one in sorted(self._adapters.items()))
         if not self._context.portable:
             parts += (self._layout.n_streams, self.mode.flash_attn)
         return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
@@ -422,7 +437,8 @@ class LlamaBackend:
         """See Backend.memory."""
         context = self._context
         return MemoryUse(
-            weights_bytes=self.vocabulary.n_bytes,
+            weights_bytes=self.vocabulary.n_bytes
+            + sum(one.n_bytes for one in self._adapters.values()),
             cache_bytes=context.layout.cache_bytes,
             cache_bytes_per_slot=context.cache_bytes_per_seq,
             cache_bytes_per_token=context.layout.per_token,

@@ -84,7 +84,7 @@ class KVCacheManager:
         None if it is only too much for this step."""
         if sequence.waits is not None and self.table.lasts(sequence.waits):
             return sequence.waits
-        group, tokens = sequence.request.cache_group, sequence.packed(sequence.n_reusable)
+        group, tokens = sequence.request.content_group, sequence.packed(sequence.n_reusable)
         n_stored, stored = self._restorable(group, tokens)
         wanted = self._chunk_reuse.wanted(sequence, tokens)
         background = sequence.request.background

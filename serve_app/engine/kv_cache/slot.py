@@ -14,7 +14,7 @@ from serve_app.engine.kv_cache.packing import (
 )
 from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
 from serve_app.engine.sequence import Sequence
-from serve_app.types import SHARED_GROUP
+from serve_app.types import SHARED_GROUP, may_start_from
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Slot:
 
     def occupy(self, sequence: Sequence) -> None:
         """It has a sequence now, and what that needs of its idle tokens."""
-        self.sequence, self.group = sequence, sequence.request.cache_group
+        self.sequence, self.group = sequence, sequence.request.content_group
         self.idle_tokens, self._packed = token_array(), (None, b"")
 
     def release(self) -> None:
@@ -110,7 +110,7 @@ class Slot:
 
     def serves(self, group: str) -> bool:
         """Whether prompts of that cache group may start from its tokens."""
-        return self.group in (group, SHARED_GROUP)
+        return may_start_from(group, self.group)
 
 
 @dataclass(slots=True)
@@ -146,9 +146,12 @@ class SlotIndex:
         have."""
         self.update()
         own = self._index.match(group, prompt, n_most)
-        for_all = self._index.match(SHARED_GROUP, prompt, n_most)
+        n_for_all = n_most if may_start_from(group, SHARED_GROUP) else 0
+        for_all = self._index.match(SHARED_GROUP, prompt, n_for_all)
         return [
-            self._n_shared(slot, for_all if slot.group == SHARED_GROUP else own, prompt, n_most)
+            self._n_shared(slot, for_all, prompt, n_for_all)
+            if slot.group == SHARED_GROUP
+            else self._n_shared(slot, own, prompt, n_most)
             for slot in self._slots
         ]
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from serve_app.engine.backends.base import Row
 from serve_app.engine.sequence import Sequence
+from serve_app.types import Adapters
 
 
 class Turn(NamedTuple):
@@ -47,6 +48,8 @@ class Batch:
     """Whether decoding sequences are in it."""
     prefills: bool
     """Whether prompts are."""
+    adapters: Adapters = ()
+    """All its sequences have these."""
     fillers: tuple[tuple[int, int], ...] = ()
     """Slots between those of the sequences, and positions of rows there that nobody wants and that are
     dropped again. Only beside decoding sequences."""
@@ -63,7 +66,7 @@ def plan_batch(
     slot_ends: Mapping[int, int] | None = None,
 ) -> Batch:
     """Lay out each sequence's next tokens, and the drafted ones, ordered by slot. There is at least one
-    turn; `n_cells` are in use, if the cache is unified.
+    turn, and all have the same adapters; `n_cells` are in use, if the cache is unified.
 
     llama.cpp computes rows of consecutive slots together and splits the batch at every gap or
     descent, hence the order. If `slot_ends` are given, the tokens that each slot has, gaps are filled with
@@ -97,5 +100,6 @@ def plan_batch(
         n_cells=n_cells,
         decodes=any(turn.sequence.n_pending == 1 for turn in ordered),
         prefills=any(turn.sequence.n_pending > 1 for turn in ordered),
+        adapters=ordered[0].sequence.request.adapters,
         fillers=tuple(fillers),
     )

@@ -8,8 +8,10 @@ from itertools import chain
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.decode.ngram_proposer import MAX_INDEXED
+from serve_app.engine.scheduler.adapter_turns import AdapterTurns
 from serve_app.engine.scheduler.batch import Batch, Turn, plan_batch
 from serve_app.engine.sequence import Sequence
+from serve_app.types import Adapters
 
 # Of the stall budget, what batches are first planned for; and how fast that follows what they take.
 _FIRST_MARGIN = 0.92
@@ -51,6 +53,8 @@ class Scheduler:
     sequences do, as many as cost these next to nothing; where all is in the background nobody waits between
     two tokens, and a batch that takes long can be left (`leaves`): there is no bound then.
 
+    Sequences with different adapters take turns, by steps: see `AdapterTurns`.
+
     The prompt goes first that has waited longest for what it needs (highest response ratio next): short
     ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
     Scheduling", 1971.
@@ -82,6 +86,12 @@ class Scheduler:
         self._beside_s = 0.0
         self._margin = _FIRST_MARGIN
         self._running: list[Sequence] = []
+        self.adapter_turns = AdapterTurns(max_stall_s)
+        self._adapters: Adapters = ()
+        """Those of the step that was planned last."""
+        self._others_stream = False
+        """Whether somebody whose turn it is not waits for a next token."""
+        self._all_served = True
         self._served: list[Sequence] = []
         """Those that may get on in the step that is planned."""
         self._in_background = False
@@ -109,8 +119,8 @@ class Scheduler:
 
     @property
     def served_all(self) -> bool:
-        """Whether all could get on in the step that was planned last."""
-        return len(self._served) == len(self._running)
+        """Whether all could get on in the step that was planned last, or have their turns."""
+        return self._all_served
 
     def schedule(
         self,
@@ -125,11 +135,20 @@ class Scheduler:
         matter. `beside_s` were spent on embeddings: prompts get less of the step."""
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends, self._beside_s = slot_ends, beside_s
-        self._served = self._who_is_served()
+        served = self._who_is_served()
+        self._all_served = len(served) == len(self._running)
+        self._served = self.adapter_turns.choose(served, now)
+        if self._served:
+            self._beside_s += self.adapter_turns.price_s(self._adapters)
+            self._adapters = self._served[0].request.adapters
+        self._others_stream = any(
+            one.n_generated and one.request.adapters != self._adapters for one in served
+        )
         self._in_background = self._leaves and all(one.request.background for one in self._served)
         decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
-        rest_s = 0.0 if any(one.n_generated for one in decoding) else self._catch_up_s()
+        streams = self._others_stream or any(one.n_generated for one in decoding)
+        rest_s = 0.0 if streams else self._catch_up_s()
         held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
         groups = [] if held else self._decode_turns(decoding)
         prompts = self._prompt_turns(groups, now)
@@ -286,7 +305,8 @@ class Scheduler:
         decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._max_stall_s is not None and bool(self._costs)
-        bounded = bounded and (bool(decoding) or self._has_news) and not self._in_background
+        hurries = bool(decoding) or self._has_news or self._others_stream
+        bounded = bounded and hurries and not self._in_background
         within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []

@@ -43,6 +43,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             return_progress=wanted.return_progress or wanted.timings_per_token,
             cache_group=caller.cache_group(wanted.cache_salt),
             background=caller.background,
+            adapters=wanted.adapters,
         )
         for i, prompt in enumerate(wanted.prompts)
         for j in range(n)

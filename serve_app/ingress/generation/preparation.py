@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
+from serve_app.ingress.model_registry import active
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
 from serve_app.sampling import ReasoningBudget, SamplingParams
+from serve_app.types import Adapters
 
 T = TypeVar("T")
 
@@ -44,6 +46,7 @@ class Generation:
     n_cache_reuse: int
     id_slot: int
     sse_ping_interval: int | None
+    adapters: Adapters = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +107,23 @@ def generation(
         n_cache_reuse=params.n_cache_reuse,
         id_slot=params.id_slot,
         sse_ping_interval=params.sse_ping_interval,
+        adapters=_adapters(model, params),
     )
+
+
+def _adapters(model: KnownModel, params: GenerationParams) -> Adapters:
+    """By what the request says, or its model's name. Raises InvalidRequestError for those that the model
+    does not have."""
+    if params.lora is None:
+        return model.used
+    scales = {}
+    for one in params.lora:
+        if not 0 <= one.id < len(model.adapters):
+            raise InvalidRequestError(
+                f"There is no LoRA adapter {one.id}: this model has {len(model.adapters)}.", "lora"
+            )
+        scales[one.id] = one.scale
+    return active(model.adapters[i]._replace(scale=scale) for i, scale in scales.items())
 
 
 def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:

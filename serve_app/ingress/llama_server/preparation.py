@@ -176,7 +176,14 @@ def properties(models: Models, body: bytes) -> None:
 
 
 def scale_adapters(models: Models, body: bytes) -> None:
-    """POST /lora-adapters. Raises InvalidRequestError, as there are none."""
-    asked = parsed(list[LoraAdapter], body)
-    if asked:
-        raise InvalidRequestError(f"There is no LoRA adapter {asked[0].id}.", "id")
+    """POST /lora-adapters. Raises InvalidRequestError: what requests have that say nothing does not
+    change while others run."""
+    adapters = find(models, None).adapters
+    for one in parsed(list[LoraAdapter], body):
+        if not 0 <= one.id < len(adapters):
+            raise InvalidRequestError(f"There is no LoRA adapter {one.id}.", "id")
+        if one.scale != 0:
+            raise InvalidRequestError(
+                "Scales are set by each request: with 'lora', or with the adapter's name in 'model'.",
+                "scale",
+            )

@@ -101,9 +101,7 @@ class LlamaParams(GenerationParams):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tfs_z": (None, 1),
         "penalize_nl": (None, False),
-        "lora": (None, []),
     }
-    REFUSED: ClassVar[frozenset[str]] = frozenset({"lora"})
 
     n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt."""

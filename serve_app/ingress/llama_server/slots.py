@@ -20,7 +20,7 @@ from serve_app.ingress.workers.bodies import Bodies
 def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     """Add the routes."""
     _add_slots(app, models, bodies)
-    _add_adapters(app, bodies)
+    _add_adapters(app, models, bodies)
 
 
 def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
@@ -73,15 +73,21 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) 
         }
 
 
-def _add_adapters(app: FastAPI, bodies: Bodies) -> None:
+def _add_adapters(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.get("/lora-adapters")
-    async def lora_adapters() -> list[dict[str, Any]]:
-        """LoRA adapters: none can be loaded."""
-        return []
+    async def lora_adapters(model: str | None = None) -> list[dict[str, Any]]:
+        """A model's LoRA adapters, each with its name as `path`, and the scale that requests have which say
+        nothing: 0, unless `model` names one."""
+        found = find(models, model)
+        scales = dict(found.used)
+        return [
+            {"id": i, "path": one.id, "scale": scales.get(one.id, 0.0)}
+            for i, one in enumerate(found.adapters)
+        ]
 
     @app.post("/lora-adapters")
     async def scale_lora_adapters(request: Request) -> dict[str, bool]:
-        """Set their scales: there are none. For operators."""
+        """Set their scales: only to 0, as each request says what it has. For operators."""
         request_context.current().check_operator("What is done to adapters")
         await bodies.read(request, preparation.scale_adapters)
         return {"success": True}

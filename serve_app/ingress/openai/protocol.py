@@ -65,6 +65,14 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
 
 
+class LoraScale(RequestModel):
+    """How much of one LoRA adapter a request has."""
+
+    id: int
+    """Its place in GET /lora-adapters."""
+    scale: Annotated[Finite, Field(ge=-100, le=100)] = 0.0
+
+
 @takes_sampling(Api.OPENAI)
 class GenerationParams(RequestModel):
     """What completions and chat completions share."""
@@ -92,6 +100,9 @@ class GenerationParams(RequestModel):
     neither."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt; with a `seed`, each next one has the next seed."""
+    lora: Annotated[list[LoraScale], Field(max_length=64)] | None = None
+    """llama-server's: the LoRA adapters of this request, whatever its `model` names; the others have a
+    scale of 0."""
     grammar: Annotated[str, Field(min_length=1)] | None = None
     """llama-server's: a GBNF grammar that the text must match."""
     json_schema: dict[str, Any] | None = None

@@ -85,7 +85,7 @@ def _add_models(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/models")
     async def list_models() -> ModelList:
         """The models that are served here, the default first."""
-        return ModelList(data=[model.card for model in models.values()])
+        return ModelList(data=[card for model in models.values() for card in model.cards])
 
     @app.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:

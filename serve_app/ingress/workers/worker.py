@@ -10,16 +10,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.http import request_model
+from serve_app.ingress.model_registry import active, adapted_name
 from serve_app.ingress.workers import wire
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.types import Adapters, AdapterUse
 
 logger = logging.getLogger("corral.ingress")
 
@@ -55,6 +57,17 @@ class KnownModel(Protocol):
     def defaults(self) -> ModelDefaults:
         """What requests have where they say nothing."""
 
+    @property
+    def adapters(self) -> Adapters:
+        """See ServedModel."""
+
+    @property
+    def used(self) -> Adapters:
+        """See ServedModel."""
+
+    def adapted(self, adapter: AdapterUse) -> Self:
+        """See ServedModel."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
@@ -65,6 +78,12 @@ class LocalModel:
     tokenizer: Tokenizer
     aliases: Sequence[str] = ()
     defaults: ModelDefaults = NO_DEFAULTS
+    adapters: Adapters = ()
+    used: Adapters = ()
+
+    def adapted(self, adapter: AdapterUse) -> LocalModel:
+        """See KnownModel."""
+        return replace(self, id=adapted_name(self.id, adapter), aliases=(), used=active([adapter]))
 
 
 def local(
@@ -74,10 +93,12 @@ def local(
     aliases: Sequence[str],
     defaults: ModelDefaults,
     pooling: EmbeddingPooling | None,
+    adapters: Adapters,
 ) -> LocalModel:
     """Read a model's vocabulary. Raises ConfigError."""
     tokenizer = Tokenizer(path, defaults.chat_template, pooling)
-    return LocalModel(name, n_ctx_slot, tokenizer, aliases, defaults.over(tokenizer.recommended))
+    own = defaults.over(tokenizer.recommended)
+    return LocalModel(name, n_ctx_slot, tokenizer, aliases, own, adapters)
 
 
 Models = Mapping[str, KnownModel]

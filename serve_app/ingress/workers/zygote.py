@@ -26,6 +26,7 @@ from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
 from serve_app.ingress.workers import wire, worker
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.types import Adapters
 
 STACK_BYTES = 32 * 2**20
 """Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
@@ -47,6 +48,7 @@ class ModelFile:
     defaults: ModelDefaults = NO_DEFAULTS
     pooling: EmbeddingPooling | None = None
     """Instead of what the file says."""
+    adapters: Adapters = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,13 @@ def _models(start: Start) -> worker.Models | CorralError:
             importlib.import_module(module)
         return {
             one.id: worker.local(
-                one.id, one.n_ctx_slot, one.path, one.aliases, one.defaults, one.pooling
+                one.id,
+                one.n_ctx_slot,
+                one.path,
+                one.aliases,
+                one.defaults,
+                one.pooling,
+                one.adapters,
             )
             for one in start.models
         }

@@ -269,7 +269,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "functions",
         "'functions' is not supported, except as null or []",
     ),
-    ("/completion", {"prompt": "x", "lora": [{"id": 0, "scale": 1}]}, "lora", "not supported"),
+    ("/completion", {"prompt": "x", "lora": [{"id": 0, "scale": 1}]}, "lora", "this model has 0"),
     ("/v1/completions", {"prompt": "x", "n": 33}, "n", "less than or equal to 32"),
     ("/v1/completions", {"prompt": "x", "best_of": 1, "n": 2}, "best_of", "less than 'n'"),
     ("/v1/completions", {"prompt": ["x"] * 17, "n": 2}, "prompt", "More than 32 answers"),

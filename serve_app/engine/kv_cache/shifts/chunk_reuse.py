@@ -106,7 +106,7 @@ class ChunkReuse:
 
     def _plan(self, sequence: Sequence, slot: Slot, tokens: bytes) -> Reuse:
         """How much the slot can have of these tokens, but for the last one."""
-        if slot.group != sequence.request.cache_group:
+        if slot.group != sequence.request.content_group:
             return Reuse((), 0)
         cached, prompt = slot.packed(len(slot.idle_tokens)), tokens[:-TOKEN_BYTES]
         n_shared = common_prefix(cached, prompt) // TOKEN_BYTES

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, common_prefix
-from serve_app.types import SHARED_GROUP
+from serve_app.types import may_start_from
 
 MAX_PREFIXES = 32
 """Most prefixes that one engine gets from others at once."""
@@ -51,7 +51,7 @@ class HotPrefix:
 
 def n_shared(wanted: Prefix, held: Prefix) -> int:
     """Bytes of the first tokens that a prompt which begins with `wanted` finds in `held`."""
-    if held.group not in (wanted.group, SHARED_GROUP):
+    if not may_start_from(wanted.group, held.group):
         return 0
     n = common_prefix(wanted.tokens, held.tokens)
     return n - n % TOKEN_BYTES

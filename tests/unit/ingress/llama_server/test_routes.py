@@ -284,7 +284,7 @@ async def test_infill_with_other_files(client: httpx.AsyncClient, engine: Script
         ("/completion", {"prompt": [[]]}, "prompt", "empty"),
         ("/completion", {"prompt": [300]}, "prompt", "below 257"),
         ("/completion", {"prompt": "x", "logit_bias": [[300, 1]]}, "logit_bias", "below 257"),
-        ("/completion", {"prompt": "x", "lora": [{"id": 0}]}, "lora", "'lora' is not supported"),
+        ("/completion", {"prompt": "x", "lora": [{"id": 0}]}, "lora", "There is no LoRA adapter 0"),
         ("/infill", {"input_prefix": "a"}, "input_suffix", "Field required"),
         ("/tokenize", {}, "content", "Field required"),
         ("/tokenize", {"content": "a" * (3 * 2**18 + 1)}, "content", "at most 786432"),

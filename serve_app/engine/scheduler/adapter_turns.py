@@ -1,0 +1,76 @@
+"""Whose turn it is among sequences with different adapters. Pure: no model, no threads, no clock.
+
+llama.cpp applies adapters to a whole batch. So a step is for those sequences that have the same ones, and
+steps take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from serve_app.engine.sequence import Sequence
+from serve_app.types import Adapters
+
+# The part of a turn that a switch may take: turns of several steps, if one step is shorter than that.
+_SWITCH_SHARE = 0.05
+# How fast the price follows what switches take.
+_LEARNING = 0.2
+
+
+class AdapterTurns:
+    """Chooses the adapters of each step: those whose turn it is have one step, or as many as make the price
+    of the switch small, and then those go on that have waited longest for a step."""
+
+    def __init__(self, max_stall_s: float | None) -> None:
+        self._max_stall_s = max_stall_s
+        self._served_at: dict[Adapters, float] = {}
+        """When the last step of those that run began."""
+        self._current: Adapters = ()
+        self._since = 0.0
+        """When their turn began."""
+        self.switch_s = 0.0
+        """What a batch takes longer than others if the one before had other adapters."""
+        self.n_switches = 0
+
+    def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
+        """Those of one turn: all, if all have the same adapters. `now` is on the clock of
+        `Trace.submitted`."""
+        sets: dict[Adapters, list[Sequence]] = {}
+        for sequence in sequences:
+            sets.setdefault(sequence.request.adapters, []).append(sequence)
+        self._served_at = {one: at for one, at in self._served_at.items() if one in sets}
+        if not sets:
+            return []
+        chosen = self._current
+        if chosen not in sets or now - self._since >= self._turn_s(len(sets)):
+            chosen = min(sets, key=lambda one: self._waits_since(one, sets[one]))
+            self._since = now
+        self._current = chosen
+        self._served_at[chosen] = now
+        return sets[chosen]
+
+    def _turn_s(self, n_sets: int) -> float:
+        """All others together wait no longer than a stream may, as far as the price allows it."""
+        if n_sets == 1:
+            return float("inf")
+        turn_s = self.switch_s / _SWITCH_SHARE
+        if self._max_stall_s is not None:
+            turn_s = min(turn_s, self._max_stall_s / (n_sets - 1))
+        return turn_s
+
+    def _waits_since(self, adapters: Adapters, sequences: list[Sequence]) -> float:
+        """Since its last step, or since the first of them came."""
+        came = min(one.trace.submitted for one in sequences)
+        return self._served_at.get(adapters, came)
+
+    def price_s(self, before: Adapters) -> float:
+        """What the step that was chosen last costs besides, if the one before had those."""
+        return self.switch_s if before != self._current else 0.0
+
+    def switched(self, seconds: float, expected_s: float) -> None:
+        """A batch with other adapters than the one before took so long; without that, it was forecast to
+        take so long."""
+        self.n_switches += 1
+        extra_s = max(0.0, seconds - expected_s)
+        first = self.n_switches == 1
+        self.switch_s += (1.0 if first else _LEARNING) * (extra_s - self.switch_s)
