@@ -313,7 +313,8 @@ class Runs:
         """Keep a response that is complete. Waits a moment at most, and raises nothing: its client has an
         answer anyway."""
         run = self._putting[recipe.id] = Run(recipe, owner, entries)
-        await asyncio.wait([self._aside(self._keep(run))], timeout=PUT_S)
+        run.task = self._aside(self._keep(run))
+        await asyncio.wait([run.task], timeout=PUT_S)
 
     def prepare(self) -> None:
         """A response will be kept soon."""
@@ -384,7 +385,10 @@ class Runs:
 
     async def delete(self, response_id: str, key: str | None) -> None:
         """Forget a response; its making ends. Raises ResponseNotFoundError."""
-        run = self._own(response_id, key, only_made=True)
+        run = self._own(response_id, key)
+        if run is not None and response_id in self._putting:
+            await asyncio.wait([run.task])  # else it would be kept after this
+            run = None
         try:
             was_kept = await self._store.delete(response_id, key)
         except ConnectionError:

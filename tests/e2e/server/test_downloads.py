@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from loadtests.common.servers import START_TIMEOUT_S
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
@@ -21,6 +22,7 @@ from tests.integration.store.sharded import split
 SHAPE = replace(SHAPES["tiny"], n_layer=12, n_embd=512, n_ff=2048)
 
 
+@pytest.mark.long
 def test_a_server_downloads_its_model_once(
     start: Callable[[list[dict[str, Any]]], Corral], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from loadtests.tune import quantise
 from loadtests.tune.__main__ import main
 
 
+@pytest.mark.long
 def test_formats_are_made_read_and_served(
     tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

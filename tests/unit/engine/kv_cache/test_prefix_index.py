@@ -291,7 +291,7 @@ HAPPENS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_whatever_happens_all_is_as_if_everything_were_compared(data: st.DataObject) -> None:
     workload = Workload(data)

@@ -163,6 +163,28 @@ async def test_a_response_is_found_again_by_any_ingress(
         Response.model_validate(found)
 
 
+async def test_what_is_still_on_its_way_to_the_store_can_be_deleted(
+    first: Ingress, shared: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "PUT_S", 0.0)
+    answered, put = asyncio.Event(), shared.put
+
+    async def waits(*news: Any) -> None:
+        await answered.wait()
+        await put(*news)
+
+    monkeypatch.setattr(shared, "put", waits)
+    body = await posted(first)
+    assert (await got(first, body["id"])).status_code == 200
+    async with first.client() as client:
+        deleting = asyncio.create_task(client.delete(f"/v1/responses/{body['id']}"))
+        await asyncio.sleep(0)
+        answered.set()
+        assert (await deleting).status_code == 200
+    assert (await got(first, body["id"])).status_code == 404
+    assert len(shared) == 0
+
+
 async def test_store_false_keeps_nothing(first: Ingress, shared: Store) -> None:
     body = await posted(first, store=False)
     assert (body["store"], len(shared)) == (False, 0)
