@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST_STEPS = 2000
+MOST_STEPS = 500
 """Of a compiled expression: what its repetitions multiply counts."""
 _LINE_ENDS = "\n\r\u2028\u2029"
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
@@ -139,8 +139,10 @@ class Search:
         for char in text:
             self._take(char)
         found = self._found
+        passed = set[int]()
         for thread in [*self._threads, _Thread(0, self._n_chars)]:
-            ended = next(self._closure(thread, at_end=True, only_match=True), None)
+            closure = self._closure(thread, passed, at_end=True, only_match=True)
+            ended = next(closure, None)
             if ended is not None:
                 found = ended if found is None or ended.start <= found.start else found
                 break
@@ -150,9 +152,10 @@ class Search:
 
     def _take(self, char: str) -> None:
         reached: list[_Thread] = []
-        seen: set[int] = set()
+        passed, seen = set[int](), set[int]()
         own = [] if self._found else [_Thread(0, self._n_chars)]
-        waiting = [one for thread in [*self._threads, *own] for one in self._closure(thread)]
+        threads = [*self._threads, *own]
+        waiting = [one for thread in threads for one in self._closure(thread, passed)]
         for thread in waiting:
             step = self._steps[thread.step]
             if step.kind == "match":
@@ -165,15 +168,22 @@ class Search:
         self._n_chars += 1
 
     def _closure(
-        self, thread: _Thread, *, at_end: bool = False, only_match: bool = False
+        self,
+        thread: _Thread,
+        passed: set[int],
+        *,
+        at_end: bool = False,
+        only_match: bool = False,
     ) -> Iterator[_Thread]:
-        """Where it gets without a character: at characters, or at the end of the expression."""
-        stack, seen = [thread], set[int]()
+        """Where it gets without a character: at characters, or at the end of the expression. Not through
+        steps that it, or a thread before it, has `passed`: those are more wanted, and a character so takes
+        no more time than the expression has steps."""
+        stack = [thread]
         while stack:
             one = stack.pop()
-            if one.step in seen:
+            if one.step in passed:
                 continue
-            seen.add(one.step)
+            passed.add(one.step)
             step = self._steps[one.step]
             if step.kind == "match" or (step.kind == "char" and not only_match):
                 yield one

@@ -155,6 +155,11 @@ def caddy(folder: Path, upstream: int, plain: int, tls: int) -> list[str | Path]
     return [*command, "run", *options]
 
 
+BODY_BYTES = {nginx: 2_000_000, caddy: 1000}
+"""nginx's own limit is a megabyte. Caddy has none, and may cut an answer that begins in the moment in which a
+large body ends, as this upstream's does: Go's transport is not done with writing then."""
+
+
 @pytest.mark.parametrize("proxy", [nginx, caddy])
 def test_a_stream_passes_as_it_comes(
     proxy: Callable[[Path, int, int, int], list[str | Path]], tmp_path: Path, upstream: Upstream
@@ -169,7 +174,7 @@ def test_a_stream_passes_as_it_comes(
         client.stream(
             "POST",
             url.replace("llm.example", "127.0.0.1"),
-            content=b"x" * 2_000_000,
+            content=b"x" * BODY_BYTES[proxy],
             headers={"Host": f"llm.example:{tls}"},
             extensions={"sni_hostname": "llm.example"},
         ) as answer,
