@@ -155,9 +155,9 @@ def caddy(folder: Path, upstream: int, plain: int, tls: int) -> list[str | Path]
     return [*command, "run", *options]
 
 
-BODY_BYTES = {nginx: 2_000_000, caddy: 1000}
-"""nginx's own limit is a megabyte. Caddy has none, and may cut an answer that begins in the moment in which a
-large body ends, as this upstream's does: Go's transport is not done with writing then."""
+BODY_BYTES: dict[object, int] = {nginx: 2_000_000, caddy: 1000}
+"""nginx's own limit is a megabyte. Caddy has none, and may cut an answer that begins in the moment in which
+a large body ends, as this upstream's does: Go's transport is not done with writing then."""
 
 
 @pytest.mark.parametrize("proxy", [nginx, caddy])
