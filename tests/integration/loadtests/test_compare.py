@@ -17,6 +17,8 @@ from loadtests.compare import __main__, llama_server, sides
 from loadtests.compare.requests import MAX_TOKENS, WORKLOADS, read_words, request
 from serve_app.demo_model import BUILTIN_MODEL
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from loadtests.engine.__main__ import main
 from loadtests.engine.modes import BARE, ModeProcess
 from serve_app.engine import EngineOptions
 
+pytestmark = pytest.mark.long
+
 PROMPT_TOKENS, MAX_TOKENS = 20, 24
 MODES = ["separate", "round-robin", "bare", "batched"]
 
