@@ -1,13 +1,15 @@
 """Measures how well the cost model forecasts batches, at all depths, and while the machine gets slower.
 
     python -m loadtests.engine.forecast --model PATH [--depth 8192] [--batches 120] [--threads N]
-        [--slots 4] [--flash-attn auto|on|off] [--no-load]
+        [--slots 4] [--flash-attn auto|on|off] [--load]
 
 A profile is made as at an engine's start. Then batches of random sizes are run at random depths: one token
 of each of some sequences, or a chunk of one prompt. Each is forecast, timed and learnt from, as in engines;
-the same one right after it shows how far the machine differs from itself. Then a process for each core
-computes besides, which takes about half of the machine, and as many batches follow. Depths are restored and
-not computed: sequences attend to the same cells of a unified cache.
+the same one right after it shows how far the machine differs from itself. Then as many batches follow with
+half of the threads, which nobody tells the cost model: a machine whose speed halves from one batch to the next.
+With --load, as many again follow while a process for each core computes besides, which takes about half of the
+machine and makes it uneven. Depths are restored and not computed: sequences attend to the same cells of a
+unified cache.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
+from serve_app.llama.threads import Threads
 
 _SWITCH = {"auto": None, "on": True, "off": False}
 _BANDS = (0, 1024, 2048, 4096, 8192)
@@ -102,6 +105,10 @@ class Machine:
             self._context.copy(0, seq_id)
         self._begin = _STATE if n_times else 0
         return n_times * _STATE
+
+    def use_threads(self, n: int) -> None:
+        """From now on."""
+        self._context.use_threads(Threads.alike(n, None))
 
     def decode(self, n: int) -> float:
         """Seconds of a token of each of `n` sequences."""
@@ -195,9 +202,13 @@ def measure(settings: argparse.Namespace) -> None:
     machine = Machine(settings.model, settings.slots, settings.depth, settings.threads, flash_attn)
     header = ("batches", "n", "error p50", "p95", "noise p50", "p95", "took / first forecast")
     print(table(header, by_depth(list(run(machine, costs, settings, SEED)))), flush=True)
-    if not settings.no_load:
+    learned = copy.deepcopy(costs)
+    machine.use_threads(max(1, settings.threads // 2))
+    print(table(header, by_step(list(run(machine, costs, settings, SEED + 1)))), flush=True)
+    if settings.load:
+        machine.use_threads(settings.threads)
         with busy(usable_cores()):
-            print(table(header, by_step(list(run(machine, costs, settings, SEED + 1)))))
+            print(table(header, by_step(list(run(machine, learned, settings, SEED + 1)))))
 
 
 def main() -> None:
@@ -212,7 +223,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--flash-attn", choices=_SWITCH, default="auto")
-    parser.add_argument("--no-load", action="store_true")
+    parser.add_argument("--load", action="store_true")
     measure(parser.parse_args())
 
 

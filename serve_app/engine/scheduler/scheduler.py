@@ -26,6 +26,8 @@ MAX_DRAFTED_ROWS = 16
 MAX_SCORED_ROWS = 32
 # What speculation must promise to be tried.
 _LEAST_GAIN = 0.05
+# Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
+_ENOUGH_ROWS = 128
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
 
@@ -312,7 +314,7 @@ class Scheduler:
         turns: list[Turn] = []
         n_slots = Counter(one.request.account for one in self._served)
         n_most = len(self._served)
-        for sequence in self._most_urgent_first(prompts, n_slots, now):
+        for sequence in _in_fair_parts(self._most_urgent_first(prompts, n_slots, now), n_slots):
             if n_slots[sequence.request.account] > n_most:
                 continue
             to_stop = min(sequence.n_pending, sequence.n_to_stop)
@@ -366,6 +368,19 @@ class Scheduler:
             return waited_s / (needs_s or sequence.n_pending) / n_slots[sequence.request.account]
 
         return sorted(prompts, key=urgency, reverse=True)
+
+
+def _in_fair_parts(prompts: list[Sequence], n_slots: Mapping[str, int]) -> list[Sequence]:
+    """Those that may get on in one step. Beside other clients, one that has several prompts makes the step
+    hardly longer than one of them would: its next one joins only behind short ones."""
+    if len(n_slots) == 1:
+        return prompts
+    n_rows, parts = Counter[str](), []
+    for one in prompts:
+        if n_rows[one.request.account] < _ENOUGH_ROWS:
+            parts.append(one)
+        n_rows[one.request.account] += one.n_pending
+    return parts
 
 
 def _has_gaps(turns: list[Turn]) -> bool:

@@ -139,6 +139,19 @@ def test_clients_with_as_many_slots_share_a_step() -> None:
     assert served(made.schedule(NOW)) == [(0, 12), (1, 4)]
 
 
+def test_beside_others_a_clients_prompts_go_one_after_the_other() -> None:
+    """Short ones go together; without others, all do."""
+    long = [running(slot_id, 200, client="many") for slot_id in range(2)]
+    short = [running(slot_id, 60, client="many") for slot_id in (2, 3, 4)]
+    other = running(5, 200, waited_s=1.0, client="one")
+    assert served(scheduler(900, *long, other).schedule(NOW)) == [(0, 200), (5, 200)]
+    assert served(scheduler(900, *short, other).schedule(NOW)) == [
+        *((slot_id, 60) for slot_id in (2, 3, 4)),
+        (5, 200),
+    ]
+    assert served(scheduler(900, *long).schedule(NOW)) == [(0, 200), (1, 200)]
+
+
 def test_slots_of_one_client_share_what_it_may_hurry() -> None:
     """Each has waited for half as long again by what it needs, but there are two of them."""
     two = [running(slot_id, 20, waited_s=6.0, client="two") for slot_id in range(2)]
