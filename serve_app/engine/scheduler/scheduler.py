@@ -28,6 +28,8 @@ MAX_SCORED_ROWS = 32
 _LEAST_GAIN = 0.05
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
+# Seconds of a prompt's pass in the background: what is lost when somebody comes and it is left.
+_LOST_S = 0.5
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
 
@@ -53,7 +55,7 @@ class Scheduler:
 
     What is in the background gets on while there is nothing else. Beside others, only its decoding
     sequences do, as many as cost these next to nothing; where all is in the background nobody waits between
-    two tokens, and a batch that takes long can be left (`leaves`): there is no bound then.
+    two tokens, and a batch that takes long can be left (`leaves`): prompts may take `_LOST_S` of it then.
 
     Sequences with different adapters take turns, by steps: see `AdapterTurns`.
 
@@ -308,8 +310,10 @@ class Scheduler:
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._max_stall_s is not None and bool(self._costs)
         hurries = bool(decoding) or self._has_news or self._others_stream
-        bounded = bounded and hurries and not self._in_background
+        bounded = bounded and (hurries or self._in_background)
         within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
+        if self._in_background:
+            within_s = decode_s + _LOST_S
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []
         n_slots = Counter(one.request.account for one in self._served)
