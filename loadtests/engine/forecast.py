@@ -8,8 +8,8 @@ of each of some sequences, or a chunk of one prompt. Each is forecast, timed and
 the same one right after it shows how far the machine differs from itself. Then as many batches follow
 with half of the threads, which nobody tells the cost model: a machine whose speed halves from one batch
 to the next. With --load, as many again follow while a process for each core computes besides, which takes
-about half of the machine and makes it uneven. Depths are restored and not computed: sequences attend to the same
-cells of a unified cache.
+about half of the machine and makes it uneven. Depths are restored and not computed: sequences attend to
+the same cells of a unified cache.
 """
 
 from __future__ import annotations
