@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -72,7 +73,11 @@ def build(args: dict[str, Any]) -> Application:
     try:
         app = schema.parse(args)
         _refuse_strangers(app.ingress)
-        models = resolve(app.models, downloads=app.downloads)
+        scales = app.ingress.batch.may_scale
+        models = [
+            replace(model, batches_may_scale=scales)
+            for model in resolve(app.models, downloads=app.downloads)
+        ]
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [

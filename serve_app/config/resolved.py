@@ -35,6 +35,8 @@ class ResolvedModel:
     num_cpus: float
     """What Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float
+    batches_may_scale: bool = False
+    """Whether autoscaling counts what is in the background."""
     adapters: tuple[AdapterConfig, ...] = ()
     """Of a repository, the commit, too."""
 

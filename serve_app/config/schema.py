@@ -335,6 +335,8 @@ class BatchConfig(_Section):
     max_concurrency: PositiveInt = 256
     """Lines of batches that one ingress replica asks the engines for at once; fewer, if these have fewer
     places."""
+    may_scale: bool = False
+    """Whether autoscaling adds replicas for lines that wait. Otherwise they take what is there."""
 
 
 class IngressConfig(_Section):

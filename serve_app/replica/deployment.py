@@ -94,6 +94,7 @@ class EngineReplica:
         self._engine.on_delivered(self._channels.flush)
         self._metrics = ReplicaMetrics(model.id)
         self._reporting = Reporting(self._engine, self._channels)
+        self._batches_may_scale = model.batches_may_scale
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
         for batching in batched:
             batching.set_max_batch_size(options.n_slots + options.max_waiting)
@@ -259,7 +260,8 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
-        return pressure(self._engine.stats(), self._engine.options.n_ctx)
+        engine, scales = self._engine, self._batches_may_scale
+        return pressure(engine.stats(), engine.options.n_ctx, with_background=scales)
 
     def check_health(self) -> None:
         """Serve asks every few seconds. Ends the process if the engine failed or hangs; the metrics follow

@@ -38,16 +38,22 @@ class Reporter:
         )
 
 
-def pressure(stats: EngineStats, n_ctx: int | None) -> dict[str, float]:
-    """What `serve_app.routing.autoscaling` goes by; `n_ctx` as in the engine's options."""
+def pressure(
+    stats: EngineStats, n_ctx: int | None, *, with_background: bool = False
+) -> dict[str, float]:
+    """What `serve_app.routing.autoscaling` goes by; `n_ctx` as in the engine's options. What is in the
+    background counts if it is to have replicas of its own."""
+    behind = with_background
+    n_live = stats.running + stats.waiting
+    n_behind = stats.background_running + stats.background_waiting
     n_cells = n_ctx or stats.n_slots * stats.n_ctx_slot
     load = Load(
-        backlog_s=stats.backlog_s,
-        slots=(stats.running + stats.waiting) / stats.n_slots,
+        backlog_s=stats.backlog_s + behind * stats.background_backlog_s,
+        slots=(n_live + behind * n_behind) / stats.n_slots,
         cells=sum(
             slot.n_past
             for slot in stats.slots
-            if slot.request_id is not None and not slot.background
+            if slot.request_id is not None and (behind or not slot.background)
         )
         / n_cells,
     )

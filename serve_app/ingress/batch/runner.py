@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -31,6 +31,8 @@ _BATCHES = 4
 _TRIES = 3
 """How often a line is asked for that the server fails to answer; while it is full, for ever."""
 _MOST_PAUSE_S = 5.0
+_RISE_S = 1.0
+"""So often is looked whether a line that waits behind everybody should not wait any longer."""
 
 
 class LeaseLostError(Exception):
@@ -118,30 +120,35 @@ class Runner:
                 await asyncio.shield(asyncio.to_thread(self.books.release, self._holder, batch.id))
             thread.shutdown(wait=False)
 
-    def caller(self, batch: Batch, request_id: str) -> Caller | None:
-        """Whose name a line is asked in; None if that key is gone."""
+    def caller(self, batch: Batch, request_id: str, *, rises: bool = False) -> Caller | None:
+        """Whose name a line is asked in; None if that key is gone. With `rises`, it waits for nobody."""
         accounts = self._accounts
         account = None if accounts is None else accounts.named(batch.owner)
         if accounts is not None and account is None:
             return None
-        return Caller(request_id, account, "batch", is_operator=False, background=True)
+        return Caller(request_id, account, "batch", is_operator=False, background=True, rises=rises)
 
-    async def answer(self, batch: Batch, line: Line) -> Answer:
-        """Ask for a line, until there is an answer."""
+    async def answer(self, batch: Batch, line: Line, rises: Callable[[], bool]) -> Answer:
+        """Ask for a line, until there is an answer. When the batch `rises`, the line is asked for again if
+        it still waits behind everybody."""
         tries = 0
         while True:
             await self._window.enter()
             refused = True
             try:
                 request_id = uuid.uuid4().hex
-                caller = self.caller(batch, request_id)
+                is_urgent = rises()
+                caller = self.caller(batch, request_id, rises=is_urgent)
                 if caller is None:
                     error = {"code": "invalid_api_key", "message": "The batch's API key is gone."}
                     return Answer(line.n, False, line_of(line.custom_id, None, error))
-                told = await ask(self._app, batch.endpoint, line.body, caller)
-                refused = told.status in (429, 503)
+                asking = ask(self._app, batch.endpoint, line.body, caller)
+                told = await (asking if is_urgent else _until(rises, asking))
+                refused = told is not None and told.status in (429, 503)
             finally:
                 await asyncio.shield(self._window.leave(refused=refused))
+            if told is None:
+                continue
             tries += told.status >= 500 and not refused
             if not refused and (told.status < 500 or tries >= _TRIES):
                 break
@@ -157,6 +164,19 @@ class Runner:
         if status is None:
             raise LeaseLostError
         return status
+
+
+async def _until(rises: Callable[[], bool], asking: Coroutine[Any, Any, Told]) -> Told | None:
+    """What was told; None if the batch rose before that."""
+    task = asyncio.create_task(asking)
+    try:
+        while not (await asyncio.wait([task], timeout=_RISE_S))[0]:
+            if rises():
+                return None
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def _response(told: Told, request_id: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from serve_app.ingress.batch.books import Batch, Books
+from serve_app.ingress.batch.pace import Pace
 from serve_app.ingress.batch.run import EXPIRED, Answer, Line, Run
 
 _RENEW_S, _LOOK_S, _COUNT_S = 2.0, 0.5, 1.0
@@ -25,8 +26,8 @@ class Asker(Protocol):
     books: Books
     most_lines: int
 
-    async def answer(self, batch: Batch, line: Line) -> Answer:
-        """Ask for a line, until there is an answer."""
+    async def answer(self, batch: Batch, line: Line, rises: Callable[[], bool]) -> Answer:
+        """Ask for a line, until there is an answer. `rises` says whether it is in a hurry."""
 
     async def renew(self, batch: Batch) -> str:
         """The status that the batch has now. Raises LeaseLostError."""
@@ -45,6 +46,7 @@ class Work:
         self._status = batch.status
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
         self._counted = 0.0
+        self._pace = Pace(time.time(), batch.deadline, 0)
 
     async def _do(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
@@ -100,6 +102,8 @@ class Work:
         """Ask for all lines that have no answer. What the batch ends as."""
         lines: asyncio.Queue[Line | None] = asyncio.Queue(_PAGE)
         n_askers = self._asker.most_lines
+        n_lines, *n_ended = await self._do(run.counts)
+        self._pace = Pace(time.time(), self._batch.deadline, n_lines - sum(n_ended))
         asking: asyncio.Future[Any] = asyncio.gather(
             self._feed(run, lines, n_askers), *(self._ask(lines) for _ in range(n_askers))
         )
@@ -140,7 +144,11 @@ class Work:
 
     async def _ask(self, lines: asyncio.Queue[Line | None]) -> None:
         while (line := await lines.get()) is not None:
-            self._answers.put_nowait(await self._asker.answer(self._batch, line))
+            self._answers.put_nowait(await self._asker.answer(self._batch, line, self._rises))
+            self._pace.answered(1)
+
+    def _rises(self) -> bool:
+        return self._pace.runs_out(time.time())
 
     async def _write(self, run: Run) -> None:
         """Until None comes."""

@@ -42,7 +42,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             slot_id=wanted.id_slot,
             return_progress=wanted.return_progress or wanted.timings_per_token,
             cache_group=caller.cache_group(wanted.cache_salt),
-            background=caller.background,
+            background=caller.yields,
             adapters=wanted.adapters,
         )
         for i, prompt in enumerate(wanted.prompts)

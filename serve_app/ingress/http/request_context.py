@@ -32,6 +32,8 @@ class Caller:
     """Whether it may do what operators do, and see what others do."""
     background: bool = False
     """Whether this is a line of a batch: what it uses is not held against the key's other requests."""
+    rises: bool = False
+    """Whether it is one whose time runs out: it takes part with all others, as one more client."""
     ignored: list[str] = field(default_factory=list)
     """Fields of its body that Corral does not have: see request_model."""
     _n_reserved: int = field(default=0, init=False)
@@ -40,8 +42,14 @@ class Caller:
     """Whether it has asked for work."""
 
     def client(self, user: str | None) -> str:
-        """Among whom slots are shared: API keys, or, without, users."""
-        return (user or "") if self.account is None else self.account.key.name
+        """Among whom slots are shared: API keys, or, without, users; and batches whose time runs out."""
+        name = (user or "") if self.account is None else self.account.key.name
+        return account(name, background=self.rises)
+
+    @property
+    def yields(self) -> bool:
+        """Whether all others go first."""
+        return self.background and not self.rises
 
     def cache_group(self, salt: str | None) -> str:
         """Among whom cached prefixes are shared: keys of one group, or, without keys, all; of them, those

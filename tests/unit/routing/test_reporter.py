@@ -103,3 +103,20 @@ def test_pressure_counts_only_the_cells_of_running_requests() -> None:
     stats = stats_with(n_slots=2, n_ctx_slot=64, running=1, waiting=0, backlog_s=0.0, slots=slots)
     assert pressure(stats, 32) == {"pressure": 30 / 32 / 0.9}
     assert pressure(stats, None) == {"pressure": 1 / 2 / 0.8}
+
+
+def test_what_is_in_the_background_makes_pressure_only_where_it_may_scale() -> None:
+    slots = (SlotStats(0, "decode", "a", 32, 20, 10, background=True),)
+    stats = stats_with(
+        n_slots=2,
+        n_ctx_slot=64,
+        slots=slots,
+        backlog_s=0.0,
+        running=0,
+        waiting=0,
+        background_running=1,
+        background_waiting=7,
+        background_backlog_s=60.0,
+    )
+    assert pressure(stats, 64) == {"pressure": 0.0}
+    assert pressure(stats, 64, with_background=True) == {"pressure": 60 / 10}

@@ -24,7 +24,7 @@ from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.types import Accepted, GenerationRequest, TokenDelta
+from serve_app.types import Accepted, GenerationRequest, TokenDelta, account
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 URL = "http://127.0.0.1"
@@ -65,7 +65,8 @@ class CountingEngine(ScriptedEngine):
         self.n_running += 1
         self.most_running = max(self.most_running, self.n_running)
         try:
-            await self.held.wait()
+            if request.background:
+                await self.held.wait()
             async for item in super().generate(request):
                 yield item
         finally:
@@ -244,6 +245,24 @@ async def test_cancelling_keeps_what_there_is(server: Server) -> None:
         assert server.engine.n_running == 0
         with pytest.raises(openai.BadRequestError):
             await client.batches.cancel(batch_id)
+
+
+async def test_lines_rise_before_their_window_runs_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others keep the engine busy, so that what yields gets nothing done."""
+    monkeypatch.setattr(runners, "_RISE_S", 0.05)
+    server.engine.held.clear()
+    async with server.process() as client:
+        batch_id = await begin(client, [line(f"q{i}") for i in range(30)], completion_window="8s")
+        batch = await ended(client, batch_id)
+        assert batch.status == "completed"
+        assert batch.request_counts.completed == 30
+    patient = [one for one in server.engine.seen if one.background]
+    risen = [one for one in server.engine.seen if not one.background]
+    assert {one.client for one in patient} == {""}
+    assert {one.client for one in risen} == {account("", background=True)}
+    assert len(risen) == 30
 
 
 async def test_a_window_that_runs_out(server: Server) -> None:
