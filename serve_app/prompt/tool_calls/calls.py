@@ -37,15 +37,16 @@ class CallPiece:
     """Of all pieces together, a JSON object as text, unless the answer is cut short or goes wrong."""
 
 
-def calls_of(*bodies: object, arguments: tuple[str, ...]) -> list[ToolCall]:
-    """The calls that JSON objects with a `name` stand for; none at all if one of them is no call. The
-    first of the keys `arguments` that an object has holds its arguments, if one does."""
+def calls_of(*bodies: object, arguments: tuple[str, ...], name: str = "name") -> list[ToolCall]:
+    """The calls that JSON objects stand for, with the function at the key `name`; none at all if one of
+    them is no call. The first of the keys `arguments` that an object has holds its arguments, if one
+    does."""
     found: list[ToolCall] = []
     for body in bodies:
         if not isinstance(body, dict):
             return []
         given: object = next((body[key] for key in arguments if key in body), {})
-        calls = call_of(body.get("name"), given)
+        calls = call_of(body.get(name), given)
         if not calls:
             return []
         found += calls

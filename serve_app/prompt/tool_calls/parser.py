@@ -42,6 +42,8 @@ class CallParser:
 
     opening: str
     """What every call begins with."""
+    name_key = "name"
+    """Where calls that are JSON objects have the function."""
     in_pieces = False
     """Whether calls are told in pieces. To be set before the first text."""
     splits_reasoning = True
@@ -212,7 +214,7 @@ class CallParser:
         body = yield from text.json()
         if needs_arguments and not (isinstance(body, dict) and not body.keys().isdisjoint(keys)):
             return ()
-        return calls_of(body, arguments=keys)
+        return calls_of(body, arguments=keys, name=self.name_key)
 
     def _json_call_in_pieces(
         self, text: TextReader, keys: tuple[str, ...], needs_arguments: bool
@@ -226,7 +228,7 @@ class CallParser:
             yield from text.run(BLANKS)
             yield from text.one_of(":")
             yield from text.run(BLANKS)
-            name = body.get("name")
+            name = body.get(self.name_key)
             is_object = (yield from text.peek()) == "{"
             if key in keys and not calls and isinstance(name, str) and is_object:
                 calls = yield from self._named_call(name, text)
@@ -242,7 +244,7 @@ class CallParser:
     ) -> Sequence[ToolCall]:
         """The call of an object whose name came last, or which has no arguments."""
         lacks = needs_arguments and body.keys().isdisjoint(keys)
-        calls = () if lacks else calls_of(body, arguments=keys)
+        calls = () if lacks else calls_of(body, arguments=keys, name=self.name_key)
         for call in calls:
             self._tell(self._whole(call))
             self._n_told += 1
@@ -252,7 +254,9 @@ class CallParser:
         """The calls of a JSON list of such objects, which comes next."""
         if not self.in_pieces:
             bodies = yield from text.json("[")
-            return calls_of(*bodies, arguments=keys) if isinstance(bodies, list) else ()
+            if not isinstance(bodies, list):
+                return ()
+            return calls_of(*bodies, arguments=keys, name=self.name_key)
         calls: list[ToolCall] = []
         yield from text.run(BLANKS)
         yield from text.one_of("[")

@@ -27,6 +27,8 @@ PROMPT = TOKENIZER.encode_chat([{"role": "user", "content": "Name three fruits."
 (IM_START,) = TOKENIZER.tokenize("<|im_start|>", False, True)
 (IM_END,) = TOKENIZER.tokenize("<|im_end|>", False, True)
 
+NOT_OF_CALLS = ("think", "THINK", "RESPONSE", "<|channel>", "<channel|>")
+
 PLACE = {
     "type": "object",
     "properties": {
@@ -58,8 +60,9 @@ def no_token(text: str) -> int | None:
 
 
 def delimiters_as_tokens(text: str) -> int | None:
-    """As if the calls' delimiters were control tokens, all the same: the other ones end a text."""
-    return None if "think" in text else IM_START
+    """As if the calls' delimiters were control tokens, all the same: the other ones end a text. What is
+    around reasoning and content are texts, or they could not be told from calls."""
+    return None if any(one in text for one in NOT_OF_CALLS) else IM_START
 
 
 def grammar_of(form: ToolFormat, *, forced: bool, parallel: bool) -> str:
@@ -122,7 +125,8 @@ def takes(grammar: str, text: str) -> tuple[bool, bool]:
 
 def with_tokens(form: ToolFormat, text: str) -> str:
     for delimiter in form.delimiters:
-        text = text.replace(delimiter, "<|im_start|>")
+        if delimiters_as_tokens(delimiter) is not None:
+            text = text.replace(delimiter, "<|im_start|>")
     return text
 
 

@@ -260,8 +260,40 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool�
             _DEEPSEEK.format('special_function<｜tool▁sep｜>{"arg1": 1}'),  # noqa: RUF001
             [CALLED],
         ),
+        (
+            "command-r",
+            "<|START_THINKING|>I'm\nthinking<|END_THINKING|><|START_RESPONSE|>Hello!<|END_RESPONSE|>",
+            [Reasoning("I'm\nthinking"), "Hello!"],
+        ),
+        (
+            "command-r",
+            "<|START_THINKING|>I'm\nthinking<|END_THINKING|><|START_ACTION|>[\n"
+            '    {"tool_call_id": "0", "tool_name": "special_function", "parameters": {"arg1": 1}}\n'
+            "]<|END_ACTION|>",
+            [Reasoning("I'm\nthinking"), CALLED],
+        ),
+        ("command-r", "<|START_ACTION|>[]<|END_ACTION|>", ["<|START_ACTION|>[]<|END_ACTION|>"]),
+        ("phi4", '<|tool_call|>{"name": "special_function", "arguments": {"arg1": 1}}<|/tool_call|>',
+         [CALLED]),
+        ("phi4", 'So:<|tool_call|>[{"name": "special_function", "arguments": {"arg1": 1}}]<|/tool_call|>',
+         ["So:", CALLED]),
+        ("phi4", "<|tool_call|>1<|/tool_call|>", ["<|tool_call|>1<|/tool_call|>"]),
+        (
+            "gemma",
+            "<|channel>thought\nI'm\nthinking<channel|>Hello!<|tool_call>call:special_function{arg1:1}"
+            "<tool_call|>",
+            [Reasoning("I'm\nthinking"), "Hello!", CALLED],
+        ),
+        (
+            "gemma",
+            '<|tool_call>call:f{a:<|"|>"{},<|"|>,b:[1.5,true,null,[]],'
+            'c:{<|"|>d e<|"|>:-2,f:{}}}<tool_call|>',
+            [ToolCall("f", '{"a": "\\"{},", "b": [1.5, true, null, []], "c": {"d e": -2, "f": {}}}')],
+        ),
+        ("gemma", "<|tool_call>call:f{a:b}<tool_call|>", ["<|tool_call>call:f{a:b}<tool_call|>"]),
+        ("gemma", f"<|tool_call>call:f{{a:{'[' * 40}", [f"<|tool_call>call:f{{a:{'[' * 40}"]),
     ],
-)
+)  # fmt: skip
 def test_true_outputs(name: str, text: str, expected: list[Any]) -> None:
     """As llama.cpp has them in `tests/test-chat.cpp`, and near misses."""
     for pieces in cuts(text):

@@ -1,6 +1,6 @@
 """What a batch gets beside people who chat, and what they lose by it.
 
-    python -m loadtests.load.behind_chats --model PATH [--users 2] [--think 3] [--seconds 40] [--rounds 3]
+    python -m loadtests.batch.behind_chats --model PATH [--users 2] [--think 3] [--seconds 40] [--rounds 3]
         [--slots 16] [--json FILE]
 
 Starts what `make serve` runs, with batches. Each round has three parts of that many seconds: a batch of
@@ -231,7 +231,7 @@ def rows(rounds: list[Round]) -> list[tuple[str, str, str, str]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        prog="python -m loadtests.load.behind_chats", description=__doc__
+        prog="python -m loadtests.batch.behind_chats", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)

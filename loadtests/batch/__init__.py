@@ -1,0 +1,1 @@
+"""Measures batches: what they get, and what they take from others."""
