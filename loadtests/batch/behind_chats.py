@@ -86,7 +86,7 @@ class Clients:
         """The only engine's statistics."""
         stats = self._http.get("/v1/stats").raise_for_status().json()
         (replica,) = stats["models"][0]["replicas"]
-        found: dict[str, Any] = replica
+        found: dict[str, Any] = replica["engine"]
         return found
 
     @contextmanager

@@ -95,8 +95,9 @@ def local(
     pooling: EmbeddingPooling | None,
     adapters: Adapters,
 ) -> LocalModel:
-    """Read a model's vocabulary. Raises ConfigError."""
+    """Read a model's vocabulary, once for all workers that are forked then. Raises ConfigError."""
     tokenizer = Tokenizer(path, defaults.chat_template, pooling)
+    tokenizer.warm_up()
     own = defaults.over(tokenizer.recommended)
     return LocalModel(name, n_ctx_slot, tokenizer, aliases, own, adapters)
 

@@ -8,8 +8,10 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import llama_cpp
 import pytest
 
+from serve_app.config.defaults import NO_DEFAULTS
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import (
     CorralError,
@@ -18,6 +20,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.workers import pool as pool_module
+from serve_app.ingress.workers import worker
 from serve_app.ingress.workers.pool import POLITE_BYTES, QUICK_BYTES, SMALL_BYTES, WorkerPool
 from serve_app.ingress.workers.processes import POLITENESS
 from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
@@ -45,6 +48,15 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_what_a_vocabulary_costs_once_is_paid_before_workers_are_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would pay it again, at its first text: a large vocabulary made that slow work."""
+    model = worker.local("demo", 2048, BUILTIN_MODEL, (), NO_DEFAULTS, None, ())
+    monkeypatch.delattr(llama_cpp, "llama_vocab_get_text")
+    assert model.tokenizer.least_tokens(1000) > 1
 
 
 async def test_work_is_done_in_another_process_which_is_used_again(pool: WorkerPool) -> None:
