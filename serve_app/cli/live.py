@@ -68,13 +68,14 @@ def statistics(view: Json) -> Table:
         "model",
         "busy",
         "waiting",
-        "tokens/s",
-        "prompt/s",
+        "tokens\nper s",
+        "prompt\nper s",
         "cached",
-        "TTFT p50/p95",
-        "gap p50/p95",
+        "TTFT\np50 / p95",
+        "gap\np50 / p95",
         "wait",
     )
+    table.collapse_padding = True  # 80 columns hold it so
     for _, one in _replicas(view):
         table.add_row(
             one["model"],
@@ -171,8 +172,12 @@ def _share(part: float | None) -> str:
 
 
 def _quantiles(found: list[float | None]) -> str:
-    """Median and p95, in the unit that reads best."""
-    return " / ".join("-" if ms is None else _duration(ms) for ms in found[:2])
+    """Median and p95, in the unit that reads best, which is said once if it is the same."""
+    texts = ["-" if ms is None else _duration(ms) for ms in found[:2]]
+    units = {text.partition(" ")[2] for text in texts}
+    if len(units) == 1:
+        texts[:-1] = [text.partition(" ")[0] for text in texts[:-1]]
+    return " / ".join(texts)
 
 
 def _duration(ms: float) -> str:

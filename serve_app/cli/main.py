@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
@@ -101,6 +102,8 @@ ApiKey = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's figures as JSON.")]
 _URL = "http://127.0.0.1:8000"
+_PIPE_WIDTH = 160
+"""Columns of tables that go to a file or another program, which cut nothing off."""
 
 
 def _version(wanted: bool) -> None:
@@ -387,7 +390,10 @@ def _client(url: str, api_key: str | None) -> Client:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console()
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH
+    return console
 
 
 def _fail(message: str) -> NoReturn:

@@ -122,7 +122,8 @@ def summary(
     """The lines that are said at the end. `models` is what `/v1/stats` tells of them; `trained` is how many
     tokens a model was trained for, if that is known."""
     lines = [f"Address   {served.address}/v1    {_who(served)}"]
-    if served.host in ("0.0.0.0", "::"):
+    is_open = served.key_file is not None or served.allow_anonymous
+    if served.host in ("0.0.0.0", "::") and is_open:
         lines.append(
             f"          http://{socket.gethostname()}:{served.port}/v1    from other machines"
         )
@@ -139,6 +140,8 @@ def _who(served: Served) -> str:
         return f"with an API key of {_short(served.key_file)}"
     if served.allow_anonymous:
         return "no key: everybody who reaches this address may use it"
+    if served.host in ("0.0.0.0", "::"):
+        return "this machine only; --api-key-file opens it to others"
     return "this machine only; --api-key-file with --host 0.0.0.0 opens it to others"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -67,6 +69,7 @@ def run(options: Options, config: Path | None, console: Console, *, verbose: boo
             config = folder / "serve_config.yaml"
             config.write_text(config_file.text(config_file.document(options)))
         content = read(config)
+        _check_address(content)
         with _signals(), Screen(console) as shown:
             _download(content, shown)
             return _Server(config, content, folder, shown, verbose=verbose).run()
@@ -100,6 +103,29 @@ def _signals() -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def _check_address(content: Json) -> None:
+    """Raises ConfigError if another program listens where the server would, before anything is started."""
+    http = content.get("http_options") or {}
+    host, port = str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"The address {host} is not this machine's: {error.strerror}.") from None
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"Another program listens on port {port} of {host}. Stop it, or choose another port "
+                    "with --port."
+                ) from None
+            raise ConfigError(
+                f"The server cannot listen on port {port} of {host}: {error.strerror}."
+            ) from None
 
 
 def _args(content: Json) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from serve_app import __version__
+from serve_app.cli import live, tools
 from serve_app.cli import serve as server
-from serve_app.cli import tools
 from serve_app.cli.config_file import Options
 from serve_app.cli.main import app
 from serve_app.config import schema
@@ -279,12 +281,22 @@ def test_ps_and_stats_are_tables_of_what_live_tells(told: Told) -> None:
     assert row.split() == ["m", "r1", "up", "2/8", "4,096", "4", "0-2,", "5", "01234567"]
     assert missing.split() == ["n", "1", "starting"]
     told.stream("/v1/live", view, later, {"replicas": {"r1": {"waiting": 4}}})
-    _, row, _ = output("stats", "--url", told.url).splitlines()
+    *_, row, _ = output("stats", "--url", told.url).splitlines()
     figures = "m 3/8 4 81.0 512 - 120 ms / 2.50 s 25 ms / - 1.2 s"
     assert row.split() == figures.split()
     shown = json.loads(output("stats", "--url", told.url, "--json"))
     assert shown["replicas"]["r1"]["waiting"] == 4
     assert "cores" not in shown["replicas"]["r1"]
+
+
+def test_figures_fit_a_terminal() -> None:
+    """Of a busy server, and with the built-in model's name."""
+    busy = replica(model="corral-demo", running=16, n_slots=16, ttft=[120.0, 250.0, 300.0, 10])
+    said = io.StringIO()
+    Console(file=said, width=80).print(live.statistics({"models": {}, "replicas": {"r1": busy}}))
+    lines = said.getvalue().splitlines()
+    assert "120 / 250 ms" in lines[2]
+    assert not any("…" in line for line in lines)
 
 
 def test_top_shows_slots_and_what_happened(told: Told) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from rich.console import Console
 
 from serve_app import progress
 from serve_app.cli import chat, screen, serve
+from serve_app.cli.config_file import Options
 from serve_app.cli.screen import Screen, Served
+from serve_app.errors import ConfigError
 from serve_app.progress import Stage
 
 
@@ -56,6 +59,26 @@ def test_the_summary_says_who_may_come_in(access: dict[str, Any], said: str) -> 
     assert first.startswith("Address   http://127.0.0.1:8000/v1")
     assert said in first
     assert second.endswith(":8000/v1    from other machines")
+
+
+def test_the_summary_names_no_address_for_others_where_there_are_no_keys() -> None:
+    lines = screen.summary(served(host="0.0.0.0"), [], lambda _: None)
+    assert lines[0].endswith("this machine only; --api-key-file opens it to others")
+    assert not any("from other machines" in line for line in lines)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config.write_text(f"http_options: {{host: 127.0.0.1, port: {port}}}\napplications: []\n")
+        with pytest.raises(ConfigError, match=f"Another program listens on port {port}"):
+            serve.run(Options(), config, Console(file=io.StringIO()), verbose=False)
+    config.write_text("http_options: {host: 192.0.2.77}\napplications: []\n")
+    with pytest.raises(ConfigError, match=r"cannot listen on port 8000 of 192\.0\.2\.77"):
+        serve.run(Options(), config, Console(file=io.StringIO()), verbose=False)
 
 
 def test_replicas_are_counted() -> None:
