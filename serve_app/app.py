@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -54,6 +55,15 @@ _BEYOND_PLACES = 2
 # Those in the background have places of their own, for each slot.
 _BACKGROUND_REQUESTS = 4
 _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
+_ON_DEMAND = {"policy_function": "serve_app.routing.on_demand:OnDemand"}
+# That policy has the delays itself: who gives way to others does so at once.
+_WHEN_ASKED_FOR = {
+    "min_replicas": 0,
+    "initial_replicas": 0,
+    "look_back_period_s": 2,
+    "downscale_delay_s": 0,
+    "downscale_to_zero_delay_s": 0,
+}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
 _ROUTER = {
@@ -75,13 +85,17 @@ def build(args: dict[str, Any]) -> Application:
         _refuse_strangers(app.ingress)
         scales = app.ingress.batch.may_scale
         models = [
-            replace(model, batches_may_scale=scales)
-            for model in resolve(app.models, downloads=app.downloads)
+            replace(model, batches_may_scale=scales, max_load_s=app.max_load_s)
+            for model in resolve(
+                app.models, downloads=app.downloads, max_loaded=app.max_loaded_models
+            )
         ]
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [
-        EngineReplica.options(**engine_options(configured, model)).bind(model)  # type: ignore[attr-defined]
+        EngineReplica.options(  # type: ignore[attr-defined]
+            **engine_options(configured, model, app.max_loaded_models)
+        ).bind(model)
         for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
@@ -163,16 +177,24 @@ def resolve(
     models: Sequence[ModelConfig],
     here: Machine | None = None,
     downloads: DownloadsConfig = NO_DOWNLOADS,
+    max_loaded: int = 1,
 ) -> list[ResolvedModel]:
     """Decide what the configuration leaves open, from what the model files begin with and from a machine,
-    by default this one: all models must fit on it. Raises ConfigError that names the model."""
+    by default this one: all models must fit on it, but of those that are loaded on demand, so many at
+    once. Raises ConfigError that names the model."""
     here = here or machine.read()
+    n_on_demand = sum(model.keep_alive is not None for model in models)
+    n_at_once = min(n_on_demand, max_loaded)
+    n_places = len(models) - n_on_demand + n_at_once
+    shares = plan.shares(here, n_places)
+    always, on_demand = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
     resolved = []
-    for model, share in zip(models, plan.shares(here, len(models)), strict=True):
+    for model in models:
+        share = next(always if model.keep_alive is None else on_demand)
         if _is_sized(model):
-            share = plan.undivided(here, len(models))
+            share = plan.undivided(here, n_places)
         try:
-            resolved.append(_resolve(model, share, here, len(models), downloads))
+            resolved.append(_resolve(model, share, here, n_places, downloads))
         except ConfigError as error:
             raise ConfigError(f"models ({model.id}): {error}") from None
     return resolved
@@ -325,8 +347,11 @@ def _looked_up(
         return model.source, None
 
 
-def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, Any]:
-    """Serve's options for one model's engine deployment."""
+def engine_options(
+    configured: ModelConfig, model: ResolvedModel, max_loaded: int = 1
+) -> dict[str, Any]:
+    """Serve's options for one model's engine deployment. Of those that are loaded on demand, there are so
+    many at once."""
     options = model.options
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
@@ -338,7 +363,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         "request_router_config": _ROUTER,
     }
     scaled = configured.deployment.autoscaling_config is not None
-    autoscaling = {
+    autoscaling: dict[str, Any] = {
         "min_replicas": 1 if scaled else model.n_replicas,
         "max_replicas": model.n_replicas,
         "target_ongoing_requests": options.n_slots,  # if the policy is Serve's own
@@ -346,6 +371,10 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         "look_back_period_s": 15,
         "upscale_delay_s": 10,
     }
+    if configured.keep_alive is not None:
+        settings = {"keep_alive_s": configured.keep_alive, "max_loaded": max_loaded}
+        policy = _ON_DEMAND | {"policy_kwargs": settings}
+        autoscaling |= _WHEN_ASKED_FOR | {"policy": policy}
     return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
 
 

@@ -23,6 +23,7 @@
     |       `-- NoRoomError       429 queue_full, with Retry-After
     |-- NotSupportedError         501 not_supported_error
     |-- EngineUnavailableError    503 engine_unavailable
+    |   |-- ModelLoadingError     503 engine_unavailable
     |   |-- ModelReplacedError    503 engine_unavailable
     |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
@@ -320,6 +321,18 @@ class EngineUnavailableError(CorralError):
     @property
     def retry_after_s(self) -> int:
         return 1
+
+
+class ModelLoadingError(EngineUnavailableError):
+    """The model is loaded on demand, and that takes longer than a request waits."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message, retry_after_s)
+
+    @property
+    def retry_after_s(self) -> int:
+        seconds: int = self.args[1]
+        return seconds
 
 
 class ModelReplacedError(EngineUnavailableError):

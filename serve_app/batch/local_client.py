@@ -45,6 +45,17 @@ class LocalClient:
         """See EngineClient."""
         return await asyncio.wrap_future(self._engine.embed(texts, client, background=background))
 
+    @property
+    def is_loaded(self) -> bool:
+        """See EngineClient."""
+        return True
+
+    async def load(self) -> None:
+        """See EngineClient."""
+
+    async def release(self) -> None:
+        """See EngineClient: this one stays."""
+
     async def replica_states(self) -> dict[str, int]:
         """See EngineClient."""
         return {"RUNNING": 1}

@@ -35,6 +35,8 @@ class ResolvedModel:
     num_cpus: float
     """What Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float
+    max_load_s: float = 120.0
+    """Longest time that a request waits for the model to be loaded."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     adapters: tuple[AdapterConfig, ...] = ()

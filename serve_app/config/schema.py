@@ -24,6 +24,7 @@ from pydantic import (
 from ray.serve.config import AutoscalingConfig
 
 from serve_app.config import validation
+from serve_app.config.durations import KeepAlive
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import takes_sampling
 from serve_app.ingress.http.addresses import is_loopback
@@ -311,9 +312,19 @@ class ModelConfig(_Section):
     """The engine in each replica, below."""
     deployment: DeploymentConfig = DeploymentConfig()
     """The engine's Serve deployment, below."""
+    keep_alive: KeepAlive | None = None
+    """Load the model when somebody asks for it, and unload it when nobody has for this long: seconds, or
+    a text such as `5m`. Others that are asked for may take its place before. Default: the model is always
+    loaded."""
     batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     """How long a replica collects arrivals, in seconds, so that they enter the engine together. Every
     request waits this long. ARCHITECTURE.md says what it costs and gains."""
+
+    @model_validator(mode="after")
+    def _one_way_to_load(self) -> ModelConfig:
+        if self.keep_alive is not None and self.deployment.num_replicas is not None:
+            raise ValueError("give keep_alive or deployment.num_replicas, not both")
+        return self
 
 
 class BatchConfig(_Section):
@@ -425,6 +436,12 @@ class AppConfig(_Section):
     """The HTTP side."""
     downloads: DownloadsConfig = DownloadsConfig()
     """Where each node keeps the models that it downloads."""
+    max_loaded_models: PositiveInt = 1
+    """Of the models with `keep_alive`, how many are loaded at once. They share the machine with those that
+    are always loaded."""
+    max_load_s: PositiveFloat = 120
+    """Longest time, in seconds, that a request waits for its model to be loaded. Then it is answered with
+    503 and `Retry-After`, while loading goes on."""
 
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -29,6 +30,7 @@ from serve_app.errors import (
     EngineClosedError,
     EngineFailedError,
     EngineUnavailableError,
+    ModelLoadingError,
     QueueFullError,
 )
 from serve_app.ingress.api import PREPARATIONS, build_api
@@ -47,7 +49,7 @@ from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast, fetching, reports
-from serve_app.routing.autoscaling import PRESSURE, IngressLoad
+from serve_app.routing.autoscaling import AWAITED, PRESSURE, IngressLoad
 from serve_app.store.models import vocabulary
 from serve_app.types import (
     Accepted,
@@ -79,10 +81,19 @@ class HandleClient:
     """One model's engines behind a Serve handle. Used in the ingress's event loop."""
 
     def __init__(
-        self, handle: DeploymentHandle[Any], vocabulary_key: bytes, listener: Listener
+        self,
+        handle: DeploymentHandle[Any],
+        vocabulary_key: bytes,
+        listener: Listener,
+        max_load_s: float,
     ) -> None:
         """`vocabulary_key` is of the vocabulary that its requests' tokens are of; the answers' come to the
-        listener."""
+        listener. A request waits for `max_load_s` at most for a model that is not loaded."""
+        self._max_load_s = max_load_s
+        self._load_s: float | None = None
+        """What loading took last."""
+        self._n_loading = 0
+        """How much waits for it."""
         self._handle = handle
         self._vocabulary_key = vocabulary_key
         self._listener = listener
@@ -101,7 +112,7 @@ class HandleClient:
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         address = await self._listener.address()
         async with aclosing(self._answer(request, address)) as items:
-            async with self._starting.entered(request.account):
+            async with self._loading(), self._starting.entered(request.account):
                 first = await anext(items)
             yield first
             async for item in items:
@@ -126,11 +137,51 @@ class HandleClient:
                     await asyncio.wait([following])
                     _leave(response)
 
+    @asynccontextmanager
+    async def _loading(self) -> AsyncIterator[None]:
+        """Bounds how long something waits for the model, if it is not loaded. Raises ModelLoadingError."""
+        if self.is_loaded:
+            yield
+            return
+        began = time.monotonic()
+        self._n_loading += 1
+        try:
+            async with asyncio.timeout(self._max_load_s):
+                yield
+        except TimeoutError:
+            likely_s = self._max_load_s if self._load_s is None else self._load_s
+            raise ModelLoadingError(
+                f"The model is not loaded after {self._max_load_s:g} seconds. Loading goes on.",
+                math.ceil(likely_s),
+            ) from None
+        finally:
+            self._n_loading -= 1
+        self._load_s = time.monotonic() - began
+
+    def awaited(self) -> dict[str, float]:
+        """How much waits for the model to be loaded, under a name for the autoscaler."""
+        return {f"{AWAITED}{self._handle.deployment_name}": float(self._n_loading)}
+
+    @property
+    def is_loaded(self) -> bool:
+        """See EngineClient."""
+        return bool(broadcast.running(self._handle))
+
+    async def load(self) -> None:
+        """See EngineClient."""
+        async with self._loading(), _translated():
+            await self._handle.is_there.remote()
+
+    async def release(self) -> None:
+        """See EngineClient."""
+        await broadcast.ask_all(self._handle, "release", timeout_s=_STATS_TIMEOUT_S)
+
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
     ) -> NDArray[np.float32]:
         """See EngineClient."""
-        return await retried(lambda: self._embed_once(texts, client, background))
+        async with self._loading():
+            return await retried(lambda: self._embed_once(texts, client, background))
 
     async def _embed_once(
         self, texts: tuple[tuple[int, ...], ...], client: str, background: bool
@@ -259,7 +310,10 @@ def _translate(error: Exception) -> CorralError:
 
 
 def _served(
-    model: ResolvedModel, path: Path, handle: DeploymentHandle[Any], listener: Listener
+    model: ResolvedModel,
+    path: Path,
+    handle: DeploymentHandle[Any],
+    listener: Listener,
 ) -> ServedModel:
     pooling = model.options.embedding_pooling
     tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
@@ -269,7 +323,7 @@ def _served(
         id=model.id,
         n_ctx_slot=model.options.n_ctx_slot,
         tokenizer=tokenizer,
-        engine=HandleClient(handle, tokenizer.vocabulary_key, listener),
+        engine=HandleClient(handle, tokenizer.vocabulary_key, listener, model.max_load_s),
         aliases=model.aliases,
         tags=model.tags,
         defaults=model.defaults.over(tokenizer.recommended),
@@ -360,4 +414,7 @@ class Ingress:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
         open_part = len(self._open) / self._open.limit
-        return {PRESSURE: IngressLoad(open_part, self._cpu.share()).pressure}
+        load = IngressLoad(open_part, self._cpu.share())
+        clients = (model.engine for model in self._models.values())
+        awaited = [one.awaited() for one in clients if isinstance(one, HandleClient)]
+        return {PRESSURE: load.pressure} | {name: n for one in awaited for name, n in one.items()}

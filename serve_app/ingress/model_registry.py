@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import ModelNotFoundError
-from serve_app.ingress.openai.protocol import ModelCard, ModelMeta
+from serve_app.ingress.openai.protocol import ModelCard, ModelMeta, ModelStatus
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
     Accepted,
@@ -51,6 +51,17 @@ class EngineClient(Protocol):
         """A vector, not normalised, for each text of a client, given as tokens; of a reranking model, one
         score each. For `background`, see GenerationRequest. Raises CorralError. Cancelling it ends the
         request."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether an engine runs, as far as is known here."""
+
+    async def load(self) -> None:
+        """Returns when an engine runs. Raises CorralError."""
+
+    async def release(self) -> None:
+        """An engine that is loaded on demand may go, if nobody uses it. Raises nothing because of a late
+        one."""
 
     async def stats(self) -> Answers[ReplicaStats]:
         """What each replica tells about itself. Raises nothing because of a late one."""
@@ -121,6 +132,7 @@ class ServedModel:
             ),
             created=self.created,
             n_ctx_slot=self.n_ctx_slot,
+            status=ModelStatus(value="loaded" if self.engine.is_loaded else "unloaded"),
         )
 
 

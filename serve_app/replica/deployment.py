@@ -42,7 +42,8 @@ from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
 from serve_app.replica.settling import settle_in
 from serve_app.routing import fetching
-from serve_app.routing.reporter import pressure
+from serve_app.routing.autoscaling import IDLE_S
+from serve_app.routing.reporter import Idleness, pressure
 from serve_app.store.models import locate
 from serve_app.types import (
     GenerationRequest,
@@ -95,6 +96,7 @@ class EngineReplica:
         self._metrics = ReplicaMetrics(model.id)
         self._reporting = Reporting(self._engine, self._channels)
         self._batches_may_scale = model.batches_may_scale
+        self._idleness = Idleness(time.monotonic())
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
         for batching in batched:
             batching.set_max_batch_size(options.n_slots + options.max_waiting)
@@ -258,10 +260,20 @@ class EngineReplica:
         with suppress(ChannelBrokenError):
             await self._reporting.attach(address)
 
+    async def is_there(self) -> None:
+        """Asked for by whoever wants the model to be loaded."""
+        self._idleness.wanted(time.monotonic())
+
+    async def release(self) -> None:
+        """Nobody wants this model any more, until somebody asks for it."""
+        self._idleness.release()
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
         engine, scales = self._engine, self._batches_may_scale
-        return pressure(engine.stats(), engine.options.n_ctx, with_background=scales)
+        stats = engine.stats()
+        load = pressure(stats, engine.options.n_ctx, with_background=scales)
+        return load | {IDLE_S: self._idleness.seconds(stats, time.monotonic())}
 
     def check_health(self) -> None:
         """Serve asks every few seconds. Ends the process if the engine failed or hangs; the metrics follow

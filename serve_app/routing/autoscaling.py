@@ -6,14 +6,16 @@ most replicas, the delays up and down, and that requests wake up a deployment wi
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-PRESSURE = "pressure"
-"""Under this name replicas report theirs."""
+PRESSURE, IDLE_S, AWAITED = "pressure", "idle_s", "awaited:"
+"""Under these names replicas report theirs, for how many seconds nobody has wanted them, and, before the
+name of a deployment, ingresses how many requests wait for it to be there."""
 # What an engine should have at most: seconds of work, busy slots, and cache cells that are in use.
 _BACKLOG_S = 10.0
 _SLOTS = 0.8
@@ -58,5 +60,13 @@ class IngressLoad:
 def by_pressure(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """Serve's autoscaling policy: as many replicas as the load of all would fill; no change while nobody
     has reported. There is nothing to remember."""
-    measured = (context.aggregated_metrics or {}).get(PRESSURE)
+    found = context.aggregated_metrics or {}
+    awaited = [name.removeprefix(AWAITED) for name in found if name.startswith(AWAITED)]
+    if awaited:
+        from serve_app.routing import residents
+
+        here = residents.APPLICATIONS.setdefault(context.app_name or "", residents.Residents())
+        waits = (name for name in awaited if sum(found[AWAITED + name].values()) > 0)
+        here.are_awaited(waits, time.monotonic())
+    measured = found.get(PRESSURE)
     return (sum(measured.values()) if measured else context.target_num_replicas), {}

@@ -38,6 +38,33 @@ class Reporter:
         )
 
 
+class Idleness:
+    """For how long nobody has wanted an engine, as far as looks at its statistics tell."""
+
+    def __init__(self, now: float) -> None:
+        self._n_ended, self._last = 0, now
+        self._is_released = False
+
+    def wanted(self, now: float) -> None:
+        """Somebody asks for it, if only to be there."""
+        self._last, self._is_released = now, False
+
+    def release(self) -> None:
+        """It is not wanted any more, whatever it did lately."""
+        self._is_released = True
+
+    def seconds(self, stats: EngineStats, now: float) -> float:
+        """Since a request ran, waited or ended, at the time of this look or of the one before it."""
+        n_ended = sum(stats.ended.values()) + stats.embedded_texts
+        n_live = stats.running + stats.waiting + stats.background_running + stats.background_waiting
+        if n_live or n_ended != self._n_ended:
+            self._n_ended, self._last, self._is_released = n_ended, now, False
+        return _FOR_EVER_S if self._is_released else now - self._last
+
+
+_FOR_EVER_S = 1e9
+
+
 def pressure(
     stats: EngineStats, n_ctx: int | None, *, with_background: bool = False
 ) -> dict[str, float]:

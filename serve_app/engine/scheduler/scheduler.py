@@ -29,7 +29,7 @@ _LEAST_GAIN = 0.05
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
 # Seconds of a prompt's pass in the background: what is lost when somebody comes and it is left.
-_LOST_S = 0.5
+_LOST_S = 0.25
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
 

@@ -21,6 +21,7 @@ from serve_app.ingress.llama_server.protocol import (
     LlamaCompletionRequest,
     LlamaParams,
     LoraAdapter,
+    ModelRequest,
     PropsRequest,
     SlotRequest,
     TokenizeRequest,
@@ -168,6 +169,11 @@ def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
     asked = parsed(SlotRequest, body) if body else SlotRequest()
     return find(models, asked.model).id, asked.filename
+
+
+def named_model(models: Models, body: bytes) -> str:
+    """POST /models/load and /models/unload: the model's id. Raises CorralError."""
+    return find(models, parsed(ModelRequest, body).model).id
 
 
 def properties(models: Models, body: bytes) -> None:

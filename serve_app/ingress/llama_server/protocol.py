@@ -232,6 +232,12 @@ class SlotRequest(RequestModel):
     model: str | None = None
 
 
+class ModelRequest(RequestModel):
+    """POST /models/load and /models/unload."""
+
+    model: str
+
+
 class PropsRequest(RequestModel):
     """POST /props: llama-server has none yet that can be changed."""
 

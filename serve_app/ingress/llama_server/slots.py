@@ -1,4 +1,4 @@
-"""llama-server's routes about slots and adapters.
+"""llama-server's routes about slots, adapters, and which models are loaded.
 
 Source: llama.cpp, tools/server/README.md.
 """
@@ -21,6 +21,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
     """Add the routes."""
     _add_slots(app, models, bodies)
     _add_adapters(app, models, bodies)
+    _add_loading(app, models, bodies)
 
 
 def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
@@ -120,3 +121,21 @@ def _content(slot: Mapping[str, Any]) -> dict[str, Any]:
         "n_past": slot["n_past"],
         "next_token": [{"n_remain": -1, "n_decoded": slot["n_generated"]}],
     }
+
+
+def _add_loading(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
+    @app.post("/models/load")
+    async def load_model(request: Request) -> dict[str, bool]:
+        """Load a model that has `keep_alive`, and answer when it is there. For operators."""
+        request_context.current().check_operator("What models are loaded")
+        model_id = await bodies.read(request, preparation.named_model)
+        await models[model_id].engine.load()
+        return {"success": True}
+
+    @app.post("/models/unload")
+    async def unload_model(request: Request) -> dict[str, bool]:
+        """Let a model that has `keep_alive` go as soon as nobody uses it. For operators."""
+        request_context.current().check_operator("What models are loaded")
+        model_id = await bodies.read(request, preparation.named_model)
+        await models[model_id].engine.release()
+        return {"success": True}

@@ -34,8 +34,10 @@ _ANSWERS_SHARE = 4
 class Load:
     """A request that asks for nothing but a model that is loaded, or not."""
 
+    model: str
+    """Its id."""
     name: str
-    """The model's, as it was asked."""
+    """As it was asked."""
     reason: Literal["load", "unload"]
 
 
@@ -106,7 +108,7 @@ def show(models: Models, body: bytes) -> str:
 
 
 def _load(model: KnownModel, asked: GenerationRequest) -> Load:
-    return Load(_name(model, asked), "unload" if asked.unloads else "load")
+    return Load(model.id, _name(model, asked), "unload" if asked.unloads else "load")
 
 
 def _name(model: KnownModel, asked: GenerationRequest) -> str:

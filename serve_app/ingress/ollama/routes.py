@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from serve_app.ingress.embeddings.routes import embed as compute
 from serve_app.ingress.generation import chat, generation
-from serve_app.ingress.http import sse
+from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.ollama import embeddings, model_routes, preparation, serving
 from serve_app.ingress.ollama.preparation import Load
@@ -50,6 +50,11 @@ async def _respond(
     models: Mapping[str, ServedModel], kind: Kind, asked: preparation.Asked | Load, began: float
 ) -> Response:
     if isinstance(asked, Load):
+        engine = find(models, asked.model).engine
+        if asked.reason == "load":
+            await engine.load()
+        elif request_context.current().is_operator:
+            await engine.release()
         return JSONResponse(serving.loaded(kind, asked.name, asked.reason))
     wanted = asked.chat.generation
     model = find(models, wanted.model)

@@ -532,6 +532,12 @@ class ModelMeta(BaseModel):
     """How most of them are stored, as `Q4_K - Medium`."""
 
 
+class ModelStatus(BaseModel):
+    """Whether a model is loaded, as llama-server's router tells it."""
+
+    value: Literal["loaded", "unloaded"]
+
+
 class ModelCard(BaseModel):
     """One entry of /v1/models."""
 
@@ -546,6 +552,7 @@ class ModelCard(BaseModel):
     owned_by: Literal["corral"] = "corral"
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one request may have."""
+    status: ModelStatus
 
 
 class ModelList(BaseModel):

@@ -193,6 +193,7 @@ class ScriptedEngine:
         self.left_early = False
         self.busy = False
         self.n_replicas = 1
+        self.is_loaded = True
         self.missing: tuple[str, ...] = ()
         """Replicas that do not answer."""
         self.fetching_replicas: tuple[FetchingReplica, ...] = ()
@@ -237,6 +238,12 @@ class ScriptedEngine:
         if self.vectors is not None:
             return self.vectors
         return np.array([[text[-1], len(text), 0] for text in texts], np.float32)
+
+    async def load(self) -> None:
+        self.is_loaded = True
+
+    async def release(self) -> None:
+        self.is_loaded = False
 
     async def replica_states(self) -> dict[str, int]:
         return {"RUNNING": self.n_replicas}

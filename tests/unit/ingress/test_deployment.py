@@ -20,6 +20,7 @@ from serve_app.errors import (
     DecodeError,
     EngineFailedError,
     EngineUnavailableError,
+    ModelLoadingError,
     QueueFullError,
 )
 from serve_app.ingress import deployment
@@ -75,6 +76,8 @@ class Handle:
     """Each call brings one token over a channel, but for those that are refused; then it ends in its own
     way: None comes after the end of its answer."""
 
+    app_name, deployment_name = "corral", "engine-handle"
+
     def __init__(self, *answers: object) -> None:
         self.calls = [Call(answer) for answer in answers]
         self._left = list(self.calls)
@@ -121,7 +124,7 @@ async def listener() -> AsyncIterator[Listener]:
 
 def client(handle: Handle, listener: Listener) -> HandleClient:
     handle.listener = listener
-    return HandleClient(handle, b"", listener)  # type: ignore[arg-type]
+    return HandleClient(handle, b"", listener, 60.0)  # type: ignore[arg-type]
 
 
 async def tokens(handle: Handle, listener: Listener) -> list[int]:
@@ -258,6 +261,8 @@ async def test_a_stream_goes_on_when_its_connection_breaks(listener: Listener) -
 class SilentHandle:
     """Its calls are never answered."""
 
+    app_name, deployment_name = "corral", "engine-silent"
+
     def __init__(self) -> None:
         self.generate = self
         self.clients: list[str] = []
@@ -269,7 +274,7 @@ class SilentHandle:
 
 async def test_a_burst_of_one_client_leaves_room_for_another(listener: Listener) -> None:
     handle = SilentHandle()
-    engines = HandleClient(handle, b"", listener)  # type: ignore[arg-type]
+    engines = HandleClient(handle, b"", listener, 60.0)  # type: ignore[arg-type]
 
     def asks(client: str) -> asyncio.Future[object]:
         asked = dataclasses.replace(REQUEST, client=client)
@@ -296,7 +301,7 @@ def asking(*answers: Any) -> tuple[HandleClient, replicas.Handle]:
     """A client of three replicas, and its handle."""
     handle = replicas.Handle(list(answers))
     note_running(handle.app_name, handle.deployment_name, ["r1", "r2", "r3"])
-    return HandleClient(handle, b"", Listener(HERE, "127.0.0.1")), handle  # type: ignore[arg-type]
+    return HandleClient(handle, b"", Listener(HERE, "127.0.0.1"), 60.0), handle  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -374,3 +379,15 @@ async def test_a_late_controller_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     finally:
         may_answer.set()
     assert await client.replica_states() == {}
+
+
+async def test_a_model_that_takes_too_long_to_load_is_told_of(listener: Listener) -> None:
+    handle = SilentHandle()
+    note_running(handle.app_name, handle.deployment_name, [])
+    engines = HandleClient(handle, b"", listener, 0.01)  # type: ignore[arg-type]
+    assert not engines.is_loaded
+    with pytest.raises(ModelLoadingError) as refused:
+        await anext(engines.generate(REQUEST))
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+    note_running(handle.app_name, handle.deployment_name, ["r1"])
+    assert engines.is_loaded

@@ -60,9 +60,9 @@ def test_beside_prompts_nothing() -> None:
     assert served(made.schedule(NOW)) == [(0, 100)]
 
 
-def test_alone_they_may_lose_half_a_second_where_a_pass_can_be_left() -> None:
+def test_alone_they_may_lose_a_quarter_of_a_second_where_a_pass_can_be_left() -> None:
     pair = behind(decoding(0)), behind(running(1, 300))
-    assert served(scheduler(DEAR, *pair).schedule(NOW)) == [(0, 1), (1, 80)]
+    assert served(scheduler(DEAR, *pair).schedule(NOW)) == [(0, 1), (1, 36)]
     bounded = scheduler(DEAR, *pair, leaves=False).schedule(NOW)
     ((_, _), (slot_id, n_rows)) = served(bounded)
     assert slot_id == 1
