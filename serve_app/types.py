@@ -33,7 +33,7 @@ class AdapterUse(NamedTuple):
     id: str
     """Its name among the model's adapters."""
     scale: float
-    """What its change of the weights is multiplied with."""
+    """The factor by which its change of the weights is multiplied."""
 
 
 Adapters = tuple[AdapterUse, ...]

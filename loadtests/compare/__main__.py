@@ -281,7 +281,7 @@ def _sides(text: str) -> tuple[str, ...]:
 def _engine(text: str) -> dict[str, Any]:
     found = json.loads(text)  # ValueError: argparse says so
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object.")
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object.")
     return found
 
 

@@ -34,7 +34,7 @@ def begin(folder: Path, about: Mapping[str, Any]) -> set[str]:
                 "delete this one."
             )
     elif any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty, and no output of this command.")
+        raise ConfigError(f"{folder} is not empty, and this command did not make it.")
     else:
         _put(book, text.encode())
     for half in folder.glob(".part-*"):

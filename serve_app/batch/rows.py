@@ -41,18 +41,18 @@ class Reading:
     def question(self, row: Any) -> Question:
         """What this row asks. Raises ValueError that says what is wrong with it."""
         if not isinstance(row, dict):
-            raise ValueError("The row is no JSON object.")
+            raise ValueError("The row is not a JSON object.")
         return self._of_request(row) if self.column is None else self._of_column(row, self.column)
 
     def _of_request(self, row: Mapping[str, Any]) -> Question:
         path, body = row.get("url"), row.get("body")
         if path not in ENDPOINTS or not isinstance(body, dict):
-            told = (
-                f"The row is no request: it needs a `body`, and a `url` of {', '.join(ENDPOINTS)}."
-            )
+            told = f"The row is not a request: it needs a `body`, and a `url` of {', '.join(ENDPOINTS)}."
             raise ValueError(f"{told} For a table, name its column.")
         if body.get("stream") or body.get("background"):
-            raise ValueError("Nobody reads a stream here: leave out `stream` and `background`.")
+            raise ValueError(
+                "A file's answers cannot be streamed: leave out `stream` and `background`."
+            )
         return Question(path, {**self.fields, **body})
 
     def _of_column(self, row: Mapping[str, Any], column: str) -> Question:

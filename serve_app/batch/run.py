@@ -45,7 +45,9 @@ def inputs(given: Path) -> dict[str, int]:
     found = [given] if given.is_file() else sorted(given.rglob("*") if given.is_dir() else [])
     files = [str(path.resolve()) for path in found if path.suffix in FORMATS]
     if not files:
-        raise ConfigError(f"{given} is no file, and no folder with files, of {', '.join(FORMATS)}.")
+        raise ConfigError(
+            f"{given} is neither a file nor a folder with files of {', '.join(FORMATS)}."
+        )
     return {path: number for number, path in enumerate(files)}
 
 

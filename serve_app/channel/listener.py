@@ -258,7 +258,7 @@ class _Connection(asyncio.Protocol):
                     self.end()
                     return
         except msgspec.MsgspecError:
-            logger.exception("An engine replica sent what is no frame")
+            logger.exception("An engine replica sent something that is not a frame")
             self.end()
         if not self._is_known and self._buffer.n_bytes > frames.MOST_HELLO_BYTES:
             self.end()

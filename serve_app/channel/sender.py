@@ -230,7 +230,7 @@ class Channels:
         try:
             connection.sendall(frames.frame(frames.Hello(address.secret, self._replica_id)))
             if connection.recv(len(frames.WELCOME)) != frames.WELCOME:
-                raise ConnectionRefusedError("The ingress does not believe this replica.")
+                raise ConnectionRefusedError("The ingress refused this replica's secret.")
         except BaseException:
             connection.close()
             raise

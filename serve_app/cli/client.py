@@ -83,7 +83,7 @@ class Client:
         except ValueError:
             raise ServerError(f"{self.url} answered with something that is not JSON.") from None
         if not isinstance(found, dict):
-            raise ServerError(f"{self.url} answered with JSON that is no object.")
+            raise ServerError(f"{self.url} answered with JSON that is not an object.")
         return found
 
 

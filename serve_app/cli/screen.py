@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,11 +116,9 @@ def local_name(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def summary(
-    served: Served, models: Sequence[Json], trained: Callable[[str], int | None]
-) -> list[str]:
+def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) -> list[str]:
     """The lines that are said at the end. `models` is what `/v1/stats` tells of them; `trained` is how many
-    tokens a model was trained for, if that is known."""
+    tokens each was trained for."""
     lines = [f"Address   {served.address}/v1    {_who(served)}"]
     is_open = served.key_file is not None or served.allow_anonymous
     if served.host in ("0.0.0.0", "::") and is_open:
@@ -145,7 +143,7 @@ def _who(served: Served) -> str:
     return "this machine only; --api-key-file with --host 0.0.0.0 opens it to others"
 
 
-def _model_lines(model: Json, trained: Callable[[str], int | None]) -> list[str]:
+def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
     replicas = model["replicas"]
     engine = replicas[0]["engine"]
     n_slots, n_ctx_slot = engine["n_slots"], engine["n_ctx_slot"]
@@ -154,7 +152,7 @@ def _model_lines(model: Json, trained: Callable[[str], int | None]) -> list[str]
     lines = [f"Model     {model['id']}: {sizes}", f"          {replicas[0]['placement']}"]
     if n_ctx_slot < LITTLE_CONTEXT:
         lines += [
-            f"          {line}" for line in _little(n_slots, n_ctx_slot, trained(model["id"]))
+            f"          {line}" for line in _little(n_slots, n_ctx_slot, trained.get(model["id"]))
         ]
     return lines
 

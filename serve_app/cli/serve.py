@@ -162,12 +162,6 @@ class _Server:
         self._verbose = verbose
         http: Mapping[str, Any] = content.get("http_options") or {}
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
-        self._sources = {
-            str(model.get("id")): model.get("source")
-            for model in _args(content).get("models") or ()
-            if isinstance(model, dict)
-        }
-        self._downloads = _args(content).get("downloads") or {}
         port = int(http.get("port") or 8000)
         host = str(http.get("host") or "127.0.0.1")
         key_file = ingress.get("api_key_file")
@@ -246,28 +240,21 @@ class _Server:
                 self._shown.say(f"{self._served.address} answers; models are still loading.")
                 self._shown.step("Waiting for the models")
             models = self._client.get("/v1/stats")["models"]
+            if not all(model["replicas"] for model in models):
+                return False
+            trained = self._trained()
         except ServerError:
-            return False
-        if not all(model["replicas"] for model in models):
             return False
         self._shown.clear()
         served = Served(**{**_fields(self._served), "ray_logs": self._known.ray_logs})
-        for line in screen.summary(served, models, self._trained):
+        for line in screen.summary(served, models, trained):
             self._shown.say(line)
         return True
 
-    def _trained(self, model_id: str) -> int | None:
-        """How many tokens a model was trained for; None if its file is not here."""
-        from serve_app.config.schema import DownloadsConfig, ModelSource
-        from serve_app.llama.model import Model
-        from serve_app.store.models import vocabulary
-
-        try:
-            source = ModelSource.model_validate(self._sources[model_id])
-            downloads = DownloadsConfig.model_validate(self._downloads)
-            return Model(vocabulary(source, downloads), vocab_only=True).n_ctx_train
-        except (ConfigError, KeyError, ValueError):
-            return None
+    def _trained(self) -> dict[str, int]:
+        """How many tokens each model was trained for. The server has its file open, so it is asked."""
+        models = self._client.get("/v1/models")["data"]
+        return {str(model["id"]): int(model["meta"]["n_ctx_train"]) for model in models}
 
     def _keep_log(self, lines: IO[bytes]) -> None:
         """What the server's processes print goes to a file that is begun anew when it is large."""

@@ -83,12 +83,12 @@ class DownloadsConfig(_Section):
     folder: Path | None = None
     """Default: `models` in this user's cache folder, `~/.cache/corral`."""
     max_gib: Annotated[float, Field(gt=0)] | None = None
-    """What all of them take at most, in GiB; the least recently used go first, and none that is in use.
-    Default: what the disk has room for."""
+    """The most that they take together, in GiB. At the limit, the least recently used one is deleted, but
+    none that is in use. Default: what the disk has room for."""
 
 
 class EngineConfig(_Section):
-    """One replica's engine. What is not set is decided from the model and the machine."""
+    """One replica's engine. Fields that are not set are decided from the model and the machine."""
 
     n_slots: PositiveInt | None = None
     """Sequences that run at once in a replica. Default: 4 for each core, 8 to 32, fewer if memory is
@@ -279,16 +279,16 @@ class AdapterConfig(_Section):
     """A LoRA adapter of a model, as a model name of its own: `MODEL:ADAPTER`."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-    """Its name, which stands behind the model's and a colon."""
+    """Its name. Clients write it after the model's name and a colon."""
     source: ModelSource
     """The adapter's GGUF file: every kind of source that a model has, but for `builtin`."""
     scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
-    """What its change of the weights is multiplied with."""
+    """The factor by which its change of the weights is multiplied."""
 
     @model_validator(mode="after")
     def _is_no_model(self) -> AdapterConfig:
         if self.source.builtin:
-            raise ValueError("source.builtin is a model, and no adapter")
+            raise ValueError("source.builtin is a model, not an adapter")
         return self
 
 
@@ -298,7 +298,7 @@ class ModelConfig(_Section):
     id: Annotated[str, Field(pattern=_MODEL_ID, max_length=128)]
     """The name that clients put into `model`. A request without `model` gets the first model."""
     aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
-    """Other names of the model that clients may send. `*` is every name that no model has. Default:
+    """Other names of the model that clients may send. `*` stands for every name that no model has. Default:
     none."""
     tags: list[Annotated[str, Field(min_length=1, max_length=128)]] = []
     """Labels that `/v1/models` shows. Default: none."""
@@ -307,7 +307,7 @@ class ModelConfig(_Section):
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
     defaults: DefaultsConfig = DefaultsConfig()
-    """What requests have where they say nothing, below."""
+    """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()
     """The engine in each replica, below."""
     deployment: DeploymentConfig = DeploymentConfig()
@@ -318,7 +318,7 @@ class ModelConfig(_Section):
     loaded."""
     batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     """How long a replica collects arrivals, in seconds, so that they enter the engine together. Every
-    request waits this long. ARCHITECTURE.md says what it costs and gains."""
+    request waits this long. docs/benchmarks.md says what it costs and gains."""
 
     @model_validator(mode="after")
     def _one_way_to_load(self) -> ModelConfig:
@@ -338,7 +338,7 @@ class BatchConfig(_Section):
     max_files: PositiveInt = 1000
     """Files that one API key may have; without keys, all together."""
     max_total_mib: PositiveInt = 4096
-    """What these may take together."""
+    """The most that these files may take together."""
     max_lines: PositiveInt = 200_000
     """Requests in one file."""
     max_batches: PositiveInt = 100

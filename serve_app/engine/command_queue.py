@@ -155,8 +155,8 @@ class CommandQueue:
         wait_s = 0.0 if request.background else forecast.wait_s(client, held, self._submitted)
         if wait_s > self._max_wait_s:
             return QueueFullError(
-                f"A slot would be free after {wait_s:.0f} seconds; {self._max_wait_s:.0f} are the most "
-                "that a request may wait.",
+                f"A slot would be free after {wait_s:.0f} seconds; a request may wait for "
+                f"{self._max_wait_s:.0f} at most.",
                 math.ceil(wait_s),
             )
         return None

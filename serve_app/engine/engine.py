@@ -163,8 +163,8 @@ class Engine:
         batch, now = self._loop.progress.batch, time.monotonic() if now is None else now
         if self._hang_watch.hangs(batch, now) and batch is not None:
             raise EngineFailedError(
-                f"The engine hangs: a batch that was to take {batch.forecast_s:.2f} s has been running for "
-                f"{now - batch.began:.0f} s."
+                f"The engine hangs: a batch with a forecast of {batch.forecast_s:.2f} s has been running "
+                f"for {now - batch.began:.0f} s."
             )
 
     def close(self, timeout_s: float = 30.0) -> None:

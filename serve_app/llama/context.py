@@ -71,7 +71,7 @@ class Adapter:
         if llama_cpp.llama_adapter_get_alora_n_invocation_tokens(found):
             raise ConfigError(
                 f"The adapter {self.path} is of a kind that begins in the middle of a prompt (aLoRA), "
-                "which Corral does not have."
+                "which Corral does not support."
             )
         self.pointer: Any = found
         """llama.cpp's, as ctypes has it."""

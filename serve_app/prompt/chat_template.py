@@ -98,7 +98,8 @@ class ChatTemplate:
         extra = extra or {}
         for name in sorted(self._reserved & extra.keys()):
             raise InvalidRequestError(
-                f"chat_template_kwargs: {name!r} is not yours to set.", "chat_template_kwargs"
+                f"chat_template_kwargs: {name!r} cannot be set by a request.",
+                "chat_template_kwargs",
             )
         messages = [self.tool_format.message(message) for message in messages]
         given = {
@@ -195,7 +196,7 @@ def _listed(value: object) -> list[object]:
     """What filters such as `map` make, as llama-server takes it."""
     if isinstance(value, Iterator):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _raise_exception(message: str) -> NoReturn:

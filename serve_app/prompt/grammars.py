@@ -108,7 +108,7 @@ def from_gbnf(text: str, param: str) -> str:
     try:
         lark = gbnf_to_lark(_bounded(text, param))
     except Exception as error:  # it raises nothing narrower
-        raise InvalidRequestError(f"{param}: no GBNF grammar: {error}", param) from error
+        raise InvalidRequestError(f"{param}: not a GBNF grammar: {error}", param) from error
     return _matched(LLMatcher.grammar_from_lark(lark), param)
 
 

@@ -43,7 +43,7 @@ class Reporting:
             try:
                 self.tell()
             except Exception:
-                logger.exception("Nobody could be told what this replica holds")
+                logger.exception("The routers could not be told what this replica holds")
 
     def tell(self) -> None:
         """Tell all of them what is new."""

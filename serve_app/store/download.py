@@ -162,7 +162,7 @@ class _Fetching:
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         if failures >= _MOST_FAILURES:
             raise UnreachableError(
-                f"{name} cannot be downloaded: {told}. What has come stays, for the next try."
+                f"{name} cannot be downloaded: {told}. The part that has arrived is kept for the next try."
             ) from error
         logger.warning("%s: the connection broke (%s); it goes on from there.", name, told)
         self._stop.wait(min(_LONGEST_PAUSE_S, 0.25 * 2**failures))
@@ -184,7 +184,7 @@ def _check(origin: Origin, file: RemoteFile, part: Path) -> None:
         found = hashlib.file_digest(whole, "sha256").hexdigest()
     if found != file.sha256:
         raise DamagedError(
-            f"{file.path} came damaged: its SHA-256 is {found}, and should be {file.sha256}. It was "
+            f"{file.path} arrived damaged: its SHA-256 is {found}, and should be {file.sha256}. It was "
             "deleted; the next try begins anew."
         )
 

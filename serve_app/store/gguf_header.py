@@ -78,7 +78,7 @@ def length(data: bytes) -> int:
     parser = _Parser(data)
     parser.skip(4)
     if data[:4] != b"GGUF":
-        raise ValueError("it is no GGUF file")
+        raise ValueError("it is not a GGUF file")
     if (version := parser.number("I")) not in _VERSIONS:
         raise ValueError(f"it is GGUF of the unknown version {version}")
     n_tensors, n_values = parser.number("Q"), parser.number("Q")

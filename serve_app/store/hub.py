@@ -135,7 +135,7 @@ def _listing(wanted: HubName, folder: Path) -> Listing:
         found = before or _in_library(wanted)
         if found is None:
             raise
-        logger.warning("%s It is taken as it was when it was last asked.", error)
+        logger.warning("%s What it answered last time is used.", error)
         return found
     for one in {path, path.with_name(f"{safe(wanted.repo)}@{listing['commit']}.json")}:
         keep(one, listing)

@@ -44,7 +44,7 @@ def parse(text: str) -> HubName:
     found = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
     if found is None or (found["early"] and found["late"]):
         raise ConfigError(
-            f"{text} is no name of a Hugging Face repository: OWNER/NAME, OWNER/NAME:QUANT or "
+            f"{text} is not the name of a Hugging Face repository: OWNER/NAME, OWNER/NAME:QUANT or "
             "OWNER/NAME:FILE.gguf, with @REVISION behind it for another than the newest."
         )
     choice = found["choice"]

@@ -52,7 +52,7 @@ def find(url: str, folder: Path) -> RemoteModel:
         found = kept(before)
         if found is None:
             raise
-        logger.warning("%s. It is taken as it was when it was last asked.", error)
+        logger.warning("%s. What it answered last time is used.", error)
         files = tuple(RemoteFile(**one) for one in found["files"])
     else:
         keep(before, {"files": [asdict(file) for file in files]})

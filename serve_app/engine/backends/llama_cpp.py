@@ -162,8 +162,8 @@ class LlamaBackend:
         choice, used = self._run_profilers(open_modes)
         if used < _ALONE:
             logger.warning(
-                "Something else computed meanwhile: %.0f%% of the time of these threads were left. It is "
-                "measured again at the next start.",
+                "Other programs computed during the measurement, which got %.0f%% of its threads' time. "
+                "The next start measures again.",
                 100 * used,
             )
         elif folder:

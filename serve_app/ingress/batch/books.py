@@ -207,7 +207,9 @@ class Books:
                 f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN {ENDED}", (owner,)
             ).fetchone()
             if n_live >= self.limits.max_batches:
-                raise RateLimitError(f"You have {n_live} batches, which are the most.", 60)
+                raise RateLimitError(
+                    f"You have {n_live} unfinished batches, which is the limit.", 60
+                )
             db.execute(
                 "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, status, "
                 "created, deadline, metadata, keep_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

@@ -28,7 +28,7 @@ class Form:
         if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
             raise InvalidRequestError("Send a form: Content-Type: multipart/form-data.")
         if not 0 < len(boundary) <= 200:
-            raise InvalidRequestError("The form's boundary has no length that it may have.")
+            raise InvalidRequestError("The form's boundary is missing or too long.")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         """Of the field `file`, which the sink has got; None as long as there was none."""

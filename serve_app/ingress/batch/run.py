@@ -240,7 +240,7 @@ def _check(line: bytes, endpoint: str) -> tuple[str, bytes] | LineError:
     except orjson.JSONDecodeError:
         return _wrong("invalid_json_line", "This line is not parseable as valid JSON.")
     if not isinstance(request, dict):
-        return _wrong("invalid_json_line", "The line is no JSON object.")
+        return _wrong("invalid_json_line", "The line is not a JSON object.")
     custom_id, body = request.get("custom_id"), request.get("body")
     if not isinstance(custom_id, str) or not custom_id or len(custom_id) > 512:
         told = "`custom_id` must be a text of 1 to 512 characters."

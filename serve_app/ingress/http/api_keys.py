@@ -152,7 +152,7 @@ class Account:
             missing = self._spent + wanted - key.tokens_per_minute
             if missing > 0:
                 raise RateLimitError(
-                    f"This API key may use {key.tokens_per_minute} tokens per minute, and has.",
+                    f"This API key may use {key.tokens_per_minute} tokens per minute, and has used them.",
                     math.ceil(60 * missing / key.tokens_per_minute),
                 )
         self.charge(n_prompt)
@@ -214,7 +214,7 @@ class Accounts:
         try:
             self._load()
         except ConfigError as error:
-            logger.error("%s. The keys of before stay valid.", error)
+            logger.error("%s. The previous keys stay valid.", error)
         else:
             logger.info("%s: %d API keys.", self._path, len(self._digests))
 

@@ -47,7 +47,7 @@ MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
 IN_BACKGROUND = "corral.background"
 """In the scope of a batch's line, which this process asks: its Caller. Clients cannot write there."""
 IGNORED = "x-corral-ignored"
-"""The header of answers that names the request's fields which Corral does not have."""
+"""The header of answers that names the request's fields which Corral does not support."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 64
 """So many are named, and so much of each name."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -63,7 +63,7 @@ def _too_deep() -> json.JSONDecodeError:
 
 
 def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:

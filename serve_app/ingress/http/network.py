@@ -82,8 +82,8 @@ class NetworkPolicy:
         if is_own or (origin is not None and is_allowed(origin, self.cors_origins)):
             return
         raise CrossSiteError(
-            f"A page of another site ({(origin or 'unknown')[:100]}) asks, and here are no API keys. "
-            "Add the site to ingress.cors_origins if its pages may."
+            f"A page of another site ({(origin or 'unknown')[:100]}) asks, and this server has no API "
+            "keys. Add the site to ingress.cors_origins if its pages may."
         )
 
 

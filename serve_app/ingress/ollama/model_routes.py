@@ -102,7 +102,7 @@ def _add_server(app: FastAPI) -> None:
 async def _refuse_to_change_models(request: Request) -> Response:
     """Whatever would change which models there are."""
     raise PermissionDeniedError(
-        "This server's models are those of its configuration: nobody may pull, create, copy, push or "
-        "delete any by requests. Add the model to `models` in the configuration file, and start or "
+        "This server's models are those of its configuration: requests cannot pull, create, copy, push "
+        "or delete any. Add the model to `models` in the configuration file, and start or "
         "deploy it again."
     )

@@ -79,7 +79,9 @@ class GenerationRequest(RequestModel):
     @classmethod
     def _check_duration(cls, value: object) -> object:
         if isinstance(value, str) and not _DURATION.fullmatch(value):
-            raise InvalidRequestError(f"keep_alive: {value[:100]!r} is no duration", "keep_alive")
+            raise InvalidRequestError(
+                f"keep_alive: {value[:100]!r} is not a duration", "keep_alive"
+            )
         return value
 
     @property

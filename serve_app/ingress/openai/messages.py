@@ -62,7 +62,7 @@ class FunctionCall(RequestModel):
             ) from error
         if not isinstance(arguments, dict):
             raise InvalidRequestError(
-                f"The arguments of the call of {self.name!r} are no JSON object.", "messages"
+                f"The arguments of the call of {self.name!r} are not a JSON object.", "messages"
             )
         return {"name": self.name, "arguments": arguments}
 

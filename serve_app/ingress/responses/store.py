@@ -290,7 +290,7 @@ class Store:
         orphans = [(i, one) for i, one in self._kept.items() if self._is_orphan(one)]
         for response_id, kept in orphans:
             if self._clock() - kept.progressed_at >= ABANDONED_S:
-                error = EngineFailedError("Nobody could go on with this response.")
+                error = EngineFailedError("No replica could continue this response.")
                 entries = log.packed([Entry(error, time.time())])
                 self._append(News(response_id, kept.turn, kept.n_entries, entries, 1, True))
         return [response_id for response_id, kept in orphans if not kept.has_ended]

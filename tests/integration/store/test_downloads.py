@@ -115,7 +115,7 @@ def test_a_hub_that_is_busy_is_asked_again(hub: Hub, downloads: DownloadsConfig)
 
 def test_damaged_content_is_refused_and_deleted(hub: Hub, downloads: DownloadsConfig) -> None:
     hub.lies = True
-    with pytest.raises(ConfigError, match=r"tiny-Q4_0.gguf came damaged: its SHA-256 is "):
+    with pytest.raises(ConfigError, match=r"tiny-Q4_0.gguf arrived damaged: its SHA-256 is "):
         locate(ONE, downloads, nowhere)
     assert downloads.folder is not None
     assert [*downloads.folder.glob("*/*.gguf*")] == []

@@ -58,7 +58,7 @@ def test_questions(reading: Reading, row: Any, path: str, body: dict[str, Any]) 
         (Reading(), {"url": "/v1/files", "body": {}}, "it needs a `body`"),
         (Reading(), {"url": CHAT, "body": {"stream": True}}, "leave out `stream`"),
         (Reading(column="text"), {"other": 1}, "no column text; it has other"),
-        (Reading(column="text"), [1], "no JSON object"),
+        (Reading(column="text"), [1], "not a JSON object"),
     ],
 )
 def test_rows_that_ask_nothing(reading: Reading, row: Any, said: str) -> None:

@@ -125,7 +125,7 @@ async def test_one_that_is_believed_and_sends_garbage_is_cut_off(
         with caplog.at_level(logging.ERROR, "corral.ingress"):
             connection.send(b"\1\0\0\0\xc1")
             await refused(connection)
-        assert "what is no frame" in caplog.text
+        assert "something that is not a frame" in caplog.text
         assert not listener._connections
 
 

@@ -225,7 +225,7 @@ def test_chat_converses(told: Told) -> None:
         (401, {"error": {"message": "No."}}, "No. (give a key: --api-key, or CORRAL_API_KEY)"),
         (503, {"error": {"message": "Not yet."}}, "Not yet. (HTTP 503)"),
         (500, {"error": "plain"}, "plain (HTTP 500)"),
-        (200, ["no object"], "answered with JSON that is no object"),
+        (200, ["no object"], "answered with JSON that is not an object"),
     ],
 )
 def test_what_a_server_refuses_is_said(

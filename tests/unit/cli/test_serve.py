@@ -39,7 +39,7 @@ def model(n_slots: int, n_ctx_slot: int, n_replicas: int = 1) -> dict[str, Any]:
 
 
 def test_the_summary_says_where_who_and_what() -> None:
-    lines = screen.summary(served(), [model(8, 4096)], lambda _: None)
+    lines = screen.summary(served(), [model(8, 4096)], {})
     assert lines[0].startswith("Address   http://127.0.0.1:8000/v1    this machine only")
     assert lines[1].startswith("Page      http://127.0.0.1:8000/ ")
     assert lines[2:4] == ["Model     m: 8 slots x 4,096 tokens, 4 threads", "          because"]
@@ -55,14 +55,14 @@ def test_the_summary_says_where_who_and_what() -> None:
     ],
 )
 def test_the_summary_says_who_may_come_in(access: dict[str, Any], said: str) -> None:
-    first, second, *_ = screen.summary(served(host="0.0.0.0", **access), [], lambda _: None)
+    first, second, *_ = screen.summary(served(host="0.0.0.0", **access), [], {})
     assert first.startswith("Address   http://127.0.0.1:8000/v1")
     assert said in first
     assert second.endswith(":8000/v1    from other machines")
 
 
 def test_the_summary_names_no_address_for_others_where_there_are_no_keys() -> None:
-    lines = screen.summary(served(host="0.0.0.0"), [], lambda _: None)
+    lines = screen.summary(served(host="0.0.0.0"), [], {})
     assert lines[0].endswith("this machine only; --api-key-file opens it to others")
     assert not any("from other machines" in line for line in lines)
 
@@ -82,7 +82,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path)
 
 
 def test_replicas_are_counted() -> None:
-    lines = screen.summary(served(), [model(8, 4096, 2)], lambda _: None)
+    lines = screen.summary(served(), [model(8, 4096, 2)], {})
     assert "Model     m: 2 replicas, each 8 slots x 4,096 tokens, 4 threads" in lines
 
 
@@ -100,7 +100,9 @@ def test_replicas_are_counted() -> None:
 def test_little_context_is_a_warning_with_a_way_out(
     n_slots: int, n_ctx_slot: int, trained: int | None, said: str
 ) -> None:
-    lines = screen.summary(served(), [model(n_slots, n_ctx_slot)], lambda _: trained)
+    lines = screen.summary(
+        served(), [model(n_slots, n_ctx_slot)], {} if trained is None else {"m": trained}
+    )
     assert any(said in line for line in lines), lines
     warned = any("Warning: " in line for line in lines)
     assert warned is (trained != n_ctx_slot)

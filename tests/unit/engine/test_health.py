@@ -100,7 +100,7 @@ def test_an_engine_that_hangs_is_not_healthy(work: str) -> None:
         for i in range(6):
             engine.check_health(began + PERIOD_S * i)
         engine.check_health(began + 59)
-        with pytest.raises(EngineFailedError, match=r"hangs: a batch that was to take 0\.\d\d s"):
+        with pytest.raises(EngineFailedError, match=r"hangs: a batch with a forecast of 0\.\d\d s"):
             engine.check_health(began + 69)
 
 

@@ -48,7 +48,7 @@ def test_a_hollow_file_tells_what_the_whole_one_does(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "ends within its metadata"),
-        (b"<!doctype html>" + b" " * 5000, "is no GGUF file"),
+        (b"<!doctype html>" + b" " * 5000, "is not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "of the unknown version 9"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60), "a length in it is impossible"),
         (b"GGUF" + struct.pack("<IQQQsI", 3, 0, 1, 1, b"a", 99), "of the unknown kind 99"),

@@ -40,7 +40,7 @@ def test_a_name_is_read(text: str, name: HubName) -> None:
 
 @pytest.mark.parametrize("text", ["qwen", "a/b/c", f"{REPO}@a:Q4_0@b", "a/b:", "a b/c", "/a/b"])
 def test_what_is_no_name_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a Hugging Face repository"):
+    with pytest.raises(ConfigError, match="is not the name of a Hugging Face repository"):
         names.parse(text)
 
 

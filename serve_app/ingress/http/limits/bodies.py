@@ -176,8 +176,8 @@ class BodyReader:
 
     def _too_slow(self) -> SlowRequestError:
         return SlowRequestError(
-            f"The body came too slowly: {PROGRESS_S:.0f} seconds must bring {self._n_due} bytes or its "
-            f"end, and {BODY_TIMEOUT_S:.0f} seconds all of it."
+            f"The body came too slowly: each {PROGRESS_S:.0f} seconds must bring {self._n_due} bytes, and "
+            f"{BODY_TIMEOUT_S:.0f} seconds the whole body."
         )
 
 

@@ -305,7 +305,7 @@ def with_arguments(arguments: str) -> dict[str, Any]:
         (chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "no"}}), "'no'"),
         (chat(tools=[WEATHER], regex="a"), "together with 'tools'"),
         (with_arguments("{"), "arguments of the call of 'f' are not JSON"),
-        (with_arguments("[]"), "arguments of the call of 'f' are no JSON object"),
+        (with_arguments("[]"), "arguments of the call of 'f' are not a JSON object"),
         (with_message(role="tool", content="x"), "has a 'tool_call_id'"),
         (with_message(role="user", content="x", tool_call_id="c"), "has a 'tool_call_id'"),
         (with_message(role="assistant"), "no 'content'"),

@@ -291,7 +291,7 @@ async def test_an_empty_prompt_loads_or_unloads(
 
 async def test_keep_alive_must_be_a_duration(client: httpx.AsyncClient) -> None:
     answer = await client.post("/api/chat", json=asked(keep_alive="soon"))
-    assert (answer.status_code, "no duration" in answer.json()["error"]) == (400, True)
+    assert (answer.status_code, "not a duration" in answer.json()["error"]) == (400, True)
 
 
 async def test_generate(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

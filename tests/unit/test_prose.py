@@ -1,0 +1,62 @@
+"""Sentences of the documents are short enough to read once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.documents.blocks import ROOT
+
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
+)
+MOST_WORDS = 45
+"""Of a sentence. Half of them should have fewer than twenty."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    long = [one for one in sentences(page.read_text()) if n_words(one) > MOST_WORDS]
+    assert long == []
+
+
+def test_sentences_are_found_in_prose_lists_and_tables() -> None:
+    text = "# A title\nOne line\nand `a. B` [more](x. Y). Two?\n\n- item\n  goes on\n- Next.\n"
+    text += "```sh\nno prose. None.\n```\n| cell | Other cell |\n"
+    found = [*sentences(text)]
+    assert found == [
+        "One line and ` ` [more].", "Two?", "- item goes on", "- Next.", "cell", "Other cell",
+    ]  # fmt: skip
+    assert [n_words(one) for one in found[:3]] == [5, 1, 3]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Code is one word, links are their texts, and what is made from the code is left out."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    text = re.sub(r"<!-- begin (\w+):.*?<!-- end \1 -->", "", text, flags=re.S)
+    for paragraph in _paragraphs(re.sub(r"`[^`]+`", "` `", re.sub(r"\]\([^)]*\)", "]", text))):
+        yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z`*\[(]|llama)", paragraph)
+
+
+def n_words(sentence: str) -> int:
+    return len(re.findall(r"[\w'.-]*\w|` `", sentence))
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Also items of lists, and cells of tables."""
+    lines: list[str] = []
+    for line in (one.strip() for one in text.splitlines()):
+        if not line or line[0] in "#|" or re.match(r"([-*]|\d+\.) ", line):
+            yield from [" ".join(lines)] if lines else []
+            lines = []
+        if line.startswith("|"):
+            yield from (cell.strip() for cell in line.strip("|").split("|"))
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    yield from [" ".join(lines)] if lines else []
