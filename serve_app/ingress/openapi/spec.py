@@ -33,6 +33,7 @@ from serve_app.ingress.llama_server.protocol import (
     InfillRequest,
     LlamaCompletionRequest,
     LoraAdapter,
+    ModelRequest,
     SlotRequest,
     TokenizeRequest,
 )
@@ -190,6 +191,8 @@ ROUTES = {
     "metrics": Route(str, asks_engine=False),
     "slots": Route(list[Json]),
     "act_on_slot": Route(Json, SlotRequest),
+    "load_model": Route(dict[Literal["success"], bool], ModelRequest),
+    "unload_model": Route(dict[Literal["success"], bool], ModelRequest, asks_engine=False),
     "lora_adapters": Route(list[Json], asks_engine=False),
     "scale_lora_adapters": Route(
         dict[Literal["success"], bool], list[LoraAdapter], asks_engine=False
