@@ -1,7 +1,8 @@
 """How many lines of batches one ingress asks for at once. Pure but for the event loop's turns.
 
 Nobody tells how many places the engines have for what is in the background, and replicas come and go: so
-the window grows until one is refused, and shrinks then, as TCP's does (Jacobson, "Congestion Avoidance and
+the window grows until one is refused, and shrinks then, as TCP's does. It doubles with each round of
+answers until the first refusal, and grows by one a round from then on (Jacobson, "Congestion Avoidance and
 Control", SIGCOMM 1988).
 """
 
@@ -42,7 +43,9 @@ class Window:
             self._n_asking -= 1
             now = asyncio.get_running_loop().time()
             if not refused:
-                self._size = min(self._most, self._size + 1 / self._size)
+                has_been_refused = self._shrunk > float("-inf")
+                growth = 1 / self._size if has_been_refused else 1.0
+                self._size = min(self._most, self._size + growth)
             elif now >= self._shrunk + _PAUSE_S:
                 self._size, self._shrunk = max(1.0, _SHRINK * self._size), now
             self._changed.notify_all()

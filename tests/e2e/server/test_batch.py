@@ -15,6 +15,8 @@ from typing import Any
 import openai
 import pytest
 
+from loadtests.common import processes
+from loadtests.common.servers import STOP_TIMEOUT_S
 from tests.e2e.conftest import Corral, model, wait_until
 
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -22,11 +24,15 @@ PATIENCE_S = 180
 INGRESS, ENGINE = (f"ray::ServeReplica:corral:{name}" for name in ("Ingress", "engine-demo"))
 
 
+def started_in(directory: Path, batches: Path) -> Corral:
+    entry = model(None, "demo", n_slots=4, n_ctx_slot=512)
+    return Corral(directory, [entry], batch={"folder": str(batches)})
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Corral]:
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    entry = model(None, "demo", n_slots=4, n_ctx_slot=512)
-    started = Corral(directory, [entry], batch={"folder": str(directory / "batches")})
+    started = started_in(directory, directory / "batches")
     try:
         started.wait_ready()
         yield started
@@ -126,6 +132,49 @@ def test_every_line_is_answered_once_whatever_is_killed(
     assert [line["custom_id"] for line in found] == [f"q{i}" for i in range(n_lines)]
     assert {line["response"]["body"]["usage"]["completion_tokens"] for line in found} == {24}
     assert batch.error_file_id is None
+
+
+@pytest.mark.long
+def test_2000_lines_outlive_their_engine_their_ingress_and_their_machine(tmp_path: Path) -> None:
+    """The last to be killed is the whole cluster, head and all, at once, as if its power was cut."""
+    n_lines = 2000
+    body = {"prompt": "Once upon a time", "max_tokens": 4, "ignore_eos": True}
+    directories = [Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp")) for _ in range(2)]
+    servers = [started_in(directories[0], tmp_path / "batches")]
+    try:
+        servers[0].wait_ready()
+        with openai.OpenAI(
+            base_url=f"{servers[0].url}/v1", api_key="any", max_retries=10
+        ) as client:
+            batch_id = begin(client, n_lines, "/v1/completions", body)
+            for name, n_before in ((ENGINE, 100), (INGRESS, 400)):
+                until_done(client, batch_id, n_before)
+                (pid,) = servers[0].pids(name)
+                os.kill(pid, signal.SIGKILL)
+                until_gone(servers[0], name, pid)
+                servers[0].wait_ready()
+            until_done(client, batch_id, 900)
+            assert n_done(client, batch_id) < n_lines, "they were killed in the middle"
+        processes.send(directories[0], signal.SIGKILL)
+        servers.append(started_in(directories[1], tmp_path / "batches"))
+        servers[1].wait_ready()
+        with openai.OpenAI(
+            base_url=f"{servers[1].url}/v1", api_key="any", max_retries=10
+        ) as client:
+            batch = ended(client, batch_id)
+            found = answers(client, batch)
+    finally:
+        processes.stop(servers[0].process, directories[0], STOP_TIMEOUT_S)
+        for one in servers[1:]:
+            one.stop()
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (n_lines, n_lines, 0)
+    assert [line["custom_id"] for line in found] == [f"q{i}" for i in range(n_lines)]
+    assert len({line["id"] for line in found}) == n_lines
+    assert {line["response"]["body"]["usage"]["completion_tokens"] for line in found} == {4}
 
 
 def test_who_chats_does_not_wait_for_a_batch(server: Corral, client: openai.OpenAI) -> None:
