@@ -118,6 +118,7 @@ def access(ingress: IngressConfig) -> Access:
         BodyLimits(ingress.open_bodies, ingress.max_open_bodies_mib << 20, ingress.min_body_rate),
         ingress.max_ongoing_requests,
         tuple(ingress.disabled_routes),
+        ingress.verbose,
     )
 
 

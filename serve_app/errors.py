@@ -21,6 +21,7 @@
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
     |       `-- NoRoomError       429 queue_full, with Retry-After
+    |-- MediaError                500 server_error, with x-should-retry: false
     |-- NotSupportedError         501 not_supported_error
     |-- EngineUnavailableError    503 engine_unavailable
     |   |-- ModelLoadingError     503 engine_unavailable
@@ -50,6 +51,8 @@ class CorralError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
+    is_final: ClassVar[bool] = False
+    """Whether the same request fails again, though the status says that it may not."""
 
     @property
     def message(self) -> str:
@@ -295,6 +298,21 @@ class QueueFullError(RateLimitError):
 
 class NoRoomError(QueueFullError):
     """The same was said to this client a moment ago, and nobody asked the engines again."""
+
+
+class MediaError(CorralError):
+    """A message has a part that is no text. llama-server calls that a failure of the server, and clients
+    of its know it by that."""
+
+    is_final = True
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+
+    @property
+    def param(self) -> str | None:
+        param: str | None = self.args[1]
+        return param
 
 
 class NotSupportedError(CorralError):

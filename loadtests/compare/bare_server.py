@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import yaml
+from fastapi import FastAPI
 
 from loadtests.compare.capitals import CapitalHeaders
 from serve_app.app import access, resolve
@@ -56,9 +58,20 @@ def serve(file: Path) -> None:
         )
         workers = WorkerPool([file_of], PREPARATIONS)
         api = build_api({served.id: served}, access(config.ingress), workers)
-        uvicorn.run(api, **http_options, http=CapitalHeaders, log_level="warning", access_log=False)
+        listen(api, **http_options)
     finally:
         engine.close(timeout_s=0)
+
+
+def listen(api: FastAPI, host: str = "127.0.0.1", port: int = 8000, **options: Any) -> None:
+    """Serve at this host, or at several with commas between, as llama-server's `--host`."""
+    configs = [
+        uvicorn.Config(
+            api, one, port, http=CapitalHeaders, log_level="warning", access_log=False, **options
+        )
+        for one in host.split(",")
+    ]
+    uvicorn.Server(configs[0]).run([config.bind_socket() for config in configs])
 
 
 def main() -> None:

@@ -372,6 +372,9 @@ class IngressConfig(_Section):
     strict: bool = False
     """Whether requests with unknown fields are refused. Otherwise such fields are ignored, and the
     header `x-corral-ignored` of the answer names them."""
+    verbose: bool = False
+    """Whether every answer to a chat tells, in `__verbose`, the prompt as the model got it, as if its
+    request had asked for that with `verbose`. For debugging, as `--verbose` of llama-server."""
     disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
     """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. They
     answer 501. Default: none."""

@@ -98,7 +98,7 @@ def build_api(
     if runs is None:
         runs = Runs(models, Store(Bounds()), open_requests)
     _add_middleware(app, access, accounts, open_requests)
-    openai_routes.add(app, models, bodies)
+    openai_routes.add(app, models, bodies, verbose=access.verbose)
     _add_information_routes(app, models)
     broadcaster.add(app, models, takes_batches=batches is not None)
     llama_routes.add(app, models, bodies)

@@ -37,6 +37,7 @@ EXAMPLES: list[CorralError] = [
     errors.BodyEndedError("no room", 1),
     errors.QueueFullError("full", 7),
     errors.NoRoomError("still full", 1),
+    errors.MediaError("no eyes", "messages"),
     errors.NotSupportedError("no folder"),
     errors.NotSupportedError("no tokens", "suffix"),
     errors.EngineUnavailableError("loading"),

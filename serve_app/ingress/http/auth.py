@@ -76,6 +76,8 @@ class Access:
     """See OpenRequests."""
     disabled_routes: tuple[str, ...] = ()
     """Paths that nobody is answered at, nor below."""
+    verbose: bool = False
+    """Whether answers to chats tell what the model was asked."""
 
     def accounts(self) -> Accounts | None:
         """Those who have keys. Raises ConfigError for a key file that cannot be used."""

@@ -30,7 +30,8 @@ def _is_local(origin: str) -> bool:
 
 class Cors(CORSMiddleware):
     """Starlette's, with that word. Other sites' preflights are answered without leave, as llama-server does
-    it: 200 and no `Access-Control-Allow-Origin`."""
+    it: 200 and no `Access-Control-Allow-Origin`. `Access-Control-Allow-Headers` is `*`, as there; but what
+    browsers ask for is named, as their `*` is not for `Authorization`, nor for requests with cookies."""
 
     def is_allowed_origin(self, origin: str) -> bool:
         """See CORSMiddleware."""
@@ -39,5 +40,8 @@ class Cors(CORSMiddleware):
     def preflight_response(self, request_headers: Headers) -> Response:
         """See CORSMiddleware."""
         if self.is_allowed_origin(request_headers["origin"]):
-            return super().preflight_response(request_headers)
+            answer = super().preflight_response(request_headers)
+            if "sec-fetch-mode" not in request_headers:
+                answer.headers["Access-Control-Allow-Headers"] = "*"
+            return answer
         return PlainTextResponse("This site's pages may not ask.", headers={"Vary": "Origin"})

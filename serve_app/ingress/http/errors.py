@@ -102,6 +102,8 @@ def response(
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if error.is_final:
+        headers["x-should-retry"] = "false"
     if is_ollamas:
         body = ollama_error_body(error)
     elif f"{path}/".startswith("/v1/messages/"):

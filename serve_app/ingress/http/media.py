@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import InvalidRequestError, MediaError
 
 _KINDS = {
     "image": "Image",
@@ -21,14 +21,18 @@ _KINDS = {
 }
 
 
+_MEDIA = frozenset({"Image", "Audio", "Video"})
+
+
 def refuse(parts: object, field: str) -> None:
-    """Raises InvalidRequestError, in llama-server's words, if a message has a part that is no text.
-    Anything but a list of parts is not looked at."""
+    """Raises MediaError or, for files, InvalidRequestError, in llama-server's words, if a message has a
+    part that is no text. Anything but a list of parts is not looked at."""
     for part in parts if isinstance(parts, list) else ():
         name = part.get("type") if isinstance(part, dict) else None
         kind = _KINDS.get(name) if isinstance(name, str) else None
         if kind is not None:
-            raise InvalidRequestError(
+            error = MediaError if kind in _MEDIA else InvalidRequestError
+            raise error(
                 f"{kind} input is not supported: these models read text (a part of the type {name!r}).",
                 field,
             )

@@ -103,8 +103,6 @@ class LlamaParams(GenerationParams):
         "penalize_nl": (None, False),
     }
 
-    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Answers to every prompt."""
     return_tokens: bool = False
     """Whether to give the generated token ids."""
     response_fields: list[str] | None = None
@@ -139,11 +137,6 @@ class LlamaParams(GenerationParams):
     @classmethod
     def _no_grammar(cls, value: object) -> object:
         return None if value == "" else value
-
-    @property
-    def n_answers(self) -> int:
-        """To every prompt."""
-        return self.n_cmpl or self.n or 1
 
 
 class LlamaCompletionRequest(LlamaParams):

@@ -39,10 +39,10 @@ def completion(models: Models, body: bytes) -> Completion:
     asked = parsed(CompletionRequest, body)
     model = find(models, asked.model)
     sampling = preparation.sampling(model, asked)
-    prompts, n = _prompts(model, asked), asked.best_of or asked.n or 1
+    prompts, n = _prompts(model, asked), asked.best_of or asked.n_answers
     return Completion(
         preparation.generation(model, asked, prompts, n, sampling, "prompt"),
-        (asked.n or 1) if asked.best_of else None,
+        asked.n_answers if asked.best_of else None,
         tuple(_echoes(model, asked)) if asked.echo else ("",) * len(prompts),
         sampling.logprobs is not None and (asked.logprobs is not None or asked.n_probs > 0),
     )
@@ -51,7 +51,7 @@ def completion(models: Models, body: bytes) -> Completion:
 def chat(models: Models, body: bytes) -> ChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
-    found = preparation.chat(find(models, asked.model), asked, asked.n or 1, "messages")
+    found = preparation.chat(find(models, asked.model), asked, asked.n_answers, "messages")
     return ChatCompletion(found, asked.n_logprobs is not None, asked.verbose)
 
 

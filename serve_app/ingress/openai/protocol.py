@@ -100,6 +100,8 @@ class GenerationParams(RequestModel):
     neither."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt; with a `seed`, each next one has the next seed."""
+    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """llama-server's name of `n`; counts before it."""
     lora: Annotated[list[LoraScale], Field(max_length=64)] | None = None
     """llama-server's: the LoRA adapters of this request, whatever its `model` names; the others have a
     scale of 0."""
@@ -173,7 +175,7 @@ class GenerationParams(RequestModel):
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationParams:
-        if self.timings and (self.n or 1) > 1:
+        if self.timings and self.n_answers > 1:
             raise InvalidRequestError("'timings' is for one answer only.", "timings")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("'stream_options' needs 'stream': true.", "stream_options")
@@ -184,6 +186,11 @@ class GenerationParams(RequestModel):
         """How many most likely tokens are to be told with every token's log probability; None if not
         even that."""
         return self.n_probs or None
+
+    @property
+    def n_answers(self) -> int:
+        """To every prompt, by either name."""
+        return self.n_cmpl or self.n or 1
 
     @property
     def is_constrained(self) -> bool:
@@ -249,7 +256,7 @@ class CompletionRequest(GenerationParams):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
-        n = self.n or 1
+        n = self.n_answers
         if self.best_of is not None and self.best_of < n:
             raise InvalidRequestError("'best_of' is less than 'n'.", "best_of")
         if self.stream and (self.best_of or n) > n:

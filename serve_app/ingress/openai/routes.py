@@ -22,13 +22,17 @@ from serve_app.ingress.workers.bodies import Bodies
 from serve_app.types import GenerationRequest
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
-    """Add the routes."""
-    _add_generation(app, models, bodies)
+def add(
+    app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, *, verbose: bool = False
+) -> None:
+    """Add the routes. With `verbose`, each request for a chat is as if it asked for that."""
+    _add_generation(app, models, bodies, verbose)
     _add_models(app, models)
 
 
-def _add_generation(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
+def _add_generation(
+    app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, verbose: bool
+) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
         """Continue texts; `stream` sends server-sent events."""
@@ -69,7 +73,7 @@ def _add_generation(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bod
             for i in range(wanted.n)
         ]
         answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
-        if asked.verbose:
+        if asked.verbose or verbose:
             answer.verbose = {"prompt": model.tokenizer.decode(asked.chat.prompt, special=True)}
         return await _respond(model, wanted, started, answer)
 

@@ -196,7 +196,7 @@ class Answer:
     def _chunks(self, index: int, delta: TokenDelta) -> list[Json]:
         found = [self._chunk(body) for body in self.choices[index].chunks(delta)]
         if delta.end is not None:
-            found[-1] |= self._timings(delta.end)
+            found[-1] |= self._timings(delta.end) | self._verbose
         return found
 
     def whole(self, deltas: Sequence[Sequence[TokenDelta]]) -> Json:
@@ -206,10 +206,7 @@ class Answer:
             bodies = self._best(bodies, deltas, self.n_best)
         object_name = "chat.completion" if self.kind == "chat" else "text_completion"
         answer = self._envelope(object_name, bodies) | {"usage": self.usage()}
-        answer |= self._timings(self.choices[0].end)
-        if self.verbose is not None:
-            answer["__verbose"] = self.verbose
-        return answer
+        return answer | self._timings(self.choices[0].end) | self._verbose
 
     def _best(
         self, bodies: list[Json], deltas: Sequence[Sequence[TokenDelta]], n_best: int
@@ -244,6 +241,10 @@ class Answer:
         if end is None or len(self.choices) > 1:
             return {}
         return {"timings": timings(end) if self.with_timings else llama_timings(end)}
+
+    @property
+    def _verbose(self) -> Json:
+        return {} if self.verbose is None else {"__verbose": self.verbose}
 
     @property
     def _chunk_name(self) -> str:

@@ -8,8 +8,18 @@ import httpx
 import pytest
 
 from serve_app.errors import CorralError, DecodeError, QueueFullError
+from serve_app.ingress.api import build_api
+from serve_app.ingress.http.auth import Access
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import FetchingReplica
-from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, chat, events
+from tests.unit.ingress.harness import (
+    HELLO,
+    N_CTX_SLOT,
+    ByteTokenizer,
+    ScriptedEngine,
+    chat,
+    events,
+)
 
 
 async def test_chat_whole(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
@@ -475,3 +485,28 @@ async def test_stats_say_who_downloads(client: httpx.AsyncClient, engine: Script
         assert model["fetching"] == [
             {"replica_id": "r2", "node_id": "n2", "stage": "downloading", "done": 0.25}
         ]
+
+
+@pytest.mark.parametrize("asked", [{}, {"verbose": True}])
+@pytest.mark.parametrize("verbose", [False, True])
+async def test_a_prompt_is_told_to_those_who_ask_or_to_all(
+    engine: ScriptedEngine, asked: dict[str, Any], verbose: bool
+) -> None:
+    model = ServedModel("first", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    app = build_api({"first": model}, Access(verbose=verbose))
+    told = {"prompt": "user:Hi"} if asked or verbose else None
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        whole = await client.post("/v1/chat/completions", json=chat(**asked))
+        assert whole.json().get("__verbose") == told
+        stream = await client.post("/v1/chat/completions", json=chat(stream=True, **asked))
+    *before, last, _ = events(stream)
+    assert last.get("__verbose") == told
+    assert not any("__verbose" in chunk for chunk in before)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+async def test_answers_by_llama_servers_name(client: httpx.AsyncClient, path: str) -> None:
+    body = chat(n_cmpl=2, n=3) if "chat" in path else {"prompt": "x", "n_cmpl": 2, "n": 3}
+    answer = (await client.post(path, json=body)).json()
+    assert len(answer if isinstance(answer, list) else answer["choices"]) == 2

@@ -274,8 +274,6 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
             asked(thinking={"type": "adaptive"}, tools=[TOOL], tool_choice={"type": "any"}),
             "'thinking' is not supported together with it",
         ),
-        (asked([IMAGE]), "Image input is not supported: these models read text"),
-        (asked([RESULT | {"content": [IMAGE]}]), "Image input is not supported"),
         (asked([{"type": "text"}]), "messages.0.content.0.text.text: Field required"),
         (asked([{"type": "hologram"}]), "'hologram'"),
         (asked([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]), "turn of the user"),
@@ -304,6 +302,22 @@ async def test_bad_requests_are_refused(
     assert response.status_code == 400
     assert message in answer["error"].pop("message")
     assert answer == {"type": "error", "error": {"type": "invalid_request_error"}}
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("content", [[IMAGE], [RESULT | {"content": [IMAGE]}]])
+async def test_pictures_are_refused_as_llama_server_does(
+    client: httpx.AsyncClient, engine: ScriptedEngine, content: list[Any]
+) -> None:
+    response = await client.post("/v1/messages", json=asked(content))
+    assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+    assert response.json() == {
+        "type": "error",
+        "error": {
+            "type": "api_error",
+            "message": "Image input is not supported: these models read text (a part of the type 'image').",
+        },
+    }
     assert engine.requests == []
 
 

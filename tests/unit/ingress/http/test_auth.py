@@ -266,6 +266,21 @@ async def test_a_site_that_may_asks_before_it_sends_its_key(connect: Open, keys:
     assert refused.headers["access-control-allow-origin"] == "https://chat.example"
 
 
+@pytest.mark.parametrize(("told", "named"), [({}, "*"), ({"Sec-Fetch-Mode": "cors"}, "x-mine")])
+async def test_browsers_are_told_the_headers_that_they_may_send(
+    connect: Open, keys: Path, told: dict[str, str], named: str
+) -> None:
+    """All others hear what llama-server says."""
+    asked = {
+        "Origin": "https://chat.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "x-mine",
+    }
+    answer = await connect(Access(keys)).options(CHAT, headers=asked | told)
+    assert answer.headers["access-control-allow-headers"] == named
+    assert answer.headers["access-control-allow-credentials"] == "true"
+
+
 async def test_routes_that_were_switched_off(connect: Open, keys: Path) -> None:
     client = connect(Access(disabled_routes=("/slots", "/v1/completions")))
     for method, path in (("GET", "/slots"), ("POST", "/slots/0"), ("POST", "/v1/completions")):

@@ -271,9 +271,9 @@ async def test_a_cut_response_is_incomplete(
         ({"content": [{"type": "reasoning", "summary": []}]}, "input", "no message"),
         ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0", "'item_reference'"),
         (
-            {"content": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"content": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input",
-            "Image input is not supported",
+            "File input is not supported",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.name", "Field required"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
