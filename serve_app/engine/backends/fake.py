@@ -201,7 +201,7 @@ class FakeBackend:
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
         """Drop a slot's tail; what is left has to be what the checkpoint has."""
         self._expect_settled(seq_id)
-        kept = list(struct.unpack(f"{len(checkpoint) // 4}I", checkpoint))
+        kept = list(struct.unpack(f"{len(checkpoint) // 4}i", checkpoint))
         if kept != self.slots[seq_id][:n_past]:
             raise AssertionError(f"slot {seq_id} is put back to a checkpoint of other tokens")
         self.slots[seq_id] = kept
@@ -224,12 +224,12 @@ class FakeBackend:
     def save(self, seq_id: int) -> bytes:
         """The slot's tokens, four bytes each."""
         self._expect_settled(seq_id)
-        return struct.pack(f"{len(self.slots[seq_id])}I", *self.slots[seq_id])
+        return struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
 
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot those tokens."""
         self._expect_settled(seq_id)
-        self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
+        self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}i", state))
 
     def change(self, reason: str) -> None:
         """Empty all slots, and have the other mode."""
