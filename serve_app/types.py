@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from serve_app.errors import CorralError
@@ -62,6 +63,12 @@ class Picture:
     height: int
     pixels: bytes
     """Rows from the top, of red, green and blue: a byte each."""
+
+    @classmethod
+    def of(cls, pixels: bytes, width: int, height: int) -> Picture:
+        """With its key."""
+        size = b"%d %d " % (width, height)
+        return cls(blake2b(size + pixels, digest_size=32).digest(), width, height, pixels)
 
 
 def account(client: str, *, background: bool) -> str:

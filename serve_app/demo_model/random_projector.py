@@ -114,7 +114,7 @@ def _tensors(
     shape: ProjectorShape, n_embd: int, rng: np.random.Generator
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
     def matrix(*sizes: int, std: float = 1.0) -> NDArray[np.float32]:
-        scale = std / np.prod(sizes[1:]) ** 0.5
+        scale = np.float32(std / np.prod(sizes[1:]) ** 0.5)
         return scale * rng.standard_normal(sizes, np.float32)
 
     def norm(name: str) -> Iterator[tuple[str, NDArray[np.float32]]]:

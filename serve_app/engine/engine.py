@@ -217,9 +217,7 @@ class Engine:
         sequence.resume(self._vocabulary, self.options.n_ctx_slot, n_keep)
         return sequence
 
-    def _seen(
-        self, request: GenerationRequest
-    ) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
+    def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
         """The request with its pictures' own tokens. Raises InvalidRequestError."""
         projector = self._loop.projector
         if not request.pictures:
@@ -228,7 +226,7 @@ class Engine:
             raise InvalidRequestError("This model reads text only: it has no projector.", "model")
         if request.prompt.count(PICTURE) != len(request.pictures):
             raise InvalidRequestError("The prompt has not as many places as pictures.", "prompt")
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs:
             raise InvalidRequestError("A picture has no log-probabilities.", "logprobs")
         if request.context_shift:
             raise InvalidRequestError(

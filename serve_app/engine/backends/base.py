@@ -17,7 +17,7 @@ from serve_app.engine.autotune.modes import Mode
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.threads import Threads
-from serve_app.llama.tiles import Part, Pause, Tile
+from serve_app.llama.vision.tiles import Part, Pause, Tile
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Adapters, Sampled, TokenLogprobs
 
@@ -115,7 +115,7 @@ class EmbeddingShape:
 
 
 class Projector(Protocol):
-    """What makes embeddings of pictures; see `serve_app.llama.projector.Projector`."""
+    """What makes embeddings of pictures; see `serve_app.llama.vision.projector.Projector`."""
 
     @property
     def causal(self) -> bool:
@@ -134,8 +134,8 @@ class Projector(Protocol):
     def encode(
         self, prepared: Any, tile: int, pause: Pause | None = None
     ) -> NDArray[np.float32] | None:
-        """The embeddings of a tile; None if `pause`, which is called now and then, ended it. The backend may
-        decode meanwhile. Raises DecodeError."""
+        """The embeddings of a tile; None if `pause`, which is called now and then, ended it. The
+        backend may decode meanwhile. Raises DecodeError."""
 
 
 class Backend(Protocol):

@@ -119,7 +119,7 @@ class Encoding:
                     self._counts.found_tiles += placed.embeddings is not None
 
     def step(self, running: Running, step_s: float, *, idle: bool) -> Failure | None:
-        """Encode a tile that somebody needs next, if there is one. The step before this took `step_s`; if it
+        """Encode a tile that somebody needs next, if there is one. The step before took `step_s`; if it
         was `idle`, it had nothing to compute. Returns who cannot go on, if it failed. What `interlude`
         calls, must not call this with effect: nothing happens then."""
         wanted = None if self._is_encoding else next(_missing(running()), None)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from serve_app.engine.backends.base import Projector
 from serve_app.engine.pictures import runs
 from serve_app.errors import InvalidRequestError
-from serve_app.llama.tiles import Tile
+from serve_app.llama.vision.tiles import Tile
 from serve_app.types import PICTURE, GenerationRequest, Picture
 
 
@@ -63,20 +63,18 @@ def _place(picture: Picture, prompt: list[int], projector: Projector) -> list[Pl
         if not isinstance(part, Tile):
             prompt += part
             continue
-        if not runs.LEAST_TOKENS <= part.n_tokens <= runs.MOST_TOKENS:
+        if part.n_tokens < runs.LEAST_TOKENS:
             message = f"A picture of {picture.width} x {picture.height} pixels cannot be used."
             raise InvalidRequestError(message, "messages")
         number = len(placed)
         said = projector.fingerprint + picture.key + number.to_bytes(4, "little")
         key = blake2b(said, digest_size=32).digest()
         placed.append(PlacedTile(len(prompt), part, picture, number, key, projector.causal))
-        prompt += runs.run(key, part.n_tokens, part.n_positions)
+        prompt += runs.run(key, part.n_tokens)
     return placed
 
 
-def _check(
-    placed: Sequence[PlacedTile], n_prompt: int, projector: Projector, n_batch: int
-) -> None:
+def _check(placed: Sequence[PlacedTile], n_prompt: int, projector: Projector, n_batch: int) -> None:
     if placed and placed[-1].end == n_prompt:
         raise InvalidRequestError("Text must follow the last picture of a prompt.", "prompt")
     largest = max((one.tile.n_tokens for one in placed), default=0)

@@ -69,7 +69,8 @@ def plan_batch(
     slot_ends: Mapping[int, int] | None = None,
 ) -> Batch:
     """Lay out each sequence's next tokens, and the drafted ones, ordered by slot. There is at least one
-    turn, and only one if it is within a picture; all have the same adapters; `n_cells` are in use, if the cache is unified.
+    turn, and only one if it is within a picture; all have the same adapters; `n_cells` are in use, if the
+    cache is unified.
 
     llama.cpp computes rows of consecutive slots together and splits the batch at every gap or
     descent, hence the order. If `slot_ends` are given, the tokens that each slot has, gaps are filled with

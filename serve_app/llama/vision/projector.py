@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.model import Model, fingerprint_of
-from serve_app.llama.tiles import Part, Pause, Tile
+from serve_app.llama.vision.tiles import Part, Pause, Tile
 
 _MARKER = b"<__media__>"
+_LARGE = (4096, 2048)
 
 
 class Prepared:
@@ -64,6 +65,11 @@ class Projector:
         weakref.finalize(self, mtmd_cpp.mtmd_free, pointer).atexit = False
         if not mtmd_cpp.mtmd_support_vision(pointer):
             raise ConfigError(f"The projector {self.path} cannot see: Corral has no sound.")
+        if mtmd_cpp.mtmd_decode_use_mrope(pointer):
+            raise ConfigError(
+                f"The projector {self.path} gives pictures positions in several dimensions (M-RoPE, as "
+                "Qwen-VL's do), which Corral does not have."
+            )
         self.causal = not mtmd_cpp.mtmd_decode_use_non_causal(pointer, None)
         """Whether a tile's embeddings see only those before them; otherwise they go into one batch."""
         self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.pointer)
@@ -72,6 +78,7 @@ class Projector:
         """Bytes of its file: nearly all of them are tensors."""
         self.fingerprint = fingerprint_of([self.path])
         """Tells its content from other projectors'."""
+        self.layout(*_LARGE)  # has all the control tokens that there are
 
     def layout(self, width: int, height: int) -> tuple[Part, ...]:
         """What pictures of that size become in a prompt. Raises InvalidRequestError if there is no way."""
@@ -91,18 +98,15 @@ class Projector:
             return tokens
         n = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
         n_positions = mtmd_cpp.mtmd_input_chunk_get_n_pos(chunk)
-        if not mtmd_cpp.mtmd_decode_use_mrope(self._pointer):
-            return Tile(n, n_positions, None)
-        places = (mtmd_cpp.mtmd_decoder_pos * n)()
-        tokens_image = mtmd_cpp.mtmd_input_chunk_get_tokens_image(chunk)
-        mtmd_cpp.mtmd_helper_image_get_decoder_pos(tokens_image, 0, places)
-        # llama.cpp stores t, x, y, z and decodes t, y, x, z.
-        grid = np.frombuffer(places, np.int32).reshape(n, 4)[:, [0, 2, 1, 3]].copy()
-        return Tile(n, n_positions, grid)
+        if n_positions != n:
+            raise ConfigError(
+                f"The projector {self.path} has {n_positions} positions for {n} cells."
+            )
+        return Tile(n)
 
     def prepare(self, pixels: bytes, width: int, height: int) -> Prepared:
-        """A picture, given as rows of red, green and blue, ready for `encode`. It takes some hundredths of a
-        second for a megapixel. Raises InvalidRequestError like `layout`."""
+        """A picture, given as rows of red, green and blue, ready for `encode`: some hundredths of a second
+        for a megapixel. Raises InvalidRequestError like `layout`."""
         with _tokenized(self._pointer, pixels, width, height) as chunks:
             image = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
             tiles = [c for c in _of(chunks) if mtmd_cpp.mtmd_input_chunk_get_type(c) == image]
@@ -151,11 +155,13 @@ class _Chunks:
 
 
 @contextmanager
-def _tokenized(
-    projector: Any, pixels: bytes | None, width: int, height: int
-) -> Iterator[_Chunks]:
+def _tokenized(projector: Any, pixels: bytes | None, width: int, height: int) -> Iterator[_Chunks]:
     """What a picture becomes; without pixels, it can only be looked at, not encoded."""
-    data = None if pixels is None else ctypes.cast(pixels, ctypes.POINTER(ctypes.c_uint8))
+    data = (
+        None
+        if pixels is None
+        else ctypes.cast(ctypes.c_char_p(pixels), ctypes.POINTER(ctypes.c_uint8))
+    )
     bitmap = mtmd_cpp.mtmd_bitmap_init(width, height, data)
     chunks = _Chunks()
     try:
