@@ -220,18 +220,26 @@ def _resolve(
         num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
         adapters=tuple(_pinned(one, downloads) for one in model.adapters),
+        projector=_pinned_source("projector", model.projector, downloads),
     )
 
 
 def _pinned(adapter: AdapterConfig, downloads: DownloadsConfig) -> AdapterConfig:
     """With the same bytes on every node. Raises ConfigError."""
-    try:
-        source = store.pinned(adapter.source, downloads)
-    except UnreachableError:  # replicas look for themselves
-        return adapter
-    except ConfigError as error:
-        raise ConfigError(f"adapters ({adapter.id}): {error}") from None
+    source = _pinned_source(f"adapters ({adapter.id})", adapter.source, downloads)
     return adapter.model_copy(update={"source": source})
+
+
+def _pinned_source(
+    name: str, source: ModelSource | None, downloads: DownloadsConfig
+) -> ModelSource | None:
+    """The same bytes on every node. Raises ConfigError that begins with the name."""
+    try:
+        return None if source is None else store.pinned(source, downloads)
+    except UnreachableError:  # replicas look for themselves
+        return source
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _defaults(configured: DefaultsConfig) -> ModelDefaults:

@@ -305,6 +305,9 @@ class ModelConfig(_Section):
     """The GGUF file, below."""
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
+    projector: ModelSource | None = None
+    """A GGUF file (`mmproj`) with which the model sees pictures: every kind of source that a model has, but
+    for `builtin`. Default: it reads text only."""
     defaults: DefaultsConfig = DefaultsConfig()
     """What requests have where they say nothing, below."""
     engine: EngineConfig = EngineConfig()
@@ -314,6 +317,12 @@ class ModelConfig(_Section):
     batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     """How long a replica collects arrivals, in seconds, so that they enter the engine together. Every
     request waits this long. ARCHITECTURE.md says what it costs and gains."""
+
+    @model_validator(mode="after")
+    def _projects(self) -> ModelConfig:
+        if self.projector is not None and self.projector.builtin:
+            raise ValueError("projector.builtin is a model, and no projector")
+        return self
 
 
 class BatchConfig(_Section):

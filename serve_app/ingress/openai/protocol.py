@@ -546,6 +546,8 @@ class ModelCard(BaseModel):
     owned_by: Literal["corral"] = "corral"
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one request may have."""
+    capabilities: list[Literal["vision"]] = []
+    """What it can besides text."""
 
 
 class ModelList(BaseModel):
