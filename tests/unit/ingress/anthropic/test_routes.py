@@ -274,7 +274,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
             asked(thinking={"type": "adaptive"}, tools=[TOOL], tool_choice={"type": "any"}),
             "'thinking' is not supported together with it",
         ),
-        (asked([IMAGE]), "Image input is not supported: these models read text"),
+        (asked([IMAGE]), "Image input is not supported: this model reads text only"),
         (asked([RESULT | {"content": [IMAGE]}]), "Image input is not supported"),
         (asked([{"type": "text"}]), "messages.0.content.0.text.text: Field required"),
         (asked([{"type": "hologram"}]), "'hologram'"),

@@ -319,9 +319,9 @@ async def test_raw_prompts_and_infill(client: httpx.AsyncClient, engine: Scripte
     [
         ("/api/generate", {"raw": True, "system": "x"}, "raw mode does not support"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "raw: true"),
-        ("/api/generate", {"images": ["aGk="]}, "Images are not supported"),
+        ("/api/generate", {"images": ["aGk="]}, "Image input is not supported"),
         ("/api/generate", {"context": [9999]}, "context: token ids"),
-        ("/api/chat", {"messages": [user("x") | {"images": ["aGk="]}]}, "Images"),
+        ("/api/chat", {"messages": [user("x") | {"images": ["aGk="]}]}, "Image input"),
         ("/api/chat", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
         ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
         ("/api/chat", {"top_logprobs": 21}, "top_logprobs"),

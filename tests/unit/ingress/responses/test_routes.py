@@ -271,7 +271,11 @@ async def test_a_cut_response_is_incomplete(
         ({"content": [{"type": "reasoning", "summary": []}]}, "input", "no message"),
         ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0", "'item_reference'"),
         (
-            {"content": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {
+                "content": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}
+                ]
+            },
             "input",
             "Image input is not supported",
         ),
