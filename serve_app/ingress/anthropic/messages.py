@@ -131,7 +131,9 @@ class ToolResultBlock(Block):
     def as_message(self) -> ChatMessage:
         """The result as a turn of its own. Templates know no errors, so the text says it."""
         text = ("Error: " if self.is_error else "") + joined(self.content)
-        seen: list[AnyPart] = [block.as_part() for block in self.content if isinstance(block, PictureBlock)]
+        seen: list[AnyPart] = [
+            block.as_part() for block in self.content if isinstance(block, PictureBlock)
+        ]
         return ChatMessage(
             role="tool",
             tool_call_id=self.tool_use_id,
