@@ -56,6 +56,7 @@ _BEYOND_PLACES = 2
 _BACKGROUND_REQUESTS = 4
 _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
 _ON_DEMAND = {"policy_function": "serve_app.routing.on_demand:OnDemand"}
+_BESIDE_ON_DEMAND = {"policy_function": "serve_app.routing.on_demand:for_ingress"}
 # That policy has the delays itself: who gives way to others does so at once.
 _WHEN_ASKED_FOR = {
     "min_replicas": 0,
@@ -98,7 +99,9 @@ def build(args: dict[str, Any]) -> Application:
         ).bind(model)
         for configured, model in zip(app.models, models, strict=True)
     ]
-    ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
+    on_demand = any(model.keep_alive is not None for model in app.models)
+    options = ingress_options(app.ingress, on_demand=on_demand)
+    ingress = Ingress.options(**options)  # type: ignore[attr-defined]
     settings = access(app.ingress), app.ingress.sse_ping_interval_s, kept_responses(app.ingress)
     kept = batches(app.ingress.batch)
     return ingress.bind(models, engines, *settings, kept)  # type: ignore[no-any-return]
@@ -243,18 +246,26 @@ def _resolve(
         num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
         adapters=tuple(_pinned(one, downloads) for one in model.adapters),
+        projector=_pinned_source("projector", model.projector, downloads),
     )
 
 
 def _pinned(adapter: AdapterConfig, downloads: DownloadsConfig) -> AdapterConfig:
     """With the same bytes on every node. Raises ConfigError."""
-    try:
-        source = store.pinned(adapter.source, downloads)
-    except UnreachableError:  # replicas look for themselves
-        return adapter
-    except ConfigError as error:
-        raise ConfigError(f"adapters ({adapter.id}): {error}") from None
+    source = _pinned_source(f"adapters ({adapter.id})", adapter.source, downloads)
     return adapter.model_copy(update={"source": source})
+
+
+def _pinned_source(
+    name: str, source: ModelSource | None, downloads: DownloadsConfig
+) -> ModelSource | None:
+    """The same bytes on every node. Raises ConfigError that begins with the name."""
+    try:
+        return None if source is None else store.pinned(source, downloads)
+    except UnreachableError:  # replicas look for themselves
+        return source
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _defaults(configured: DefaultsConfig) -> ModelDefaults:
@@ -379,8 +390,8 @@ def engine_options(
     return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
 
 
-def ingress_options(configured: IngressConfig) -> dict[str, Any]:
-    """Serve's options for the ingress deployment."""
+def ingress_options(configured: IngressConfig, *, on_demand: bool = False) -> dict[str, Any]:
+    """Serve's options for the ingress deployment; whether there are models that are loaded on demand."""
     n_ongoing = configured.max_ongoing_requests
     defaults = {
         "max_queued_requests": n_ongoing,  # a burst is no reason for 503
@@ -390,7 +401,7 @@ def ingress_options(configured: IngressConfig) -> dict[str, Any]:
         "min_replicas": 1,
         "max_replicas": 4,
         "target_ongoing_requests": math.ceil(n_ongoing / 4),  # if the policy is Serve's own
-        "policy": _POLICY,
+        "policy": _BESIDE_ON_DEMAND if on_demand else _POLICY,
     }
     options = defaults | _serve_options(configured.deployment, autoscaling, num_cpus=0)
     # The ingress refuses with 429 what is more; Serve would let it wait, or answer 503.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from serve_app.errors import CorralError
@@ -48,6 +49,28 @@ def may_start_from(group: str, held: str) -> bool:
     return held == group or (held == SHARED_GROUP and _ADAPTED not in group)
 
 
+PICTURE = -1
+"""Stands in a prompt for the next one of its pictures. No vocabulary has negative tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture that is decoded."""
+
+    key: bytes
+    """A hash of its size and pixels."""
+    width: int
+    height: int
+    pixels: bytes
+    """Rows from the top, of red, green and blue: a byte each."""
+
+    @classmethod
+    def of(cls, pixels: bytes, width: int, height: int) -> Picture:
+        """With its key."""
+        size = b"%d %d " % (width, height)
+        return cls(blake2b(size + pixels, digest_size=32).digest(), width, height, pixels)
+
+
 def account(client: str, *, background: bool) -> str:
     """The name of a client's account."""
     return f"{client}\0background" if background else client
@@ -59,7 +82,8 @@ class GenerationRequest:
 
     id: str
     prompt: tuple[int, ...]
-    """Token ids of the model's own vocabulary, at least one, shorter than a slot's context."""
+    """Token ids of the model's own vocabulary, at least one, shorter than a slot's context; and PICTURE for
+    each of `pictures`, until an engine has put their own tokens there."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     client: str = ""
     """Whose it is: slots are shared fairly among clients."""
@@ -95,6 +119,8 @@ class GenerationRequest:
     """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
     adapters: Adapters = ()
     """Its LoRA adapters. What they leave in the KV cache is of no use with others."""
+    pictures: tuple[Picture, ...] = ()
+    """Those in its prompt, in order."""
 
     @property
     def account(self) -> str:

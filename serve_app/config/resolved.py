@@ -41,6 +41,8 @@ class ResolvedModel:
     """Whether autoscaling counts what is in the background."""
     adapters: tuple[AdapterConfig, ...] = ()
     """Of a repository, the commit, too."""
+    projector: ModelSource | None = None
+    """The same."""
 
     @property
     def adapter_uses(self) -> Adapters:

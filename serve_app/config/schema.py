@@ -306,6 +306,9 @@ class ModelConfig(_Section):
     """The GGUF file, below."""
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
+    projector: ModelSource | None = None
+    """A GGUF file (`mmproj`) with which the model sees pictures: every kind of source that a model has, but
+    for `builtin`. Default: it reads text only."""
     defaults: DefaultsConfig = DefaultsConfig()
     """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()
@@ -324,6 +327,12 @@ class ModelConfig(_Section):
     def _one_way_to_load(self) -> ModelConfig:
         if self.keep_alive is not None and self.deployment.num_replicas is not None:
             raise ValueError("give keep_alive or deployment.num_replicas, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _projects(self) -> ModelConfig:
+        if self.projector is not None and self.projector.builtin:
+            raise ValueError("projector.builtin is a model, and no projector")
         return self
 
 

@@ -94,7 +94,7 @@ class Computing:
                 self._progress.computing(self._costs.batch_s(len(plan.rows), depth)),
                 self._command_queue.computing(chunk.sequence.id for chunk in plan.chunks),
             ):
-                self._backend.decode(plan.rows)
+                self._decode(plan)
         except PassLeftError:
             self._charge(plan, time.monotonic() - began)
             raise
@@ -120,6 +120,15 @@ class Computing:
                 self._end(chunk, found)
             else:
                 self._advance(chunk, found)
+
+    def _decode(self, plan: Batch) -> None:
+        placed = plan.tile
+        if placed is None or placed.embeddings is None:
+            self._backend.decode(plan.rows)
+            return
+        first = plan.rows[0][1] - placed.start
+        embeddings = placed.embeddings[first : first + len(plan.rows)]
+        self._backend.decode_tile(plan.rows, embeddings, placed.tile)
 
     def use_adapters(self, adapters: Adapters) -> bool:
         """Have the next batches computed with these. Whether that is a change."""

@@ -18,6 +18,7 @@ from serve_app.engine.kv_cache.transfers.transfer import PrefixTransfer
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.metrics.stats import EngineStats, Holdings
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.pictures.tiles import PlacedTile, expanded
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
@@ -28,7 +29,7 @@ from serve_app.errors import (
     TextTooLongError,
 )
 from serve_app.progress import Report
-from serve_app.types import GenerationRequest, RequestRecord, TokenDelta
+from serve_app.types import PICTURE, GenerationRequest, RequestRecord, TokenDelta
 
 logger = logging.getLogger("corral.engine")
 
@@ -198,11 +199,12 @@ class Engine:
     def _sequence(
         self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
     ) -> EngineSequence | CorralError:
-        refusal = self._reason_to_refuse(request)
-        if refusal is not None:
-            return refusal
         grammar = request.sampling.grammar
         try:
+            request, tiles = self._seen(request)
+            refusal = self._reason_to_refuse(request, is_expanded=bool(tiles))
+            if refusal is not None:
+                return refusal
             constraint = (
                 None
                 if grammar is None
@@ -210,10 +212,27 @@ class Engine:
             )
         except InvalidRequestError as error:
             return error
-        sequence = EngineSequence(request, sink, constraint)
+        sequence = EngineSequence(request, sink, constraint, tiles)
         n_keep = context_shift.n_kept(request, self.options)
         sequence.resume(self._vocabulary, self.options.n_ctx_slot, n_keep)
         return sequence
+
+    def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
+        """The request with its pictures' own tokens. Raises InvalidRequestError."""
+        projector = self._loop.projector
+        if not request.pictures:
+            return request, ()
+        if projector is None:
+            raise InvalidRequestError("This model reads text only: it has no projector.", "model")
+        if request.prompt.count(PICTURE) != len(request.pictures):
+            raise InvalidRequestError("The prompt has not as many places as pictures.", "prompt")
+        if request.sampling.prompt_logprobs:
+            raise InvalidRequestError("A picture has no log-probabilities.", "logprobs")
+        if request.context_shift:
+            raise InvalidRequestError(
+                "A prompt with pictures cannot be shifted: half of one is none.", "context_shift"
+            )
+        return expanded(request, projector, self.options.n_batch)
 
     def _reason_to_refuse_texts(self, texts: Sequence[tuple[int, ...]]) -> CorralError | None:
         n_vocab, n_text = self._vocabulary.n_vocab, self._loop.embedding.n_text
@@ -228,7 +247,9 @@ class Engine:
             )
         return None
 
-    def _reason_to_refuse(self, request: GenerationRequest) -> CorralError | None:
+    def _reason_to_refuse(
+        self, request: GenerationRequest, *, is_expanded: bool
+    ) -> CorralError | None:
         n_vocab = self._vocabulary.n_vocab
         if not self._loop.embedding.causal:
             return InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
@@ -238,7 +259,7 @@ class Engine:
         n_given = len(request.prompt if shifts else request.given)
         if n_given >= n_ctx_slot:
             return PromptTooLongError(n_given, n_ctx_slot, "prompt")
-        if not all(0 <= token < n_vocab for token in request.given):
+        if not all(token < n_vocab and (token >= 0 or is_expanded) for token in request.given):
             return InvalidRequestError(
                 f"The prompt holds a token id outside 0 to {n_vocab - 1}.", "prompt"
             )

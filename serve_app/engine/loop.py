@@ -30,6 +30,7 @@ from serve_app.engine.metrics.snapshot import engine_stats
 from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.outbox import Outbox
+from serve_app.engine.pictures.encoding import Encoding
 from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.backlog import Backlog
 from serve_app.engine.scheduler.fair_queue import FairQueue
@@ -82,6 +83,7 @@ class DecoderLoop:
         self._worked = 0.0
         """When the last step ended, or the backend was open."""
         self._disk_tier: DiskTier | None = None
+        self._encoding: Encoding | None = None
         self._draining = False
         self.failure: EngineFailedError | None = None
         """Why the loop is dead, if it is."""
@@ -103,6 +105,7 @@ class DecoderLoop:
         self.vocabulary, self.state_key = backend.vocabulary, backend.state_key
         self.embedding = backend.embedding
         self.check_adapters = backend.check_adapters
+        self.projector = backend.projector
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or why it is refused."""
@@ -171,6 +174,8 @@ class DecoderLoop:
             logger.exception("The engine failed; every request it had is ended.")
             self._fail(EngineFailedError(f"The engine failed: {error}"))
         finally:
+            if self._encoding:
+                self._encoding.close()
             backend.close()
             if self._disk_tier:
                 self._disk_tier.close()
@@ -248,11 +253,19 @@ class DecoderLoop:
         self._embeddings = EmbeddingQueue(
             backend, costs, options.max_stall_s, self.progress, self._accounts
         )
+        if backend.projector is not None:
+            self._encoding = Encoding(
+                backend.projector,
+                options.max_stall_s,
+                options.picture_ram_bytes,
+                self._counts,
+                self._interlude,
+            )
         self._published = Published(self._view)
         self._worked = time.monotonic()
 
     def step(self) -> None:
-        """Embed; schedule; for each batch, decode, sample and postprocess; deliver."""
+        """Embed; schedule; for each batch, decode, sample and postprocess; deliver; encode a picture."""
         began = time.monotonic()
         self._admit()
         if not self._draining and self._cache_change.pays(self._backlog.n_generated):
@@ -263,11 +276,14 @@ class DecoderLoop:
             self._embeddings.step(self._scheduler.running)
             self._carry_out(self._command_queue.take(0))  # who came meanwhile waits no longer
             self._admit()
-        embed_s = time.monotonic() - began
+        beside_s = time.monotonic() - began
+        if self._encoding:
+            beside_s += self._encoding.piece_s
+            self._encoding.resolve(self._scheduler.running)
         table = self._cache.table
         n_cells = table.n_cells
         ends = self._find_slot_ends if self._backend.fills_gaps else None
-        batches = self._scheduler.schedule(began, n_cells, ends, embed_s)
+        batches = self._scheduler.schedule(began, n_cells, ends, beside_s)
         self._cache_change.saw(batches, n_cells)
         counts = self._counts
         n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
@@ -287,6 +303,20 @@ class DecoderLoop:
             n_generated = counts.generated_tokens - n_generated
             seconds = self._worked - began - (counts.sample_s - sample_s)
             self._backlog.progressed(n_prompt, n_generated, seconds)
+        if self._encoding:
+            self._encode(self._encoding, self._worked - began, idle=not batches)
+
+    def _encode(self, encoding: Encoding, step_s: float, *, idle: bool) -> None:
+        failure = encoding.step(lambda: self._scheduler.running, step_s, idle=idle)
+        if failure is not None:
+            for sequence in failure.sequences:
+                self._outbox.end(sequence, FinishReason.ERROR, failure.error)
+            self._flush()
+
+    def _interlude(self) -> None:
+        """Serve all others, while a picture is encoded."""
+        self._carry_out(self._command_queue.take(0))
+        self.step()
 
     def _change_cache(self) -> None:
         self._computing.use_adapters(())  # the new context has none

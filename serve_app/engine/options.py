@@ -83,6 +83,10 @@ class EngineOptions:
 
     adapters: tuple[AdapterFile, ...] = ()
     """LoRA adapters that requests may ask for."""
+    projector: Path | None = None
+    """A GGUF file with what the model sees with; None: it reads text only."""
+    picture_ram_bytes: int = 2**27
+    """Memory for pictures that are encoded."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from serve_app.engine.autotune.sampling_costs import SamplingCost
@@ -15,6 +16,7 @@ from serve_app.engine.decode.ngram_proposer import NgramProposer
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.metrics.trace import Trace
+from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.errors import CorralError
 from serve_app.llama.constraint import Constraint
 from serve_app.types import (
@@ -58,9 +60,16 @@ class Sequence:
     """
 
     def __init__(
-        self, request: GenerationRequest, sink: Sink, constraint: Constraint | None = None
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        constraint: Constraint | None = None,
+        tiles: tuple[PlacedTile, ...] = (),
     ) -> None:
         self.request = request
+        self.tiles = tiles
+        """Where the tiles of its pictures stand in its prompt, in order."""
+        self._borders = tuple(place for one in tiles for place in (one.start, one.end))
         self.constraint = constraint
         self.id = request.id
         self.sink = sink
@@ -107,9 +116,27 @@ class Sequence:
 
     @property
     def n_to_stop(self) -> int:
-        """Of these, how many until others can start from its slot, or a checkpoint is to be made."""
-        stops = (stop - self.n_past for stop in (*self.stops, self.n_awaited))
+        """Of these, how many until others can start from its slot, a checkpoint is to be made, or a picture
+        begins or ends."""
+        stops = (stop - self.n_past for stop in (*self.stops, self.n_awaited, *self._borders))
         return min((n for n in stops if n > 0), default=self.n_pending)
+
+    @property
+    def tile(self) -> PlacedTile | None:
+        """The tile that its next token is part of."""
+        n_past = self.n_past
+        return next((one for one in self.tiles if one.start <= n_past < one.end), None)
+
+    @property
+    def waits_to_see(self) -> bool:
+        """Whether it gets on only when a picture is encoded."""
+        tile = self.tile
+        return tile is not None and tile.embeddings is None
+
+    def n_whole(self, n_tokens: int) -> int:
+        """Of its first tokens, those that end with no part of a tile."""
+        within = (one.start for one in self.tiles if one.start < n_tokens < one.end)
+        return next(within, n_tokens)
 
     def stop_at(self, n_tokens: int) -> None:
         """Have a checkpoint there, too."""
@@ -196,7 +223,10 @@ class Sequence:
         room = n_ctx_slot - len(self.tokens) - 1
         if self.n_left is not None:
             room = min(room, self.n_left - 1)
-        return self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
+        draft = self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
+        if self.tiles:  # what follows may be a picture
+            draft = tuple(takewhile(lambda token: token >= 0, draft))
+        return draft
 
     def give_up(self, n_tokens: int) -> TokenArray:
         """Its first tokens, for its slot to keep: it has ended, and has none any more."""

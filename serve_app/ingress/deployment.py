@@ -328,6 +328,7 @@ def _served(
         tags=model.tags,
         defaults=model.defaults.over(tokenizer.recommended),
         adapters=model.adapter_uses,
+        sees=model.projector is not None,
     )
 
 
@@ -380,6 +381,7 @@ class Ingress:
                     model.defaults,
                     model.options.embedding_pooling,
                     model.adapter_uses,
+                    model.projector is not None,
                 )
                 for model, path in zip(models, paths, strict=True)
             ],

@@ -100,6 +100,8 @@ class ServedModel:
     """LoRA adapters that it has, each with its scale where it is asked for by its name."""
     used: Adapters = ()
     """Those that its requests have, if they do not say."""
+    sees: bool = False
+    """Whether it has a projector, for pictures."""
 
     def adapted(self, adapter: AdapterUse) -> ServedModel:
         """The model with one of its adapters, under a name of its own."""
@@ -133,6 +135,7 @@ class ServedModel:
             created=self.created,
             n_ctx_slot=self.n_ctx_slot,
             status=ModelStatus(value="loaded" if self.engine.is_loaded else "unloaded"),
+            capabilities=["vision"] if self.sees else [],
         )
 
 

@@ -237,15 +237,43 @@ class Context:
         for i, row in enumerate(rows):
             token[i], pos[i], seq_id[i][0], logits[i] = row
         batch.n_tokens = len(rows)
+        self._run(batch, len(rows))
+
+    def decode_tile(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], *, causal: bool
+    ) -> None:
+        """The same for rows of one sequence that are a picture's: `embeddings` are computed in the places
+        of their tokens. Unless it is `causal`, each sees all others of the batch. No row has logits."""
+        n_rows, n_embd = embeddings.shape
+        if not 0 < n_rows == len(rows) <= self._n_batch:
+            raise DecodeError(f"A batch of {len(rows)} rows for {n_rows} embeddings.")
+        batch = llama_cpp.llama_batch_init(n_rows, n_embd, 1)
+        try:
+            ctypes.memmove(
+                batch.embd, np.ascontiguousarray(embeddings).ctypes.data, embeddings.nbytes
+            )
+            for i, (_, position, seq_id, _) in enumerate(rows):
+                batch.pos[i], batch.n_seq_id[i], batch.logits[i] = position, 1, False
+                batch.seq_id[i][0] = seq_id
+            batch.n_tokens = n_rows
+            if not causal:
+                llama_cpp.llama_set_causal_attn(self.pointer, False)
+            self._run(batch, n_rows)
+        finally:
+            if not causal:
+                llama_cpp.llama_set_causal_attn(self.pointer, True)
+            llama_cpp.llama_batch_free(batch)
+
+    def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
         self._copied = None
-        self._set_threads(len(rows))
+        self._set_threads(n_rows)
         status = llama_cpp.llama_decode(self.pointer, batch)
         if status == _CACHE_FULL:
-            raise CacheFullError(f"The KV cache has no room for {len(rows)} tokens more.")
+            raise CacheFullError(f"The KV cache has no room for {n_rows} tokens more.")
         if status == _LEFT:
-            raise PassLeftError(f"A batch of {len(rows)} rows was left.")
+            raise PassLeftError(f"A batch of {n_rows} rows was left.")
         if status != 0:
-            raise DecodeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
+            raise DecodeError(f"llama_decode returned {status} for a batch of {n_rows} rows.")
         self.unsettled.clear()
 
     def use_adapters(self, wanted: Sequence[tuple[Adapter, float]]) -> None:

@@ -71,6 +71,11 @@ def captured() -> Iterator[list[str]]:
         del _forwarder.copies[id(lines)]
 
 
+def log_callback() -> Any:
+    """For the other libraries of llama.cpp."""
+    return _log_callback
+
+
 @functools.cache
 def init() -> None:
     """Initialise llama.cpp's backends. Idempotent; call before any other llama.cpp function."""

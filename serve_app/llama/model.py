@@ -247,17 +247,7 @@ class Model:
         nearly everywhere; a change that leaves the size and all that is read is not noticed. The same is
         read of each file of a model in shards. Raises OSError when a file is gone.
         """
-        digest = blake2b(digest_size=32)
-        for path in self.files:
-            size = path.stat().st_size
-            spans = [(0, _END_BYTES), (max(0, size - _END_BYTES), _END_BYTES)]
-            spans += [(size * i // _N_BLOCKS, _BLOCK_BYTES) for i in range(_N_BLOCKS)]
-            digest.update(size.to_bytes(8, "little"))
-            with path.open("rb") as file:
-                for start, n_bytes in spans:
-                    file.seek(start)
-                    digest.update(file.read(n_bytes))
-        return digest.digest()
+        return fingerprint_of(self.files)
 
     @functools.cached_property
     def files(self) -> tuple[Path, ...]:
@@ -465,3 +455,18 @@ class Model:
         """The token that ends a text, if the vocabulary has one."""
         token = llama_cpp.llama_vocab_eos(self._vocab)
         return None if token < 0 else int(token)
+
+
+def fingerprint_of(files: Iterable[Path]) -> bytes:
+    """See `Model.fingerprint`."""
+    digest = blake2b(digest_size=32)
+    for path in files:
+        size = path.stat().st_size
+        spans = [(0, _END_BYTES), (max(0, size - _END_BYTES), _END_BYTES)]
+        spans += [(size * i // _N_BLOCKS, _BLOCK_BYTES) for i in range(_N_BLOCKS)]
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for start, n_bytes in spans:
+                file.seek(start)
+                digest.update(file.read(n_bytes))
+    return digest.digest()

@@ -200,8 +200,9 @@ class Tokenizer:
         return self._model.piece(token, special=special)
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self._model.detokenize(tokens, special=special)
+        """The text of some tokens; bytes that are not UTF-8 become U+FFFD. Places of pictures, which are
+        negative, have none."""
+        return self._model.detokenize((one for one in tokens if one >= 0), special=special)
 
     def delimiter_token(self, text: str) -> int | None:
         """See `serve_app.llama.model.Model.delimiter_token`."""
@@ -273,10 +274,12 @@ class Tokenizer:
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
+        places: re.Pattern[str] | None = None,
     ) -> tuple[int, ...]:
         """The tokens of a chat as `render_chat` writes it. What the template writes as control tokens
-        becomes control tokens; what messages, tools and `extra` write stays text. Raises
-        InvalidRequestError like `render_chat`."""
+        becomes control tokens; what messages, tools and `extra` write stays text. What `places` finds
+        becomes a negative token: -1 less the number that is its group. Raises InvalidRequestError like
+        `render_chat`."""
         escapes = self._escaper.begin()
         if self._escaper.needed(messages, tools, extra):
             messages, tools = escapes.escape(list(messages)), escapes.escape(list(tools))
@@ -286,16 +289,27 @@ class Tokenizer:
             messages, tools, extra, thinks, add_generation_prompt=add_generation_prompt
         )
         wants_bos = not (self.bos and text.startswith(self.bos))
-        return self._encode_parts(escapes.split(text), add_special=wants_bos)
+        return self._encode_parts(escapes.split(text), add_special=wants_bos, places=places)
 
     def _encode_parts(
-        self, parts: Iterable[tuple[str, bool]], *, add_special: bool
+        self,
+        parts: Iterable[tuple[str, bool]],
+        *,
+        add_special: bool,
+        places: re.Pattern[str] | None = None,
     ) -> tuple[int, ...]:
         """The tokens of texts, each of which was escaped or not."""
         tokens: list[int] = []
         for part, is_escaped in parts:
-            first = add_special and not tokens
-            tokens += self._model.tokenize(part, add_special=first, parse_special=not is_escaped)
+            pieces = [part] if places is None else places.split(part)
+            for i, piece in enumerate(pieces):
+                first = add_special and not tokens
+                if i % 2:
+                    tokens += [*(self.encode("") if first else ()), -1 - int(piece)]
+                elif piece:
+                    tokens += self._model.tokenize(
+                        piece, add_special=first, parse_special=not is_escaped
+                    )
         return tuple(tokens)
 
     def output_parser(

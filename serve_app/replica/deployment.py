@@ -77,6 +77,11 @@ class EngineReplica:
                 )
                 for one in model.adapters
             ]
+            projector = (
+                None
+                if model.projector is None
+                else await asyncio.to_thread(locate, model.projector, model.downloads, tell)
+            )
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
@@ -87,6 +92,7 @@ class EngineReplica:
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
             adapters=tuple(adapters),
+            projector=projector,
         )
         self._engine = Engine.load(path, options, report)
         self._vocabulary_key = self._engine.vocabulary_key

@@ -6,7 +6,6 @@ most replicas, the delays up and down, and that requests wake up a deployment wi
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +59,5 @@ class IngressLoad:
 def by_pressure(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """Serve's autoscaling policy: as many replicas as the load of all would fill; no change while nobody
     has reported. There is nothing to remember."""
-    found = context.aggregated_metrics or {}
-    awaited = [name.removeprefix(AWAITED) for name in found if name.startswith(AWAITED)]
-    if awaited:
-        from serve_app.routing import residents
-
-        here = residents.APPLICATIONS.setdefault(context.app_name or "", residents.Residents())
-        waits = (name for name in awaited if sum(found[AWAITED + name].values()) > 0)
-        here.are_awaited(waits, time.monotonic())
-    measured = found.get(PRESSURE)
+    measured = (context.aggregated_metrics or {}).get(PRESSURE)
     return (sum(measured.values()) if measured else context.target_num_replicas), {}

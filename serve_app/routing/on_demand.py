@@ -40,3 +40,19 @@ class OnDemand:
             idle_s=idle_s,
         )
         return wanted, {}
+
+
+def for_ingress(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """The policy of ingresses beside such models: by their load. They tell what requests wait for."""
+    from serve_app.routing import residents
+    from serve_app.routing.autoscaling import AWAITED, by_pressure
+
+    found = context.aggregated_metrics or {}
+    awaited = [
+        name.removeprefix(AWAITED)
+        for name, told in found.items()
+        if name.startswith(AWAITED) and sum(told.values()) > 0
+    ]
+    here = residents.APPLICATIONS.setdefault(context.app_name or "", residents.Residents())
+    here.are_awaited(awaited, time.monotonic())
+    return by_pressure(context)

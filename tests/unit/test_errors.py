@@ -20,6 +20,7 @@ EXAMPLES: list[CorralError] = [
     errors.PromptTooLongError(9, 8, "prompt", False),
     errors.KeyLimitError("300 prompt tokens"),
     errors.AuthenticationError("no key"),
+    errors.ModelLoadingError("not yet", 7),
     errors.PermissionDeniedError("not yours"),
     errors.PermissionDeniedError("too low", "priority"),
     errors.HostNotAllowedError("who?"),

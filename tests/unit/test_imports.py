@@ -142,6 +142,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.autoscaling",
         "serve_app.routing.broadcast",
         "serve_app.routing.fetching",
+        "serve_app.routing.on_demand",
         "serve_app.routing.request_router",
     }
 

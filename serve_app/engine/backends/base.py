@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from serve_app.engine.autotune.modes import Mode
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.threads import Threads
+from serve_app.llama.vision.tiles import Part, Pause, Tile
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Adapters, Sampled, TokenLogprobs
 
@@ -113,6 +114,30 @@ class EmbeddingShape:
     """Whether tokens see only those before them: a text can be computed in parts, and continued."""
 
 
+class Projector(Protocol):
+    """What makes embeddings of pictures; see `serve_app.llama.vision.projector.Projector`."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a tile's rows see only those before them; otherwise all are in one batch."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What embeddings depend on, besides the picture."""
+
+    def layout(self, width: int, height: int) -> tuple[Part, ...]:
+        """Any thread: what pictures of that size become in a prompt. Raises InvalidRequestError."""
+
+    def prepare(self, pixels: bytes, width: int, height: int) -> Any:
+        """Any thread: what `encode` takes. Raises InvalidRequestError."""
+
+    def encode(
+        self, prepared: Any, tile: int, pause: Pause | None = None
+    ) -> NDArray[np.float32] | None:
+        """The embeddings of a tile; None if `pause`, which is called now and then, ended it. The
+        backend may decode meanwhile. Raises DecodeError."""
+
+
 class Backend(Protocol):
     """A model and a context in which each slot has a `seq_id`: its own id."""
 
@@ -183,6 +208,14 @@ class Backend(Protocol):
         these rows; PassLeftError if it was told to `leave`, and another DecodeError if they cannot be
         decoded, with some of them in the cache, for the caller to `truncate`; any other exception means
         that the backend is broken."""
+
+    @property
+    def projector(self) -> Projector | None:
+        """What pictures are seen with."""
+
+    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
+        """Like `decode`, for rows of one slot that are part of one tile: `embeddings` are computed in the
+        places of their tokens."""
 
     def leave(self, leaving: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end early with PassLeftError; or,

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
+from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Projector, Row, State
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.threads import Threads
+from serve_app.llama.vision.tiles import Tile
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Adapters, Sampled, TokenLogprobs
 
@@ -89,6 +90,7 @@ class FakeBackend:
         """Every batch that was submitted."""
         self.used_adapters: list[Adapters] = []
         """The adapters of each."""
+        self.projector: Projector | None = None
         self.adapter_ids: set[str] = set()
         self._adapters: Adapters = ()
         self.embedding = EmbeddingShape(16, 8, n_text=32, pooling="mean", causal=True)
@@ -169,6 +171,12 @@ class FakeBackend:
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
 
+    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
+        """Feed the rows: their tokens tell what is seen. There must be an embedding for each."""
+        if len(embeddings) != len(rows):
+            raise AssertionError(f"{len(embeddings)} embeddings for {len(rows)} rows")
+        self.decode(rows)
+
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
     ) -> FakeSampler:
@@ -201,7 +209,7 @@ class FakeBackend:
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
         """Drop a slot's tail; what is left has to be what the checkpoint has."""
         self._expect_settled(seq_id)
-        kept = list(struct.unpack(f"{len(checkpoint) // 4}I", checkpoint))
+        kept = list(struct.unpack(f"{len(checkpoint) // 4}i", checkpoint))
         if kept != self.slots[seq_id][:n_past]:
             raise AssertionError(f"slot {seq_id} is put back to a checkpoint of other tokens")
         self.slots[seq_id] = kept
@@ -224,12 +232,12 @@ class FakeBackend:
     def save(self, seq_id: int) -> bytes:
         """The slot's tokens, four bytes each."""
         self._expect_settled(seq_id)
-        return struct.pack(f"{len(self.slots[seq_id])}I", *self.slots[seq_id])
+        return struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
 
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot those tokens."""
         self._expect_settled(seq_id)
-        self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}I", state))
+        self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}i", state))
 
     def change(self, reason: str) -> None:
         """Empty all slots, and have the other mode."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,14 @@ from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
 from serve_app.llama.threads import Threads
+from serve_app.llama.vision.tiles import Tile
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
 from serve_app.types import Adapters
+
+if TYPE_CHECKING:
+    from serve_app.llama.vision.projector import Projector
 
 logger = logging.getLogger("corral.engine")
 
@@ -83,6 +88,7 @@ class LlamaBackend:
         self._adapters = {  # before any context: its graphs have room for those that there are
             one.id: Adapter(self.vocabulary, one.path) for one in options.adapters
         }
+        self.projector = _open_projector(self.vocabulary, options)
         self._report = report
         self._embedder: Embedder | None = None
         self._kept_as: str | None = None
@@ -118,7 +124,9 @@ class LlamaBackend:
     def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
         options = self._options
         n_decoding = options.n_slots + MAX_DRAFTED_ROWS
-        n_ubatch = max(options.n_batch, n_decoding) if self.vocabulary.window else None
+        # Layers with a window keep a batch's cells; pictures that are not causal go into one.
+        at_once = self.vocabulary.window or (self.projector and not self.projector.causal)
+        n_ubatch = max(options.n_batch, n_decoding) if at_once else None
         context = Context(
             self.vocabulary,
             n_seq_max=options.n_slots + len(options.pinned) + n_more,
@@ -318,6 +326,11 @@ class LlamaBackend:
         """See Backend.decode."""
         self._context.decode(rows)
 
+    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
+        """See Backend.decode_tile."""
+        assert self.projector is not None
+        self._context.decode_tile(rows, embeddings, causal=self.projector.causal)
+
     def leave(self, leaving: bool) -> None:
         """See Backend.leave. Recurrent layers could not forget half of a pass: theirs are computed."""
         self._context.leave(leaving and self.can_rewind)
@@ -326,7 +339,8 @@ class LlamaBackend:
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
     ) -> Sampler:
         """A llama.cpp sampler chain."""
-        return Sampler(self._context, params, prompt, constraint)
+        words = [token for token in prompt if token >= 0] if self.projector else prompt
+        return Sampler(self._context, params, words, constraint)
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """See Backend.truncate."""
@@ -427,6 +441,8 @@ class LlamaBackend:
         options = self._options
         types = (options.cache_type_k, options.cache_type_v)
         parts: tuple[object, ...] = (library.version(), types)
+        if self.projector:
+            parts += (self.projector.fingerprint,)
         parts += tuple((name, one.fingerprint) for name, one in sorted(self._adapters.items()))
         if not self._context.portable:
             parts += (self._layout.n_streams, self.mode.flash_attn)
@@ -438,7 +454,8 @@ class LlamaBackend:
         context = self._context
         return MemoryUse(
             weights_bytes=self.vocabulary.n_bytes
-            + sum(one.n_bytes for one in self._adapters.values()),
+            + sum(one.n_bytes for one in self._adapters.values())
+            + (self.projector.n_bytes if self.projector else 0),
             cache_bytes=context.layout.cache_bytes,
             cache_bytes_per_slot=context.cache_bytes_per_seq,
             cache_bytes_per_token=context.layout.per_token,
@@ -453,3 +470,11 @@ class LlamaBackend:
         self._context.close()
         if self._embedder is not None:
             self._embedder.close()
+
+
+def _open_projector(model: Model, options: EngineOptions) -> Projector | None:
+    if options.projector is None:
+        return None
+    from serve_app.llama.vision.projector import Projector  # its library takes memory
+
+    return Projector(model, options.projector, options.threads)

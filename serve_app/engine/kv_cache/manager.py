@@ -109,6 +109,7 @@ class KVCacheManager:
         n_cached = self._chunk_reuse.fill(sequence, choice, tokens)
         if n_cached is None:
             n_cached = self._contents.fill(choice, stored)
+        n_cached = self._keep_whole(sequence, choice.slot, n_cached)
         if self.checkpoints.needed:
             n_known = max(choice.n_known, self.memory_tier.n_known(group, tokens))
             sequence.stops = self.checkpoints.stops(n_cached, n_known, len(sequence.tokens))
@@ -313,5 +314,13 @@ class KVCacheManager:
         False if more is lost by that: it goes on from where it still can."""
         slot = self.table.slots[sequence.slot_id]
         n_kept = self._contents.keep(slot, sequence.n_past)
+        n_kept = self._keep_whole(sequence, slot, n_kept)
         lost, sequence.n_past = n_kept < sequence.n_past, n_kept
         return not lost
+
+    def _keep_whole(self, sequence: Sequence, slot: Slot, n_kept: int) -> int:
+        """Of what was kept for a sequence, drop a part of a picture: another one may begin alike, and some
+        are computed in one batch. Returns what is left."""
+        while (n_whole := sequence.n_whole(n_kept)) < n_kept:
+            n_kept = self._contents.keep(slot, n_whole)
+        return n_kept

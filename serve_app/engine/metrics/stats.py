@@ -48,6 +48,9 @@ class Counts:
     sample_s: float = 0.0
     prefill_s: float = 0.0
     generation_s: float = 0.0
+    encoded_tiles: int = 0
+    found_tiles: int = 0
+    encode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,10 @@ class EngineStats:
     """The most tokens that a sequence has had in the cache."""
     failovers: int = 0
     """Requests that other engines began and could not end."""
+    encoded_tiles: int = 0
+    """Parts of pictures that were encoded, in `encode_s` seconds; `found_tiles` had been for others."""
+    found_tiles: int = 0
+    encode_s: float = 0.0
     restored_tokens: int = 0
     """Of the cached tokens, those that came back from the memory tier."""
     stored_prefixes: int = 0

@@ -159,10 +159,12 @@ class Scheduler:
         self._has_news, self._planned = False, now
         if held:
             prompts = self._without_last_tokens(prompts, rest_s, now)
+        tiles = [plan_batch([turn], self._n_cells) for turn in prompts if turn.sequence.tile]
+        prompts = [turn for turn in prompts if not turn.sequence.tile]
         if self._mixed and prompts:
-            return [plan_batch([*chain(*groups), *prompts], self._n_cells)]
+            return [plan_batch([*chain(*groups), *prompts], self._n_cells), *tiles]
         batches = [self._plan(turns) for turns in groups]
-        return [*batches, plan_batch(prompts)] if prompts else batches
+        return [*batches, *([plan_batch(prompts)] if prompts else []), *tiles]
 
     def mix(self, mixed: bool) -> None:
         """Another kind of cache is there: see `mixed` above."""
@@ -213,7 +215,8 @@ class Scheduler:
         """Seconds until all prompts are done; 0 if that does not matter."""
         if self._max_stall_s is None:
             return 0.0
-        n_pending = sum(one.n_pending for one in self._served if one.n_pending > 1)
+        prompts = (one for one in self._served if not one.waits_to_see)
+        n_pending = sum(one.n_pending for one in prompts if one.n_pending > 1)
         return n_pending * self._costs.prompt_token_s
 
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
@@ -228,7 +231,7 @@ class Scheduler:
     def _without_last_tokens(self, prompts: list[Turn], rest_s: float, now: float) -> list[Turn]:
         """The same, but prompts that can wait stop before their last token; unless all are done now."""
         n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
-        if n_done == sum(one.n_pending > 1 for one in self._served):
+        if n_done == sum(one.n_pending > 1 and not one.waits_to_see for one in self._served):
             return prompts
         return [
             turn._replace(n_rows=turn.n_rows - 1)
@@ -302,7 +305,7 @@ class Scheduler:
 
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""
-        prompts = [sequence for sequence in self._served if sequence.n_pending > 1]
+        prompts = [one for one in self._served if one.n_pending > 1 and not one.waits_to_see]
         if not prompts:
             return []
         sample_s = sum(map(_sample_s, chain(*decoding)))
@@ -340,6 +343,11 @@ class Scheduler:
             if n_rows == 0 and turns:
                 break
             n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
+            tile = sequence.tile
+            if tile is not None and not tile.causal:  # all of it, or nothing
+                if turns and n_rows < tile.tile.n_tokens:
+                    continue
+                n_rows = tile.tile.n_tokens
             turns.append(Turn(sequence, n_rows))
             if (
                 n_rows == sequence.n_pending

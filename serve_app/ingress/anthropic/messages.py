@@ -6,7 +6,7 @@ Source: Anthropic's API reference, "Messages".
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,7 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
+from serve_app.ingress.openai.messages import (
+    AnyPart,
+    ChatMessage,
+    FunctionCall,
+    MessageToolCall,
+    PicturePart,
+    TextPart,
+)
 
 
 class Block(RequestModel):
@@ -35,7 +42,33 @@ class TextBlock(Block):
     text: str
 
 
-def _blocks(value: object) -> object:
+class PictureSource(RequestModel):
+    """Where a picture is."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str = ""
+    """In base64."""
+    url: str = ""
+
+    @property
+    def as_url(self) -> str:
+        """As a URL."""
+        return self.url if self.type == "url" else f"data:;base64,{self.data}"
+
+
+class PictureBlock(Block):
+    """A picture."""
+
+    type: Literal["image"]
+    source: PictureSource
+
+    def as_part(self) -> PicturePart:
+        """As OpenAI has it."""
+        return PicturePart.of(self.source.as_url)
+
+
+def _texts(value: object) -> object:
     """A text is short for one block of it; other media are refused by their names."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
@@ -43,14 +76,30 @@ def _blocks(value: object) -> object:
     return value
 
 
+def _blocks(value: object) -> object:
+    """The same, with pictures."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    media.refuse(value, "messages", takes={"image"})
+    return value
+
+
 Texts = Annotated[
-    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+    list[TextBlock], BeforeValidator(_texts, json_schema_input_type=str | list[TextBlock])
 ]
+_Seen = list[Annotated[TextBlock | PictureBlock, Field(discriminator="type")]]
 
 
-def joined(blocks: list[TextBlock]) -> str:
-    """The blocks as one text."""
-    return "".join(block.text for block in blocks)
+def joined(blocks: Sequence[TextBlock | PictureBlock]) -> str:
+    """The blocks' texts as one."""
+    return "".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _part(block: TextBlock | PictureBlock) -> AnyPart:
+    """As OpenAI has it."""
+    if isinstance(block, PictureBlock):
+        return block.as_part()
+    return TextPart(type="text", text=block.text)
 
 
 class ToolUseBlock(Block):
@@ -74,13 +123,22 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = Field(default=[])
+    content: Annotated[_Seen, BeforeValidator(_blocks, json_schema_input_type=str | _Seen)] = Field(
+        default=[]
+    )
     is_error: bool = False
 
     def as_message(self) -> ChatMessage:
         """The result as a turn of its own. Templates know no errors, so the text says it."""
         text = ("Error: " if self.is_error else "") + joined(self.content)
-        return ChatMessage(role="tool", tool_call_id=self.tool_use_id, content=text)
+        seen: list[AnyPart] = [
+            block.as_part() for block in self.content if isinstance(block, PictureBlock)
+        ]
+        return ChatMessage(
+            role="tool",
+            tool_call_id=self.tool_use_id,
+            content=[TextPart(type="text", text=text), *seen] if seen else text,
+        )
 
 
 class ThinkingBlock(BaseModel):
@@ -94,7 +152,8 @@ class ThinkingBlock(BaseModel):
 
 Content = list[
     Annotated[
-        TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+        TextBlock | PictureBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
+        Field(discriminator="type"),
     ]
 ]
 
@@ -127,9 +186,7 @@ class Message(RequestModel):
         results = [b.as_message() for b in self.content if isinstance(b, ToolResultBlock)]
         calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
         parts = [
-            TextPart(type="text", text=block.text)
-            for block in self.content
-            if isinstance(block, TextBlock)
+            _part(block) for block in self.content if isinstance(block, TextBlock | PictureBlock)
         ]
         if results and not parts:
             return results

@@ -31,4 +31,4 @@ def messages(models: Models, body: bytes) -> Messages:
 def count_tokens(models: Models, body: bytes) -> int:
     """POST /v1/messages/count_tokens. Raises CorralError."""
     asked = parsed(CountTokensRequest, body)
-    return len(preparation.chat_prompt(find(models, asked.model), asked.as_chat()))
+    return preparation.n_tokens(find(models, asked.model), asked.as_chat(), "messages")

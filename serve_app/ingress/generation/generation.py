@@ -44,6 +44,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             cache_group=caller.cache_group(wanted.cache_salt),
             background=caller.yields,
             adapters=wanted.adapters,
+            pictures=wanted.pictures,
         )
         for i, prompt in enumerate(wanted.prompts)
         for j in range(n)

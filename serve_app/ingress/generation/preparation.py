@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
+from serve_app.ingress.generation import pictures
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
 from serve_app.ingress.model_registry import active
 from serve_app.ingress.openai.messages import ChatMessage
@@ -15,7 +16,7 @@ from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationP
 from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
 from serve_app.sampling import ReasoningBudget, SamplingParams
-from serve_app.types import Adapters
+from serve_app.types import Adapters, Picture
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class Generation:
     id_slot: int
     sse_ping_interval: int | None
     adapters: Adapters = ()
+    pictures: tuple[Picture, ...] = ()
+    """Those in its prompt: there is only one then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ def generation(
     n: int,
     sampling: SamplingParams,
     prompt_field: str,
+    pictures: tuple[Picture, ...] = (),
 ) -> Generation:
     """`n` answers to each prompt. Raises InvalidRequestError for what this model cannot do."""
     for prompt in prompts:
@@ -108,6 +112,7 @@ def generation(
         id_slot=params.id_slot,
         sse_ping_interval=params.sse_ping_interval,
         adapters=_adapters(model, params),
+        pictures=pictures,
     )
 
 
@@ -143,12 +148,12 @@ def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
 
 def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
-    prompt = chat_prompt(model, body)
+    prompt, pictures = pictured_chat(model, body, prompt_field)
     sampling = _with_calls(model, body, prompt)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
-        generation(model, body, [prompt], n, sampling, prompt_field),
+        generation(model, body, [prompt], n, sampling, prompt_field, pictures),
         body.tools_for_template() if body.parse_tool_calls else [],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         _prefill(body)[1],
@@ -168,8 +173,33 @@ def _reasoning(
     return model.tokenizer.reasoning_budget(prompt, n_tokens, said)
 
 
+def pictured_chat(
+    model: KnownModel, body: ChatCompletionRequest, prompt_field: str
+) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    """The prompt that asks for the chat's next turn, with PICTURE in the places of its pictures, and these.
+    Raises InvalidRequestError."""
+    urls = [one.image_url.url for message in body.messages for one in message.pictures]
+    if urls and not model.sees:
+        raise pictures.refusal(prompt_field)
+    return pictures.placed(chat_prompt(model, body), urls, prompt_field)
+
+
+def n_tokens(model: KnownModel, body: ChatCompletionRequest, prompt_field: str) -> int:
+    """How many the prompt would have. Raises InvalidRequestError."""
+    if any(message.pictures for message in body.messages):
+        raise InvalidRequestError(
+            "Only an engine counts the tokens of pictures: ask for an answer of one token, and look at its "
+            "usage."
+            if model.sees
+            else pictures.refusal(prompt_field).message,
+            prompt_field,
+        )
+    return len(chat_prompt(model, body))
+
+
 def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
-    """The prompt that asks for the chat's next turn. Raises InvalidRequestError."""
+    """The prompt that asks for the chat's next turn. The first picture is -1 there, the second -2. Raises
+    InvalidRequestError."""
     prompt, prefill = _rendered(model, body, model.tokenizer.encode_chat)
     return (*prompt, *model.tokenizer.tokenize(prefill, False, False)) if prefill else prompt
 
@@ -186,12 +216,22 @@ def _rendered(
     """What the tokenizer makes of the chat, and what the answer begins with."""
     turns, prefill = _prefill(body)
     messages = [message.for_template() for message in turns]
+    placing: dict[str, Any] = {}
+    if any(turn.pictures for turn in turns):
+        marks = pictures.Marks()
+        for turn, message in zip(turns, messages, strict=True):
+            if turn.pictures:
+                text = turn.marked(marks.next)
+                takes_text = model.tokenizer.template_caps["supports_string_content"]
+                message["content"] = text if takes_text else [{"type": "text", "text": text}]
+        if render == model.tokenizer.encode_chat:
+            placing["places"] = marks.pattern
     if model.defaults.system_prompt and not _has_system(messages):
         messages.insert(0, {"role": "system", "content": model.defaults.system_prompt})
     tools = body.tools_for_template()
     extra = {**model.defaults.chat_template_kwargs, **body.template_kwargs}
     # Templates may leave out all but the contents.
-    n_chars = sum(len(message["content"]) for message in messages) + len(prefill)
+    n_chars = sum(len(turn.text) for turn in turns) + len(prefill)
     refuse_far_too_long(model, "messages", n_chars)
     prompt = render(
         messages,
@@ -199,6 +239,7 @@ def _rendered(
         extra,
         body.may_think and not prefill,
         add_generation_prompt=bool(prefill) or body.add_generation_prompt is not False,
+        **placing,
     )
     return prompt, prefill
 

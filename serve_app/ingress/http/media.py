@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from serve_app.errors import InvalidRequestError, MediaError
 
 _KINDS = {
@@ -24,13 +26,14 @@ _KINDS = {
 _MEDIA = frozenset({"Image", "Audio", "Video"})
 
 
-def refuse(parts: object, field: str) -> None:
+def refuse(parts: object, field: str, takes: Set[str] = frozenset()) -> None:
     """Raises MediaError or, for files, InvalidRequestError, in llama-server's words, if a message has a
-    part that is no text. Anything but a list of parts is not looked at."""
+    part that is no text, but for the types that it `takes`. Anything but a list of parts is not
+    looked at."""
     for part in parts if isinstance(parts, list) else ():
         name = part.get("type") if isinstance(part, dict) else None
         kind = _KINDS.get(name) if isinstance(name, str) else None
-        if kind is not None:
+        if kind is not None and name not in takes:
             error = MediaError if kind in _MEDIA else InvalidRequestError
             raise error(
                 f"{kind} input is not supported: these models read text (a part of the type {name!r}).",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation import pictures, preparation
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.generation.tokenization import (
     refuse_huge,
@@ -16,12 +16,14 @@ from serve_app.ingress.generation.tokenization import (
 )
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.protocol import (
+    MEDIA_MARKER,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
     LlamaParams,
     LoraAdapter,
     ModelRequest,
+    PicturedPrompt,
     PropsRequest,
     SlotRequest,
     TokenizeRequest,
@@ -30,6 +32,7 @@ from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.ingress.workers.worker import KnownModel, Models
 from serve_app.sampling import SamplingParams, Triggers
+from serve_app.types import Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,32 @@ def completion(models: Models, body: bytes) -> Completion:
     """POST /completion. Raises CorralError."""
     asked = parsed(LlamaCompletionRequest, body)
     model = find(models, asked.model)
+    if isinstance(asked.prompt, PicturedPrompt):
+        prompt, seen = _pictured(model, asked.prompt)
+        return _completion(model, asked, [prompt], is_batch=asked.is_batch, seen=seen)
     prompts = [mixed_tokens(model, prompt, "prompt") for prompt in asked.prompts]
     return _completion(model, asked, prompts, is_batch=asked.is_batch)
+
+
+def _pictured(
+    model: KnownModel, asked: PicturedPrompt
+) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    if not model.sees:
+        raise pictures.refusal("prompt")
+    texts = asked.prompt_string.split(MEDIA_MARKER)
+    if len(texts) - 1 != len(asked.multimodal_data):
+        raise InvalidRequestError(
+            f"The prompt has {len(texts) - 1} places {MEDIA_MARKER} for "
+            f"{len(asked.multimodal_data)} pictures.",
+            "prompt",
+        )
+    encode = model.tokenizer.tokenize
+    tokens: list[int] = []
+    for i, text in enumerate(texts):
+        tokens += [-i] if i else []
+        tokens += tokenize_checked(model, "prompt", len(text), encode, text, i == 0, True)
+    urls = [f"data:;base64,{data}" for data in asked.multimodal_data]
+    return pictures.placed(tuple(tokens), urls, "prompt")
 
 
 def infill(models: Models, body: bytes) -> Completion:
@@ -65,12 +92,17 @@ def infill(models: Models, body: bytes) -> Completion:
 
 
 def _completion(
-    model: KnownModel, asked: LlamaParams, prompts: list[tuple[int, ...]], *, is_batch: bool
+    model: KnownModel,
+    asked: LlamaParams,
+    prompts: list[tuple[int, ...]],
+    *,
+    is_batch: bool,
+    seen: tuple[Picture, ...] = (),
 ) -> Completion:
     sampling, n = _with_triggers(model, asked), asked.n_answers
     fields = asked.response_fields
     return Completion(
-        preparation.generation(model, asked, prompts, n, sampling, "prompt"),
+        preparation.generation(model, asked, prompts, n, sampling, "prompt", seen),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,
         asked.return_tokens,

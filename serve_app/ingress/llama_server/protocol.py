@@ -18,6 +18,8 @@ from serve_app.llama.patterns import Pattern
 
 MAX_TRIGGER_CHARS = 1024
 _TOKEN, _WORD, _PATTERN = range(3)
+MEDIA_MARKER = "<__media__>"
+"""Stands for a picture in a prompt."""
 
 Mixed = list[TokenId | Text]
 """Token ids and texts, side by side."""
@@ -43,7 +45,9 @@ def plain(prompt: object) -> object:
         return prompt
     parts = prompt.get("content")
     if prompt.get("multimodal_data") or (isinstance(parts, list) and not all(map(_is_text, parts))):
-        raise InvalidRequestError("Image input is not supported: these models read text.", "prompt")
+        raise InvalidRequestError(
+            "Image input is not supported here: only in one prompt, as 'multimodal_data'.", "prompt"
+        )
     if isinstance(parts, list):
         return "".join(part["text"] for part in parts)
     return prompt.get("prompt_string", prompt)
@@ -53,6 +57,15 @@ def _is_text(part: object) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
+
+
+class PicturedPrompt(RequestModel):
+    """A prompt with pictures."""
+
+    prompt_string: Text
+    """`<__media__>` stands for the next one."""
+    multimodal_data: Annotated[list[str], Field(min_length=1)]
+    """Pictures in base64."""
 
 
 class GrammarTrigger(BaseModel):
@@ -142,12 +155,14 @@ class LlamaParams(GenerationParams):
 class LlamaCompletionRequest(LlamaParams):
     """POST /completion."""
 
-    prompt: Text | list[Mixed | Text | TokenId]
+    prompt: Text | list[Mixed | Text | TokenId] | PicturedPrompt
     """A text, or token ids and texts mixed; or several of either."""
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _plain(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("multimodal_data"):
+            return value
         return plain(value)
 
     @model_validator(mode="after")
@@ -162,6 +177,8 @@ class LlamaCompletionRequest(LlamaParams):
     @property
     def prompts(self) -> list[str | list[int | str]]:
         """The prompt, or the prompts."""
+        if isinstance(self.prompt, PicturedPrompt):
+            return [self.prompt.prompt_string]
         return several(self.prompt)
 
     @property

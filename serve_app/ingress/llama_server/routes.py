@@ -22,6 +22,7 @@ from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
 from serve_app.ingress.llama_server import slots as llama_slots
 from serve_app.ingress.llama_server.preparation import Completion
+from serve_app.ingress.llama_server.protocol import MEDIA_MARKER
 from serve_app.ingress.llama_server.serving import LlamaAnswer
 from serve_app.ingress.llama_server.slots import slots_of
 from serve_app.ingress.model_registry import ServedModel, find
@@ -128,7 +129,8 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bo
             "chat_template_caps": found.tokenizer.template_caps,
             "bos_token": found.tokenizer.bos,
             "eos_token": found.tokenizer.eos,
-            "modalities": {"vision": False, "video": False, "audio": False},
+            "media_marker": MEDIA_MARKER,
+            "modalities": {"vision": found.sees, "video": False, "audio": False},
             "build_info": BUILD,
             "endpoint_slots": True,
             "endpoint_props": caller.is_operator and caller.account is not None,

@@ -178,6 +178,7 @@ def _capabilities(model: KnownModel) -> list[str]:
         "completion": True,
         "tools": True,
         "insert": tokenizer.can_infill,
+        "vision": model.sees,
         "thinking": tokenizer.thinks,
     }
     return [name for name, has_it in found.items() if has_it]

@@ -11,22 +11,26 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import (
+    AnyPart,
     ChatMessage,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
     MessageToolCall,
+    PicturePart,
+    TextPart,
     Tool,
 )
 
 
-def refuse_images(images: list[Any] | None) -> None:
-    """Raises InvalidRequestError if there are some."""
-    if images:
-        raise InvalidRequestError("Images are not supported: these models read text.", "images")
+def content(text: str, images: Sequence[str] | None) -> str | list[AnyPart]:
+    """As OpenAI has it: pictures, which are in base64, stand before the text, as at Ollama."""
+    if not images:
+        return text
+    parts: list[AnyPart] = [PicturePart.of(f"data:;base64,{image}") for image in images]
+    return [*parts, TextPart(type="text", text=text)]
 
 
 class OllamaFunction(RequestModel):
@@ -71,7 +75,8 @@ class OllamaMessage(RequestModel):
     content: str = ""
     thinking: str | None = None
     """The assistant's reasoning."""
-    images: list[Any] | None = None
+    images: list[str] | None = None
+    """Pictures in base64."""
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     """Which function a tool's result is of."""
@@ -98,7 +103,6 @@ def as_chat(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
     waiting: list[MessageToolCall] = []
     """Calls without a result."""
     for place, message in enumerate(messages):
-        refuse_images(message.images)
         if message.role == "assistant":
             waiting = _calls(message, place)
         call_id = None
@@ -108,7 +112,7 @@ def as_chat(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
         turns.append(
             ChatMessage(
                 role=message.role,
-                content=message.content,
+                content=content(message.content, message.images),
                 name=message.tool_name if message.role == "tool" else None,
                 tool_call_id=call_id,
                 tool_calls=waiting or None if message.role == "assistant" else None,

@@ -23,6 +23,7 @@ from serve_app.ingress.ollama.protocol import (
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.types import Picture
 
 _NUM_KEEP = 4
 """Ollama's: so many first tokens stay when a prompt is cut."""
@@ -79,7 +80,8 @@ def generate(models: Models, body: bytes) -> Asked | Load:
     model = names.find(models, asked.model)
     if not asked.prompt:
         return _load(model, asked)
-    messages.refuse_images(asked.images)
+    if asked.images and (asked.raw or asked.suffix):
+        raise InvalidRequestError("Pictures go with a chat template: not raw, no suffix.", "images")
     if asked.raw and (asked.template or asked.system or asked.context):
         raise InvalidRequestError("raw mode does not support template, system, or context", "raw")
     if asked.template:
@@ -96,9 +98,10 @@ def generate(models: Models, body: bytes) -> Asked | Load:
         found = _untemplated(model, asked, asked.as_completion(), prompt, thinks=False)
         return _asked(model, asked, found, context=False)
     request = asked.as_chat(_turns(asked), [], can_think=model.tokenizer.thinks)
-    prompt = _after_context(model, asked, preparation.chat_prompt(model, request))
-    found = _untemplated(model, asked, request, prompt, thinks=True)
-    return _asked(model, asked, found, context=True)
+    prompt, pictures = preparation.pictured_chat(model, request, "images")
+    prompt = _after_context(model, asked, prompt)
+    found = _untemplated(model, asked, request, prompt, thinks=True, pictures=pictures)
+    return _asked(model, asked, found, context=not pictures)
 
 
 def show(models: Models, body: bytes) -> str:
@@ -160,7 +163,11 @@ def _room(model: KnownModel, asked: GenerationRequest) -> int:
 
 def _turns(asked: OllamaGenerateRequest) -> list[ChatMessage]:
     system = [ChatMessage(role="system", content=asked.system)] if asked.system else []
-    return [*system, ChatMessage(role="user", content=asked.prompt)]
+    return [*system, _asking(asked)]
+
+
+def _asking(asked: OllamaGenerateRequest) -> ChatMessage:
+    return ChatMessage(role="user", content=messages.content(asked.prompt, asked.images))
 
 
 def _after_context(
@@ -193,13 +200,14 @@ def _untemplated(
     prompt: tuple[int, ...],
     *,
     thinks: bool,
+    pictures: tuple[Picture, ...] = (),
 ) -> Chat:
-    """The answer to these tokens, cut if they must and may be."""
-    if len(prompt) >= model.n_ctx_slot and asked.truncates:
+    """The answer to these tokens, cut if they must and may be: not with pictures."""
+    if not pictures and len(prompt) >= model.n_ctx_slot and asked.truncates:
         prompt = _cut(prompt, _room(model, asked), asked.options.num_keep)
     sampling = params.sampling(model.defaults)
     sampling = dataclasses.replace(sampling, logprobs=asked.n_logprobs)
-    found = preparation.generation(model, params, [prompt], 1, sampling, "prompt")
+    found = preparation.generation(model, params, [prompt], 1, sampling, "prompt", pictures)
     return Chat(found, (), thinks)
 
 

@@ -185,7 +185,8 @@ class OllamaGenerateRequest(GenerationRequest):
     """Whether the prompt is taken as it is, without the chat template."""
     context: list[Annotated[int, Field(ge=0)]] = Field(default=[])
     """What an earlier answer told as `context`: the conversation so far, as tokens."""
-    images: list[Any] | None = None
+    images: list[str] | None = None
+    """Pictures in base64."""
     """Refused: these models read text."""
 
     @field_validator("prompt", "suffix", "system", "template", mode="before")

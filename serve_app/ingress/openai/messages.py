@@ -5,7 +5,7 @@ Source: OpenAI's API reference, "Chat".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -22,6 +22,35 @@ class TextPart(RequestModel):
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(RequestModel):
+    """Where a picture is."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"detail"})
+
+    url: str
+    """A data URL: `data:image/png;base64,…`."""
+
+
+class PicturePart(RequestModel):
+    """A picture in a user's message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def _short(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
+
+    @classmethod
+    def of(cls, url: str) -> PicturePart:
+        """The picture at that URL."""
+        return cls(type="image_url", image_url=ImageUrl(url=url))
+
+
+AnyPart = Annotated[TextPart | PicturePart, Field(discriminator="type")]
 
 
 class FunctionDefinition(RequestModel):
@@ -90,7 +119,7 @@ class ChatMessage(RequestModel):
     REFUSED: ClassVar[frozenset[str]] = frozenset({"audio", "function_call"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[AnyPart] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -99,7 +128,7 @@ class ChatMessage(RequestModel):
     @field_validator("content", mode="before")
     @classmethod
     def _only_text(cls, value: object) -> object:
-        media.refuse(value, "messages")
+        media.refuse(value, "messages", takes={"image_url"})
         return value
 
     @model_validator(mode="after")
@@ -114,6 +143,8 @@ class ChatMessage(RequestModel):
             raise InvalidRequestError(
                 "A tool's message, and no other, has a 'tool_call_id'.", "messages"
             )
+        if self.pictures and self.role not in ("user", "tool"):
+            raise InvalidRequestError(f"A message of the {self.role} has a picture.", "messages")
         if self.content is None and not self.tool_calls:
             raise InvalidRequestError("A message has no 'content'.", "messages")
         return self
@@ -143,7 +174,25 @@ class ChatMessage(RequestModel):
         return self.joined("\n")
 
     def joined(self, separator: str) -> str:
-        """The content with this between its parts."""
+        """The content's texts with this between them."""
         if isinstance(self.content, list):
-            return separator.join(part.text for part in self.content)
+            return separator.join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
+
+    @property
+    def pictures(self) -> list[PicturePart]:
+        """Those among its parts."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part for part in parts if isinstance(part, PicturePart)]
+
+    def marked(self, mark: Callable[[], str]) -> str:
+        """The content as one text, with marks in the places of pictures. Texts side by side are lines; at
+        pictures no line ends, as at llama-server."""
+        made = ""
+        after_text = False
+        for part in self.content if isinstance(self.content, list) else ():
+            is_text = isinstance(part, TextPart)
+            made += "\n" if is_text and after_text else ""
+            made += part.text if isinstance(part, TextPart) else mark()
+            after_text = is_text
+        return made

@@ -58,7 +58,7 @@ def chat(models: Models, body: bytes) -> ChatCompletion:
 def input_tokens(models: Models, body: bytes) -> int:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
-    return len(preparation.chat_prompt(find(models, asked.model), asked))
+    return preparation.n_tokens(find(models, asked.model), asked, "messages")
 
 
 def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...]]:

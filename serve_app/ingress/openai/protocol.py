@@ -560,6 +560,8 @@ class ModelCard(BaseModel):
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one request may have."""
     status: ModelStatus
+    capabilities: list[Literal["vision"]] = []
+    """What it can besides text."""
 
 
 class ModelList(BaseModel):

@@ -14,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall, TextPart
+from serve_app.ingress.openai import messages
+from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall
 
 Json = dict[str, Any]
 
@@ -37,12 +38,41 @@ class Part(RequestModel):
         return {"type": self.type, "text": self.text, **of_answer}
 
 
+class PicturePart(RequestModel):
+    """A picture in a message, or in a call's output."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"detail"})
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"file_id"})
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": (None,)}
+
+    type: Literal["input_image"]
+    image_url: str
+    """A data URL: `data:image/png;base64,…`."""
+
+    def told(self) -> Json:
+        """As it is kept and given back."""
+        return {"type": self.type, "image_url": self.image_url, "detail": "auto"}
+
+
 def _parts(value: object) -> object:
-    media.refuse(value, "input")
+    media.refuse(value, "input", takes={"input_image"})
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
+AnyPart = Annotated[Part | PicturePart, Field(discriminator="type")]
+Parts = Annotated[
+    list[AnyPart], BeforeValidator(_parts, json_schema_input_type=str | list[AnyPart])
+]
+
+
+def _content(parts: Sequence[AnyPart]) -> list[messages.AnyPart]:
+    """As the chat has it."""
+    return [
+        messages.TextPart(type="text", text=part.text)
+        if isinstance(part, Part)
+        else messages.PicturePart.of(part.image_url)
+        for part in parts
+    ]
 
 
 class Item(RequestModel):
@@ -64,8 +94,7 @@ class MessageItem(Item):
 
     def as_message(self) -> ChatMessage:
         """The turn as the chat has it."""
-        parts = [TextPart(type="text", text=part.text) for part in self.content]
-        return ChatMessage(role=self.role, content=parts)
+        return ChatMessage(role=self.role, content=_content(self.content))
 
     def told(self) -> Json:
         """As it is kept and given back."""
@@ -100,13 +129,13 @@ class FunctionCallOutputItem(Item):
 
     def as_message(self) -> ChatMessage:
         """The output as the chat has it."""
-        parts = [TextPart(type="text", text=part.text) for part in self.output]
-        return ChatMessage(role="tool", tool_call_id=self.call_id, content=parts)
+        content = _content(self.output)
+        return ChatMessage(role="tool", tool_call_id=self.call_id, content=content)
 
     def told(self) -> Json:
         """As it is kept and given back."""
         output: Any = [part.told() for part in self.output]
-        if len(output) == 1:
+        if len(self.output) == 1 and isinstance(self.output[0], Part):
             output = self.output[0].text
         given = {"type": self.type, "call_id": self.call_id, "output": output}
         return {**_identity("fco"), **given}

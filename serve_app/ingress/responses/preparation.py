@@ -115,7 +115,7 @@ def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) ->
 
 def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> int:
     chat = asked.as_chat(_ITEMS.validate_python(before))
-    return len(preparation.chat_prompt(find(models, asked.model), chat))
+    return preparation.n_tokens(find(models, asked.model), chat, "input")
 
 
 def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -65,6 +66,10 @@ class KnownModel(Protocol):
     def used(self) -> Adapters:
         """See ServedModel."""
 
+    @property
+    def sees(self) -> bool:
+        """See ServedModel."""
+
     def adapted(self, adapter: AdapterUse) -> Self:
         """See ServedModel."""
 
@@ -80,6 +85,7 @@ class LocalModel:
     defaults: ModelDefaults = NO_DEFAULTS
     adapters: Adapters = ()
     used: Adapters = ()
+    sees: bool = False
 
     def adapted(self, adapter: AdapterUse) -> LocalModel:
         """See KnownModel."""
@@ -94,12 +100,13 @@ def local(
     defaults: ModelDefaults,
     pooling: EmbeddingPooling | None,
     adapters: Adapters,
+    sees: bool,
 ) -> LocalModel:
     """Read a model's vocabulary, once for all workers that are forked then. Raises ConfigError."""
     tokenizer = Tokenizer(path, defaults.chat_template, pooling)
     tokenizer.warm_up()
     own = defaults.over(tokenizer.recommended)
-    return LocalModel(name, n_ctx_slot, tokenizer, aliases, own, adapters)
+    return LocalModel(name, n_ctx_slot, tokenizer, aliases, own, adapters, sees=sees)
 
 
 Models = Mapping[str, KnownModel]
@@ -155,6 +162,20 @@ def _limit(n_bytes: int) -> None:
     process; beyond the memory, allocations fail."""
     _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_S))
     _set_limit(resource.RLIMIT_DATA, _data_bytes() + MEMORY_BYTES + MEMORY_FACTOR * n_bytes)
+
+
+@contextmanager
+def more_memory(n_bytes: int) -> Iterator[None]:
+    """Within this, the work that runs here may take so much more."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    is_bounded = soft not in (resource.RLIM_INFINITY, sys.maxsize)
+    if is_bounded:
+        _set_limit(resource.RLIMIT_DATA, soft + n_bytes)
+    try:
+        yield
+    finally:
+        if is_bounded:
+            _set_limit(resource.RLIMIT_DATA, soft)
 
 
 def _unlimit_memory() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
-from serve_app.ingress.workers import wire, worker
+from serve_app.ingress.workers import pictures, wire, worker
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.types import Adapters
 
@@ -49,6 +49,8 @@ class ModelFile:
     pooling: EmbeddingPooling | None = None
     """Instead of what the file says."""
     adapters: Adapters = ()
+    sees: bool = False
+    """Whether it has a projector, for pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def _models(start: Start) -> worker.Models | CorralError:
     try:
         for module in start.modules:
             importlib.import_module(module)
+        if any(one.sees for one in start.models):
+            pictures.load()
         return {
             one.id: worker.local(
                 one.id,
@@ -90,6 +94,7 @@ def _models(start: Start) -> worker.Models | CorralError:
                 one.defaults,
                 one.pooling,
                 one.adapters,
+                one.sees,
             )
             for one in start.models
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -54,7 +55,7 @@ def test_what_a_vocabulary_costs_once_is_paid_before_workers_are_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each would pay it again, at its first text: a large vocabulary made that slow work."""
-    model = worker.local("demo", 2048, BUILTIN_MODEL, (), NO_DEFAULTS, None, ())
+    model = worker.local("demo", 2048, BUILTIN_MODEL, (), NO_DEFAULTS, None, (), sees=False)
     monkeypatch.delattr(llama_cpp, "llama_vocab_get_text")
     assert model.tokenizer.least_tokens(1000) > 1
 
@@ -293,3 +294,13 @@ async def test_work_ends_with_the_pool_and_starts_no_process_again() -> None:
     with pytest.raises(EngineClosedError):
         await pool.run("a", work.pid, b"")
     assert pool.zygote_process.poll() is not None
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("RGB", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")])
+async def test_the_largest_pictures_fit_into_a_workers_memory(
+    pool: WorkerPool, mode: str, kind: str
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    made = io.BytesIO()
+    image.new(mode, (4096, 4096)).save(made, kind)
+    assert await pool.run("a", work.see, made.getvalue()) == (2048, 2048, 3 * 2048**2)

@@ -9,6 +9,7 @@ import socket
 from typing import NoReturn
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.workers import pictures
 from serve_app.ingress.workers.worker import Models
 
 _kept: list[bytes] = []
@@ -90,3 +91,9 @@ def size(models: Models, body: bytes) -> int:
 
 def stack_limit(models: Models, body: bytes) -> int:
     return resource.getrlimit(resource.RLIMIT_STACK)[0]
+
+
+def see(models: Models, body: bytes) -> tuple[int, int, int]:
+    """Width, height and bytes of the picture that the body is."""
+    found = pictures.decoded(body, "it", "messages")
+    return found.width, found.height, len(found.pixels)

@@ -99,7 +99,7 @@ SCALING = {
 
 def test_serve_gets_explicit_options() -> None:
     configured = schema.parse({"models": [model()]}).models[0]
-    options = engine_options(configured, *resolve([configured], HERE))
+    options = engine_options(configured, resolve([configured], HERE)[0])
     assert options == {
         "name": "engine-m",
         "max_ongoing_requests": 2 * (4 + 8) + 4 * 4 + 16,
@@ -122,7 +122,7 @@ def test_configured_options_win() -> None:
         "ray_actor_options": {"num_cpus": 2, "resources": {"big": 1}},
     }
     configured = schema.parse({"models": [model(deployment=deployment)]}).models[0]
-    options = engine_options(configured, *resolve([configured], HERE))
+    options = engine_options(configured, resolve([configured], HERE)[0])
     assert options["max_ongoing_requests"] == 5
     assert options["ray_actor_options"] == {"num_cpus": 2, "resources": {"big": 1}}
     assert options["autoscaling_config"] == SCALING | {"max_replicas": 9, "upscale_delay_s": 3}
@@ -183,7 +183,7 @@ def options_on_epyc(deployment: dict[str, Any], **engine: Any) -> dict[str, Any]
     """Of one model on two sockets of 64 cores."""
     entry = model(engine=engine, deployment=deployment)
     (configured,) = schema.parse({"models": [entry]}).models
-    return engine_options(configured, *resolve([configured], EPYC_HERE))
+    return engine_options(configured, resolve([configured], EPYC_HERE)[0])
 
 
 @pytest.mark.parametrize(
@@ -243,3 +243,20 @@ def test_as_many_replicas_as_the_memory_has_room_for() -> None:
     assert small.sizing.startswith("1 replica in the place of 2, as memory has no room for more;")
     in_use = resolved_on(Machine(topology(EPYC), None, 2**29, 2**39))
     assert in_use.n_replicas == resolved_on(EPYC_HERE).n_replicas == 2
+
+
+def test_models_on_demand_share_places_and_have_a_policy_of_their_own() -> None:
+    engine = {"n_slots": 4, "n_ctx_slot": 256}
+    entries = [model(id=name, engine=engine, keep_alive="1m30s") for name in "abc"]
+    app = schema.parse({"models": entries})
+    alone = resolve(app.models[:1], HERE)
+    assert {one.num_cpus for one in resolve(app.models, HERE)} == {alone[0].num_cpus}
+    scaling = engine_options(app.models[0], alone[0])["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["initial_replicas"]) == (0, 0)
+    assert scaling["policy"]["policy_kwargs"] == {"keep_alive_s": 90.0, "max_loaded": 1}
+    assert "for_ingress" in str(ingress_options(app.ingress, on_demand=True))
+
+
+def test_a_duration_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="30s, 5m or 1h30m"):
+        schema.parse({"models": [model(keep_alive="soon")]})

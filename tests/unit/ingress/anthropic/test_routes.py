@@ -315,7 +315,7 @@ async def test_pictures_are_refused_as_llama_server_does(
         "type": "error",
         "error": {
             "type": "api_error",
-            "message": "Image input is not supported: these models read text (a part of the type 'image').",
+            "message": "Image input is not supported: this model reads text only, as it has no projector.",
         },
     }
     assert engine.requests == []

@@ -319,9 +319,9 @@ async def test_raw_prompts_and_infill(client: httpx.AsyncClient, engine: Scripte
     [
         ("/api/generate", {"raw": True, "system": "x"}, "raw mode does not support"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "raw: true"),
-        ("/api/generate", {"images": ["aGk="]}, "Images are not supported"),
+        ("/api/generate", {"images": ["aGk="]}, "Image input is not supported"),
         ("/api/generate", {"context": [9999]}, "context: token ids"),
-        ("/api/chat", {"messages": [user("x") | {"images": ["aGk="]}]}, "Images"),
+        ("/api/chat", {"messages": [user("x") | {"images": ["aGk="]}]}, "Image input"),
         ("/api/chat", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
         ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
         ("/api/chat", {"top_logprobs": 21}, "top_logprobs"),
@@ -333,7 +333,7 @@ async def test_what_is_refused(
     client: httpx.AsyncClient, path: str, fields: dict[str, Any], told: str
 ) -> None:
     answer = await client.post(path, json=asked(prompt="Hi") | fields)
-    assert answer.status_code == 400
+    assert answer.status_code == (500 if told.startswith("Image") else 400)  # as llama-server
     assert list(answer.json()) == ["error"]
     assert told in answer.json()["error"]
 

@@ -1,0 +1,219 @@
+"""When pictures are encoded: between steps, in pieces that running streams have time for."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine.backends.base import Projector
+from serve_app.engine.metrics.stats import Counts
+from serve_app.engine.pictures.tiles import PlacedTile
+from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.errors import CorralError
+from serve_app.types import Picture
+
+# Of the stall budget, what a step and a piece of encoding are planned for together; of what the step
+# leaves, what prompts leave to the encoding beside them.
+_MARGIN, _BESIDE_PROMPTS = 0.9, 0.5
+# The budget, if the options set none.
+_UNBOUNDED_S = 1.0
+# Seconds of a piece while nobody streams: how long who comes waits to be seen.
+_CALM_S = 0.05
+# And at least, however long steps take: pictures get on, too.
+_LEAST_S = 0.01
+# Pictures that are prepared at once: some megabytes each.
+_PREPARED = 2
+# How long a step without anything to compute waits for one.
+_PATIENCE_S = 0.005
+
+
+Running = Callable[[], Sequence[EngineSequence]]
+"""The sequences that have a slot, in the order in which they got it."""
+
+
+class Failure(NamedTuple):
+    """A tile cannot be encoded."""
+
+    sequences: list[EngineSequence]
+    """Those that need it."""
+    error: CorralError
+
+
+class Embeddings:
+    """What tiles were encoded to, by their keys; the least recently used go when it has too many bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.n_bytes = 0
+        self._found: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: bytes) -> NDArray[np.float32] | None:
+        """Those of a tile, if they are still there."""
+        if key in self._found:
+            self._found.move_to_end(key)
+        return self._found.get(key)
+
+    def put(self, key: bytes, embeddings: NDArray[np.float32]) -> None:
+        """Keep them, if they fit at all."""
+        if key in self._found or embeddings.nbytes > self.max_bytes:
+            return
+        self._found[key] = embeddings
+        self.n_bytes += embeddings.nbytes
+        while self.n_bytes > self.max_bytes:
+            _, oldest = self._found.popitem(last=False)
+            self.n_bytes -= oldest.nbytes
+
+
+class Encoding:
+    """Encodes what running sequences are about to see, in the order in which they got their slots, and each
+    tile once for all. Decoder thread only; a thread of its own resizes pictures.
+
+    libmtmd encodes a tile in one call, which may take seconds. It asks between the nodes of its graph
+    whether to go on, and there, on the same thread, `interlude` serves all others: so there is one team of
+    OpenMP threads, and streams wait no longer than for a chunk of somebody's prompt.
+    """
+
+    def __init__(
+        self,
+        projector: Projector,
+        max_stall_s: float | None,
+        max_bytes: int,
+        counts: Counts,
+        interlude: Callable[[], None],
+    ) -> None:
+        """`interlude` takes in who has come and computes a step."""
+        self._projector = projector
+        self._max_stall_s = max_stall_s
+        self._counts = counts
+        self._interlude = interlude
+        self.embeddings = Embeddings(max_bytes)
+        self._preparing = ThreadPoolExecutor(1, "corral-pictures")
+        self._prepared: dict[bytes, Future[Any]] = {}
+        self._node_s = 0.0
+        """The longest time between two looks."""
+        self._is_encoding = False
+        self._piece_began = 0.0
+
+    @property
+    def piece_s(self) -> float:
+        """Seconds since the last step, if they went into this."""
+        return time.monotonic() - self._piece_began if self._is_encoding else 0.0
+
+    def resolve(self, running: Iterable[EngineSequence]) -> None:
+        """Give tiles what they were encoded to for others, and take it from those that are computed."""
+        for sequence in running:
+            for placed in sequence.tiles:
+                if placed.end <= sequence.n_past:
+                    placed.embeddings = None
+                elif placed.embeddings is None:
+                    placed.embeddings = self.embeddings.get(placed.key)
+                    self._counts.found_tiles += placed.embeddings is not None
+
+    def step(self, running: Running, step_s: float, *, idle: bool) -> Failure | None:
+        """Encode a tile that somebody needs next, if there is one. The step before took `step_s`; if it
+        was `idle`, it had nothing to compute. Returns who cannot go on, if it failed. What `interlude`
+        calls, must not call this with effect: nothing happens then."""
+        wanted = None if self._is_encoding else next(_missing(running()), None)
+        if wanted is None:
+            return None
+        sequence, placed = wanted
+        try:
+            prepared = self._prepare(running(), placed.picture, _PATIENCE_S if idle else 0)
+            if prepared is not None:
+                self._encode(sequence, placed, prepared, running, step_s)
+        except CorralError as error:
+            self._prepared.pop(placed.picture.key, None)
+            return Failure(_who_needs(placed, running()), error)
+        return None
+
+    def close(self) -> None:
+        """End the other thread."""
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(
+        self, running: Sequence[EngineSequence], picture: Picture, patience_s: float
+    ) -> Any:
+        """What is encoded of a picture; None if that is not there yet. The one needed after it is begun,
+        too. Raises CorralError."""
+        wanted = {one.picture.key: one.picture for _, one in _missing(running)}
+        for key in self._prepared.keys() - wanted.keys():
+            del self._prepared[key]
+        for one in list(wanted.values())[:_PREPARED]:
+            if one.key not in self._prepared:
+                self._prepared[one.key] = self._preparing.submit(
+                    self._projector.prepare, one.pixels, one.width, one.height
+                )
+        try:
+            return self._prepared[picture.key].result(patience_s)
+        except TimeoutError:
+            return None
+
+    def _encode(
+        self,
+        sequence: EngineSequence,
+        placed: PlacedTile,
+        prepared: Any,
+        running: Running,
+        step_s: float,
+    ) -> None:
+        elsewhere_s = 0.0
+        looked = began = self._piece_began = time.monotonic()
+        allowed_s = self._allowed_s(running(), step_s)
+
+        def pause() -> bool:
+            nonlocal elsewhere_s, looked, allowed_s
+            now = time.monotonic()
+            self._node_s, looked = max(self._node_s, now - looked), now
+            if now + self._node_s < self._piece_began + allowed_s:
+                return True
+            self._interlude()
+            looked = self._piece_began = time.monotonic()
+            elsewhere_s += looked - now
+            allowed_s = self._allowed_s(running(), looked - now)
+            return bool(_who_needs(placed, running()))
+
+        self._is_encoding = True
+        try:
+            embeddings = self._projector.encode(prepared, placed.number, pause)
+        finally:
+            self._is_encoding = False
+        seconds = time.monotonic() - began - elsewhere_s
+        self._counts.encode_s += seconds
+        if sequence in running():
+            sequence.spent_s += seconds
+        if embeddings is not None:
+            self._counts.encoded_tiles += 1
+            self.embeddings.put(placed.key, embeddings)
+            placed.embeddings = embeddings
+
+    def _allowed_s(self, running: Sequence[EngineSequence], step_s: float) -> float:
+        """Seconds of the next piece, if the steps beside it take so many."""
+        if not any(one.n_generated for one in running):
+            return _CALM_S
+        left_s = _MARGIN * (self._max_stall_s or _UNBOUNDED_S) - step_s
+        if any(one.n_pending > 1 and not one.waits_to_see for one in running):
+            left_s *= _BESIDE_PROMPTS
+        return max(left_s, _LEAST_S)
+
+
+def _missing(running: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence, PlacedTile]]:
+    """Tiles that are not encoded; those in the background last."""
+    for sequence in sorted(running, key=lambda one: one.request.background):
+        if not sequence.finished:
+            for placed in sequence.tiles:
+                if placed.embeddings is None and placed.end > sequence.n_past:
+                    yield sequence, placed
+
+
+def _who_needs(placed: PlacedTile, running: Iterable[EngineSequence]) -> list[EngineSequence]:
+    """Those that have the same tile before them."""
+    return [sequence for sequence, one in _missing(running) if one.key == placed.key]

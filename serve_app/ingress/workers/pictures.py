@@ -1,0 +1,100 @@
+"""Decodes the pictures that clients send. Runs in workers.
+
+Nothing is decoded before its header says that it is within the bounds.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from typing import Any
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.workers.worker import more_memory
+from serve_app.types import Picture
+
+MAX_PIXELS = 2**24
+"""Of one picture."""
+MAX_SIDE = 2048
+"""Larger pictures are shrunk: no projector sees more."""
+MAX_BYTES = 64 * 2**20
+"""Of a request's pictures together, decoded and shrunk."""
+MAX_PICTURES = 16
+"""In one request."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+_BYTES_PER_PIXEL = 12
+"""What decoding, turning and converting may take at once."""
+_SPARE_BYTES = 2**24
+
+
+def load() -> None:
+    """Import what decodes: models without a projector do without it. Raises ImportError."""
+    from PIL import Image
+
+    Image.preinit()
+    Image.init()
+
+
+def from_url(url: str, name: str, field: str) -> Picture:
+    """The picture in a data URL. Raises InvalidRequestError that begins with its name."""
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() in ("http", "https"):
+        raise _bad(
+            name,
+            "URLs are not fetched here: send it as a data URL (data:image/png;base64,…)",
+            field,
+        )
+    head, comma, data = rest.partition(",")
+    if scheme.lower() != "data" or not comma or not head.lower().endswith(";base64"):
+        raise _bad(name, "it is no data URL (data:image/png;base64,…)", field)
+    return from_base64(data, name, field)
+
+
+def from_base64(text: str, name: str, field: str) -> Picture:
+    """The picture in base64. Raises InvalidRequestError that begins with its name."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise _bad(name, "it is not base64", field) from None
+    return decoded(data, name, field)
+
+
+def decoded(data: bytes, name: str, field: str) -> Picture:
+    """The picture in a file: turned as its EXIF data says, and at most MAX_SIDE wide and high. Raises
+    InvalidRequestError that begins with its name."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about broken metadata, and bombs: the bound is ours
+            with more_memory(_SPARE_BYTES), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    message = f"{width} x {height} pixels are more than {MAX_PIXELS}"
+                    raise _bad(name, message, field)
+                with more_memory(width * height * _BYTES_PER_PIXEL):
+                    return _read(image)
+    except (InvalidRequestError, MemoryError):
+        raise
+    except UnidentifiedImageError:
+        kinds = ", ".join(FORMATS)
+        raise _bad(name, f"it is none of {kinds}", field) from None
+    except Exception as error:  # a damaged file may have the decoders raise anything
+        raise _bad(name, f"it cannot be read ({error})", field) from error
+
+
+def _read(image: Any) -> Picture:
+    from PIL import Image, ImageOps
+
+    image.draft("RGB", (MAX_SIDE, MAX_SIDE))  # a JPEG can be read smaller
+    turned = ImageOps.exif_transpose(image).convert("RGB")
+    if max(turned.size) > MAX_SIDE:
+        turned.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
+    return Picture.of(turned.tobytes(), *turned.size)
+
+
+def _bad(name: str, reason: str, field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: {reason}.", field)

@@ -1,0 +1,1 @@
+"""What sees: libmtmd, which makes embeddings of pictures."""

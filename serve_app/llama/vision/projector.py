@@ -1,0 +1,182 @@
+"""A projector: the part of a model that sees, by llama.cpp's libmtmd. Pictures become embeddings."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import mtmd_cpp
+from numpy.typing import NDArray
+
+from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
+from serve_app.llama import library
+from serve_app.llama.model import Model, fingerprint_of
+from serve_app.llama.vision.tiles import Part, Pause, Tile
+
+_MARKER = b"<__media__>"
+_LARGE = (4096, 2048)
+
+
+class Prepared:
+    """A picture that was resized and cut. Any thread; freed with the last reference."""
+
+    def __init__(self, chunks: int, tiles: Sequence[int]) -> None:
+        self.tiles = tuple(tiles)
+        """llama.cpp's pointers to its tiles, in the order of `Projector.layout`."""
+        weakref.finalize(self, mtmd_cpp.mtmd_input_chunks_free, chunks).atexit = False
+
+
+class Projector:
+    """An open projector, of one model. `layout` and `prepare` may be called by any thread, `encode` by that
+    of the model's context: OpenMP's threads belong to the thread that computes. Raises ConfigError if the
+    file is missing, damaged, or for another model.
+    """
+
+    def __init__(self, model: Model, path: str | os.PathLike[str], threads: int) -> None:
+        library.init()
+        self.path, self.model = Path(path), model
+        if not self.path.is_file():
+            raise ConfigError(f"There is no projector file at {self.path}.")
+        mtmd_cpp.mtmd_helper_log_set(library.log_callback(), ctypes.c_void_p(0))
+        self._pause: Pause | None = None
+        self._left = False
+        self._error: BaseException | None = None
+        # Kept: llama.cpp holds a bare pointer.
+        self._observer = llama_cpp.ggml_backend_sched_eval_callback(self._observe)
+        params = mtmd_cpp.mtmd_context_params_default()
+        params.use_gpu, params.n_threads, params.print_timings = False, threads, False
+        params.media_marker, params.cb_eval = _MARKER, self._observer
+        with library.captured() as lines:
+            pointer = mtmd_cpp.mtmd_init_from_file(os.fsencode(self.path), model.pointer, params)
+        if not pointer:
+            reason = next((line for line in lines if "mismatch" in line), "")
+            raise ConfigError(
+                f"llama.cpp cannot use the projector {self.path} with {model.path.name}"
+                f"{': ' if reason else '.'}{reason}"
+            )
+        self._pointer = pointer
+        weakref.finalize(self, mtmd_cpp.mtmd_free, pointer).atexit = False
+        if not mtmd_cpp.mtmd_support_vision(pointer):
+            raise ConfigError(f"The projector {self.path} cannot see: Corral has no sound.")
+        if mtmd_cpp.mtmd_decode_use_mrope(pointer):
+            raise ConfigError(
+                f"The projector {self.path} gives pictures positions in several dimensions (M-RoPE, as "
+                "Qwen-VL's do), which Corral does not have."
+            )
+        self.causal = not mtmd_cpp.mtmd_decode_use_non_causal(pointer, None)
+        """Whether a tile's embeddings see only those before them; otherwise they go into one batch."""
+        self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.pointer)
+        """Numbers in an embedding."""
+        self.n_bytes = self.path.stat().st_size
+        """Bytes of its file: nearly all of them are tensors."""
+        self.fingerprint = fingerprint_of([self.path])
+        """Tells its content from other projectors'."""
+        self.layout(*_LARGE)  # has all the control tokens that there are
+
+    def layout(self, width: int, height: int) -> tuple[Part, ...]:
+        """What pictures of that size become in a prompt. Raises InvalidRequestError if there is no way."""
+        with _tokenized(self._pointer, None, width, height) as chunks:
+            return tuple(self._part(chunk) for chunk in _of(chunks))
+
+    def _part(self, chunk: int) -> Part:
+        if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            n_tokens = ctypes.c_size_t()
+            found = mtmd_cpp.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_tokens))
+            tokens = tuple(found[i] for i in range(n_tokens.value))
+            if min(tokens) < 0:
+                raise ConfigError(
+                    f"{self.model.path.name} has not the control tokens that pictures stand between with "
+                    f"the projector {self.path.name}."
+                )
+            return tokens
+        n = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
+        n_positions = mtmd_cpp.mtmd_input_chunk_get_n_pos(chunk)
+        if n_positions != n:
+            raise ConfigError(
+                f"The projector {self.path} has {n_positions} positions for {n} cells."
+            )
+        return Tile(n)
+
+    def prepare(self, pixels: bytes, width: int, height: int) -> Prepared:
+        """A picture, given as rows of red, green and blue, ready for `encode`: some hundredths of a second
+        for a megapixel. Raises InvalidRequestError like `layout`."""
+        with _tokenized(self._pointer, pixels, width, height) as chunks:
+            image = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
+            tiles = [c for c in _of(chunks) if mtmd_cpp.mtmd_input_chunk_get_type(c) == image]
+            return Prepared(chunks.detach(), tiles)
+
+    def encode(
+        self, prepared: Prepared, tile: int, pause: Pause | None = None
+    ) -> NDArray[np.float32] | None:
+        """The embeddings of one of a picture's tiles, a row each; None if `pause` ended it. That is called
+        between two nodes of the graph, and may decode. Raises DecodeError, and what `pause` raises."""
+        chunk = prepared.tiles[tile]
+        self._pause, self._left, self._error = pause, False, None
+        status = mtmd_cpp.mtmd_encode_chunk(self._pointer, chunk)
+        self._pause = None
+        if self._error is not None:
+            raise self._error
+        if self._left:
+            return None
+        if status != 0:
+            raise DecodeError(f"mtmd_encode_chunk returned {status}.")
+        n = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
+        found = mtmd_cpp.mtmd_get_output_embd(self._pointer)
+        return np.ctypeslib.as_array(found, shape=(n, self.n_embd)).copy()
+
+    def _observe(self, _tensor: int, asks: bool, _data: int) -> bool:
+        """llama.cpp asks whether to stop behind a node, and then whether to go on."""
+        if self._pause is None or asks:
+            return self._pause is not None
+        try:
+            self._left = not self._pause()
+        except BaseException as error:  # which cannot go through llama.cpp
+            self._left, self._error = True, error
+        return not self._left
+
+
+class _Chunks:
+    """llama.cpp's list of chunks, freed unless somebody keeps it."""
+
+    def __init__(self) -> None:
+        self.pointer: Any = mtmd_cpp.mtmd_input_chunks_init()
+
+    def detach(self) -> Any:
+        """Whoever calls frees it."""
+        pointer, self.pointer = self.pointer, None
+        return pointer
+
+
+@contextmanager
+def _tokenized(projector: Any, pixels: bytes | None, width: int, height: int) -> Iterator[_Chunks]:
+    """What a picture becomes; without pixels, it can only be looked at, not encoded."""
+    data = (
+        None
+        if pixels is None
+        else ctypes.cast(ctypes.c_char_p(pixels), ctypes.POINTER(ctypes.c_uint8))
+    )
+    bitmap = mtmd_cpp.mtmd_bitmap_init(width, height, data)
+    chunks = _Chunks()
+    try:
+        text = mtmd_cpp.mtmd_input_text(_MARKER, len(_MARKER), False, True)
+        bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(bitmap)
+        status = mtmd_cpp.mtmd_tokenize(projector, chunks.pointer, ctypes.byref(text), bitmaps, 1)
+        if status != 0:
+            raise InvalidRequestError(f"A picture of {width} x {height} pixels cannot be used.")
+        yield chunks
+    finally:
+        mtmd_cpp.mtmd_bitmap_free(bitmap)
+        if chunks.pointer:
+            mtmd_cpp.mtmd_input_chunks_free(chunks.pointer)
+
+
+def _of(chunks: _Chunks) -> Iterator[Any]:
+    for i in range(mtmd_cpp.mtmd_input_chunks_size(chunks.pointer)):
+        yield mtmd_cpp.mtmd_input_chunks_get(chunks.pointer, i)

@@ -1,0 +1,265 @@
+"""Pictures in requests of every protocol: where they stand in prompts, and which are refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.errors import CorralError, InvalidRequestError, MediaError
+from serve_app.ingress.anthropic import preparation as anthropic
+from serve_app.ingress.generation.preparation import Generation
+from serve_app.ingress.llama_server import preparation as llama_server
+from serve_app.ingress.ollama import preparation as ollama
+from serve_app.ingress.openai import preparation as openai
+from serve_app.ingress.responses import preparation as responses
+from serve_app.ingress.workers import pictures
+from serve_app.ingress.workers.worker import LocalModel
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.types import PICTURE
+
+Image = pytest.importorskip("PIL.Image")
+
+TOKENIZER = Tokenizer(BUILTIN_MODEL)
+SEEING = {"m": LocalModel("m", 512, TOKENIZER, sees=True)}
+BLIND = {"m": LocalModel("m", 512, TOKENIZER)}
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+def file_of(
+    colour: tuple[int, int, int] = RED, size: tuple[int, int] = (8, 6), kind: str = "PNG"
+) -> bytes:
+    """A picture of one colour."""
+    made = io.BytesIO()
+    Image.new("RGB", size, colour).save(made, kind)
+    return made.getvalue()
+
+
+def b64(data: bytes) -> str:
+    """As requests have it."""
+    return base64.b64encode(data).decode()
+
+
+def url(data: bytes) -> str:
+    """As requests have it."""
+    return f"data:image/png;base64,{b64(data)}"
+
+
+def of_openai(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+    """What is made of a question about pictures."""
+    parts = [{"type": "image_url", "image_url": {"url": url(one)}} for one in files]
+    content = [{"type": "text", "text": "See"}, *parts, {"type": "text", "text": "What?"}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    return openai.chat(models, json.dumps(body).encode()).chat.generation
+
+
+def of_responses(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+    """The same."""
+    parts = [{"type": "input_image", "image_url": url(one), "detail": "low"} for one in files]
+    text = {"type": "input_text", "text": "What?"}
+    body = {"input": [{"role": "user", "content": [*parts, text]}]}
+    made = responses.response(models, json.dumps(body).encode())
+    assert isinstance(made, responses.Response)
+    assert json.loads(made.items)[0]["content"][0]["image_url"] == url(files[0])
+    return made.chat.generation
+
+
+def of_anthropic(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+    """The same."""
+    parts = [
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": b64(one)},
+        }
+        for one in files
+    ]
+    content = [*parts, {"type": "text", "text": "What?"}]
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+    return anthropic.messages(models, json.dumps(body).encode()).chat.generation
+
+
+def of_ollama_chat(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+    """The same."""
+    turn = {"role": "user", "content": "What?", "images": [b64(one) for one in files]}
+    made = ollama.chat(models, json.dumps({"model": "m", "messages": [turn]}).encode())
+    assert isinstance(made, ollama.Asked)
+    return made.chat.generation
+
+
+def of_ollama_generate(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+    """The same."""
+    body = {"model": "m", "prompt": "What?", "images": [b64(one) for one in files]}
+    made = ollama.generate(models, json.dumps(body).encode())
+    assert isinstance(made, ollama.Asked)
+    assert not made.has_context
+    return made.chat.generation
+
+
+def of_llama_server(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+    """The same."""
+    prompt = "See " + "<__media__>" * len(files) + " What?"
+    body = {"prompt": {"prompt_string": prompt, "multimodal_data": [b64(one) for one in files]}}
+    return llama_server.completion(models, json.dumps(body).encode()).generation
+
+
+Ask = Callable[..., Generation]
+ASKS = [
+    of_openai,
+    of_responses,
+    of_anthropic,
+    of_ollama_chat,
+    of_ollama_generate,
+    of_llama_server,
+]
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_pictures_stand_in_the_prompt_in_their_order(ask: Ask) -> None:
+    found = ask(SEEING, file_of(RED), file_of(BLUE, (4, 4)))
+    (prompt,) = found.prompts
+    assert prompt.count(PICTURE) == 2
+    assert min(prompt) == PICTURE
+    words = TOKENIZER.decode(prompt[prompt.index(PICTURE) :])
+    assert "What?" in words
+    first, second = found.pictures
+    assert (first.width, first.height, first.pixels) == (8, 6, bytes(RED) * 48)
+    assert (second.width, second.height, second.pixels) == (4, 4, bytes(BLUE) * 16)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_model_without_a_projector_refuses_them_by_name(ask: Ask) -> None:
+    with pytest.raises(MediaError, match=r"Image input.*no projector"):
+        ask(BLIND, file_of())
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_the_bad_one_is_named(ask: Ask) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^Picture 2 of 3: it is none of PNG"):
+        ask(SEEING, file_of(), b"<svg/>", file_of())
+
+
+def test_users_cannot_write_places() -> None:
+    content = "<__media__> 123456789012<0>"
+    body = {"messages": [{"role": "user", "content": content}]}
+    made = openai.chat(SEEING, json.dumps(body).encode()).chat
+    assert made.generation.pictures == ()
+    assert content in TOKENIZER.decode(made.prompt, special=True)
+
+
+def test_texts_are_the_same_tokens_around_a_picture() -> None:
+    (pictured,) = of_openai(SEEING, file_of()).prompts
+    body = {"messages": [{"role": "user", "content": "See%What?"}]}
+    (plain,) = openai.chat(SEEING, json.dumps(body).encode()).chat.generation.prompts
+    (percent,) = TOKENIZER.tokenize("%", False, False)
+    assert [percent if token == PICTURE else token for token in pictured] == list(plain)
+
+
+def test_tokens_of_pictures_are_not_counted_here() -> None:
+    part = {"type": "image_url", "image_url": url(file_of())}
+    body = json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
+    with pytest.raises(InvalidRequestError, match="Only an engine counts"):
+        openai.input_tokens(SEEING, body)
+
+
+@pytest.mark.parametrize("kind", pictures.FORMATS)
+def test_every_format_is_read(kind: str) -> None:
+    found = pictures.decoded(file_of(BLUE, (16, 16), kind), "it", "messages")
+    assert (found.width, found.height) == (16, 16)
+    assert all(abs(a - b) < 9 for a, b in zip(found.pixels[:3], BLUE, strict=True))
+
+
+def test_a_photo_is_turned_as_it_says_and_shrunk() -> None:
+    made = io.BytesIO()
+    image = Image.new("RGB", (3000, 1500), RED)
+    image.paste(BLUE, (0, 0, 1500, 1500))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # its right side is up
+    image.save(made, "JPEG", exif=exif)
+    found = pictures.decoded(made.getvalue(), "it", "messages")
+    assert (found.width, found.height) == (pictures.MAX_SIDE // 2, pictures.MAX_SIDE)
+    assert found.pixels[2] > 200 > 50 > found.pixels[0]
+    assert found.pixels[-3] > 200 > 50 > found.pixels[-1]
+
+
+def test_the_same_pixels_have_the_same_key_in_any_file() -> None:
+    one, other = (pictures.decoded(file_of(kind=k), "it", "m") for k in ("PNG", "BMP"))
+    assert one == other
+    assert one.key != pictures.decoded(file_of(BLUE), "it", "m").key
+    assert one.key != pictures.decoded(file_of(size=(6, 8)), "it", "m").key
+
+
+def noise() -> bytes:
+    """A picture that is not small in a file."""
+    made = io.BytesIO()
+    Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3)).save(made, "PNG")
+    return made.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """A small PNG file whose header says that it is large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (url(noise()[:4000]), "it cannot be read .*truncated"),
+        (url(bomb(60_000)), "it cannot be read .*bomb"),
+        (url(bomb(5000)), "5000 x 5000 pixels are more than"),
+        (url(b""), "it is none of"),
+        (url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "it is none of"),
+        (url(b"%PDF-1.7 %!PS-Adobe-3.0 EPSF"), "it is none of"),
+        ("data:image/png;base64,????", "it is not base64"),
+        ("data:image/png,abc", "it is no data URL"),
+        ("file:///etc/passwd", "it is no data URL"),
+        ("http://169.254.169.254/latest", "URLs are not fetched"),
+        ("https://example.com/a.png", "URLs are not fetched"),
+        ("", "it is no data URL"),
+    ],
+)
+def test_what_is_no_picture_is_refused(given: str, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^it: ({told})"):
+        pictures.from_url(given, "it", "messages")
+
+
+def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequestError, match="50 pictures: a request may have 16"):
+        of_openai(SEEING, *[file_of()] * 50)
+    monkeypatch.setattr(pictures, "MAX_BYTES", 400)
+    with pytest.raises(InvalidRequestError, match="Picture 3 of 3: all up to this one"):
+        of_openai(SEEING, *[file_of()] * 3)
+
+
+def message(role: str, content: Any) -> bytes:
+    """A chat of one more turn."""
+    return json.dumps(
+        {"messages": [{"role": role, "content": content}, {"role": "user", "content": "x"}]}
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (message("system", [{"type": "image_url", "image_url": "x"}]), "of the system"),
+        (message("user", [{"type": "input_audio", "input_audio": {}}]), "Audio input"),
+        (message("user", [{"type": "image_url"}]), r"messages\.0\.content"),
+    ],
+)
+def test_other_parts_are_refused(body: bytes, told: str) -> None:
+    with pytest.raises(CorralError, match=told):
+        openai.chat(SEEING, body)
