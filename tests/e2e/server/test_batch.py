@@ -110,31 +110,6 @@ def test_every_endpoint(client: openai.OpenAI, endpoint: str, body: dict[str, An
 
 
 @pytest.mark.long
-def test_every_line_is_answered_once_whatever_is_killed(
-    server: Corral, client: openai.OpenAI
-) -> None:
-    n_lines = 400
-    body = {"prompt": "Once upon a time", "max_tokens": 24, "ignore_eos": True}
-    batch_id = begin(client, n_lines, "/v1/completions", body)
-
-    for name, n_before in ((INGRESS, 40), (ENGINE, 120), (INGRESS, 200)):
-        until_done(client, batch_id, n_before)
-        (pid,) = server.pids(name)
-        os.kill(pid, signal.SIGKILL)
-        until_gone(server, name, pid)
-        server.wait_ready()
-        assert n_done(client, batch_id) < n_lines, "it was killed in the middle"
-    batch = ended(client, batch_id)
-    assert batch.status == "completed"
-    counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (n_lines, n_lines, 0)
-    found = answers(client, batch)
-    assert [line["custom_id"] for line in found] == [f"q{i}" for i in range(n_lines)]
-    assert {line["response"]["body"]["usage"]["completion_tokens"] for line in found} == {24}
-    assert batch.error_file_id is None
-
-
-@pytest.mark.long
 def test_2000_lines_outlive_their_engine_their_ingress_and_their_machine(tmp_path: Path) -> None:
     """The last to be killed is the whole cluster, head and all, at once, as if its power was cut."""
     n_lines = 2000
