@@ -65,7 +65,7 @@ def from_base64(text: str, name: str, field: str) -> Picture:
 def decoded(data: bytes, name: str, field: str) -> Picture:
     """The picture in a file: turned as its EXIF data says, and at most MAX_SIDE wide and high. Raises
     InvalidRequestError that begins with its name."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
