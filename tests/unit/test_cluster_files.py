@@ -363,6 +363,21 @@ def test_the_dashboard_shows_what_replicas_export() -> None:
     assert shown - exported() == set()
 
 
+def test_alerts_are_about_what_replicas_export_and_are_documented() -> None:
+    document = yaml.safe_load((CLUSTER / "monitoring/alerts.yml").read_text())
+    (group,) = document["groups"]
+    named = set(re.findall(r"ray_corral_\w+", " ".join(rule["expr"] for rule in group["rules"])))
+    assert len(named) >= 7
+    assert named - exported() == set()
+    page = (ROOT / "docs/operate/monitoring.md").read_text()
+    assert re.findall(r"^\| `(Corral\w+)`", page, re.M) == [
+        rule["alert"] for rule in group["rules"]
+    ]
+    for rule in group["rules"]:
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"].endswith(".")
+
+
 def exported() -> set[str]:
     """The names of a replica's metrics as Prometheus sees them."""
     values = [*vars(ReplicaMetrics("m")).values()]
@@ -410,6 +425,7 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no
 def test_prometheus_takes_its_configuration() -> None:
     done = _run("promtool", "check", "config", CLUSTER / "monitoring/prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 rules found" in done.stdout
 
 
 @needs_promtool

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-_MARGIN = 1.25
-"""How much longer the rest may take than the pace so far says."""
-_FIRST_PART = 0.1
-"""Of the time there is, what must have passed before nothing answered means that it is too slow."""
+from collections import deque
+
+_LOOK_BACK_S = 10.0
+"""A pace is what was answered in so long at least."""
+_MARGIN = 1.5
+"""How much longer the rest may take than at the best pace so far."""
+_LAST = 0.1
+"""In so much of its time, the last, a batch is in a hurry whatever its pace."""
+_UNKNOWN = 0.5
+"""And in so much of it, if no pace is known yet."""
 
 
 class Pace:
-    """Of one batch, by one who works on it. Times are seconds of one clock."""
+    """Of one batch, by one who works on it. Times are seconds of one clock.
+
+    The best pace counts, and not the average: a batch that gets nothing done by day may be done by night.
+    """
 
     def __init__(self, now: float, deadline: float, n_left: int) -> None:
         """There are so many lines without an answer."""
-        self._began, self._deadline = now, deadline
-        self._n_left, self._n_answered = n_left, 0
-        self._rises = False
+        self._deadline = deadline
+        self._window_s = deadline - now
+        self._n_left = n_left
+        self._best = 0.0
+        """In lines a second."""
+        self._seen = deque([(now, n_left)])
 
-    def answered(self, n: int) -> None:
+    def answered(self, n: int, now: float) -> None:
         """So many more lines have answers."""
-        self._n_answered += n
         self._n_left -= n
+        self._seen.append((now, self._n_left))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - _LOOK_BACK_S:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        if now - since >= _LOOK_BACK_S:
+            self._best = max(self._best, (before - self._n_left) / (now - since))
 
     def runs_out(self, now: float) -> bool:
-        """Whether, at the pace so far, the deadline comes before the last answer. Once that is so, it
-        stays so: with less effort it would be so again."""
-        passed_s, left_s = now - self._began, self._deadline - now
-        if self._n_answered:
-            needed_s = _MARGIN * self._n_left * passed_s / self._n_answered
-            self._rises |= needed_s > left_s
-        else:
-            self._rises |= passed_s > _FIRST_PART * (passed_s + left_s)
-        return self._rises
+        """Whether the deadline is nearer than the last answer would be at that pace."""
+        left_s = self._deadline - now
+        if not self._best:
+            return left_s < _UNKNOWN * self._window_s
+        return left_s < max(_MARGIN * self._n_left / self._best, _LAST * self._window_s)

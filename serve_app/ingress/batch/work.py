@@ -145,7 +145,7 @@ class Work:
     async def _ask(self, lines: asyncio.Queue[Line | None]) -> None:
         while (line := await lines.get()) is not None:
             self._answers.put_nowait(await self._asker.answer(self._batch, line, self._rises))
-            self._pace.answered(1)
+            self._pace.answered(1, time.time())
 
     def _rises(self) -> bool:
         return self._pace.runs_out(time.time())

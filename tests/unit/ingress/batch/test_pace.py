@@ -5,23 +5,31 @@ from __future__ import annotations
 from serve_app.ingress.batch.pace import Pace
 
 
-def test_the_pace_so_far_says_whether_it_will_be_in_time() -> None:
+def test_the_best_pace_so_far_says_whether_it_will_be_in_time() -> None:
+    pace = Pace(now=0.0, deadline=1000.0, n_left=101)
+    pace.answered(1, 10.0)
+    pace.answered(10, 20.0)
+    assert not pace.runs_out(300.0), "90 lines take 135 s with the margin"
+    assert not pace.runs_out(864.0)
+    assert pace.runs_out(870.0)
+
+
+def test_a_batch_that_catches_up_is_in_no_hurry_any_more() -> None:
+    pace = Pace(now=0.0, deadline=1000.0, n_left=101)
+    pace.answered(1, 10.0)
+    assert pace.runs_out(100.0)
+    pace.answered(50, 110.0)
+    assert not pace.runs_out(120.0)
+
+
+def test_without_a_pace_it_waits_for_half_of_its_time() -> None:
     pace = Pace(now=0.0, deadline=100.0, n_left=10)
-    assert not pace.runs_out(9.0)
-    pace.answered(2)
-    assert not pace.runs_out(10.0), "8 lines take 50 s with the margin, of 90"
-    assert pace.runs_out(40.0), "8 lines take 200 s, of 60"
+    assert not pace.runs_out(50.0)
+    assert pace.runs_out(50.1)
 
 
-def test_it_stays_in_a_hurry() -> None:
-    pace = Pace(now=0.0, deadline=100.0, n_left=100)
-    pace.answered(1)
-    assert pace.runs_out(10.0)
-    pace.answered(98)
-    assert pace.runs_out(11.0)
-
-
-def test_nothing_answered_for_a_tenth_of_the_time_is_too_slow() -> None:
-    pace = Pace(now=0.0, deadline=100.0, n_left=10)
-    assert not pace.runs_out(10.0)
-    assert pace.runs_out(10.1)
+def test_in_the_last_tenth_it_is_in_a_hurry_all_the_same() -> None:
+    pace = Pace(now=0.0, deadline=1000.0, n_left=200)
+    pace.answered(100, 10.0)
+    assert not pace.runs_out(899.0)
+    assert pace.runs_out(901.0)
