@@ -23,7 +23,7 @@ costs no more than a worse choice."""
 
 def chain(tokens: Sequence[int], group: str = SHARED_GROUP) -> Chain:
     """The chain of a prompt of that cache group; the same in every process and on every machine."""
-    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    packed = struct.pack(f"<{len(tokens)}i", *tokens)  # those of pictures are negative
     step = 4 * BLOCK_TOKENS
     hashes = []
     before = b"" if group == SHARED_GROUP else blake2b(group.encode(), digest_size=16).digest()

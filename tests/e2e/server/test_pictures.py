@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.e2e.conftest import Corral, model
 
 Image = pytest.importorskip("PIL.Image")
 
-N_SEEN = 16
+N_SEEN = 256
 """Tokens of a picture."""
 
 
@@ -28,7 +29,8 @@ def seeing(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Corral:
     path: Path = tmp_path_factory.mktemp("projector") / "llava.gguf"
-    write_random_projector(path, SHAPES["tiny-llava"], Tokenizer(BUILTIN_MODEL).n_embd)
+    shape = replace(SHAPES["tiny-llava"], image_size=128)
+    write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).n_embd)
     one = model(None, "seeing", n_slots=2, n_ctx_slot=1024) | {"projector": {"path": str(path)}}
     corral = start_for_module([one, model(None, "blind", n_slots=2, n_ctx_slot=1024)])
     corral.wait_ready()
