@@ -1,5 +1,6 @@
-"""Open WebUI: a chat by each of the two ways in which it asks servers, over its own API, and in a browser
-if there is one."""
+"""Open WebUI: chats by both ways in which it asks servers, over its own API and in a browser.
+
+The browser's part needs one."""
 
 from __future__ import annotations
 
