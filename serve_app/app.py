@@ -245,6 +245,7 @@ def _resolve(
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
+        memory_shares=sizing.shares_of_memory(model.engine),
         adapters=tuple(_pinned(one, downloads) for one in model.adapters),
         projector=_pinned_source("projector", model.projector, downloads),
     )

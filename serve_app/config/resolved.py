@@ -39,6 +39,8 @@ class ResolvedModel:
     """Longest time that a request waits for the model to be loaded."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
+    memory_shares: tuple[str, ...] = ()
+    """See `serve_app.config.sizing.shares_of_memory`: each replica bounds these by its node's memory."""
     adapters: tuple[AdapterConfig, ...] = ()
     """Of a repository, the commit, too."""
     projector: ModelSource | None = None

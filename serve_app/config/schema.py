@@ -141,7 +141,8 @@ class EngineConfig(_Section):
     Chats without tools that begin with one start from there, for every client. Default: none."""
     cache_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for prefixes that lost their slot, in MiB. A chat that comes back starts
-    from there. 0 keeps none. Default: an eighth of what the weights leave."""
+    from there. 0 keeps none. Default: an eighth of what the weights leave on the machine that reads the
+    configuration, and of the node's available memory at most."""
     n_checkpoints: NonNegativeInt = 3
     """Checkpoints of each slot, for models with sliding windows or recurrent layers (Gemma 3, gpt-oss,
     LFM2, Qwen3.5, Mamba). A chat that comes back starts from the deepest checkpoint that it still
@@ -149,7 +150,7 @@ class EngineConfig(_Section):
     checkpoint_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for the checkpoints of all slots, in MiB. If it is too small, the
     checkpoints used last stay. `checkpoint_bytes` in `/v1/stats` is the size of one. Default: a
-    sixteenth of what the weights leave."""
+    sixteenth, as for `cache_ram_mib`."""
     cache_folder: Path | None = None
     """A folder on each node where prefixes are kept for the next start. They hold what users wrote, and
     only the owner can read them. You delete the files of models that are no longer served. Default:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from serve_app.config.schema import EngineConfig
 from serve_app.engine.options import EngineOptions
@@ -197,6 +198,28 @@ def resolve(
         prefix_folder=config.cache_folder,
         slot_folder=config.slot_folder,
         slot_folder_max_bytes=config.slot_folder_max_mib << 20,
+    )
+
+
+def shares_of_memory(config: EngineConfig) -> tuple[str, ...]:
+    """Which of the options that `resolve` makes are shares of its machine's memory, and not configured."""
+    configured = {
+        "cache_ram_bytes": config.cache_ram_mib,
+        "checkpoint_ram_bytes": config.checkpoint_ram_mib,
+    }
+    return tuple(name for name, mib in configured.items() if mib is None)
+
+
+def bounded(options: EngineOptions, shares: Iterable[str], memory_bytes: int) -> EngineOptions:
+    """With no larger shares than the same ones of a node with so much available memory: it may have less
+    than the machine that read the configuration."""
+    parts = {
+        "cache_ram_bytes": _CACHE_RAM_SHARE_OF_MEMORY,
+        "checkpoint_ram_bytes": _CHECKPOINT_SHARE_OF_MEMORY,
+    }
+    return replace(
+        options,
+        **{name: min(getattr(options, name), int(parts[name] * memory_bytes)) for name in shares},
     )
 
 

@@ -22,6 +22,7 @@ from ray import serve
 from serve_app import heap, progress
 from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
+from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
@@ -34,7 +35,7 @@ from serve_app.errors import (
 )
 from serve_app.folders import cache_folder
 from serve_app.logs import forward_to_serve
-from serve_app.placement.machine import cpu_quota, throttled_s
+from serve_app.placement.machine import available_memory, cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
@@ -85,7 +86,7 @@ class EngineReplica:
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
-            model.options,
+            sizing.bounded(model.options, model.memory_shares, available_memory()),
             threads=self._settled.threads,
             fewer_threads=model.threads is None and model.options.threads_batch is None,
             computing_cpus=self._settled.computing_cpus,

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import ModelNeeds, fitting_replicas, resolve
+from serve_app.config.sizing import (
+    ModelNeeds,
+    bounded,
+    fitting_replicas,
+    resolve,
+    shares_of_memory,
+)
 from serve_app.errors import ConfigError
 
 GIB = 2**30
@@ -145,3 +151,21 @@ def test_replicas_that_memory_has_room_for(
     needs: ModelNeeds, config: dict[str, Any], memory: int, expected: int
 ) -> None:
     assert fitting_replicas(EngineConfig.model_validate(config), needs, 4, memory) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "node_bytes", "expected"),
+    [
+        (EngineConfig(n_slots=4, n_ctx_slot=1024), 32 * GIB, (2 * GIB, GIB)),
+        (EngineConfig(n_slots=4, n_ctx_slot=1024), 8 * GIB, (GIB, GIB // 2)),
+        (EngineConfig(n_slots=4, n_ctx_slot=1024, cache_ram_mib=4096), GIB, (4 * GIB, GIB // 16)),
+        (EngineConfig(n_slots=4, n_ctx_slot=1024, checkpoint_ram_mib=1), GIB, (GIB // 8, 1 << 20)),
+    ],
+)
+def test_a_small_node_bounds_the_shares_of_a_large_head(
+    config: EngineConfig, node_bytes: int, expected: tuple[int, int]
+) -> None:
+    """What is configured stays; the head has 16 GiB."""
+    options = resolve(config, None, cores=4, memory_bytes=16 * GIB)
+    here = bounded(options, shares_of_memory(config), node_bytes)
+    assert (here.cache_ram_bytes, here.checkpoint_ram_bytes) == expected
