@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import re
 import json
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
