@@ -353,11 +353,25 @@ def _looked_up(
         return model.source, None  # replicas on other nodes look for themselves
     try:
         source = store.pinned(model.source, downloads)
-        return source, ModelNeeds.of(Model(store.vocabulary(source, downloads), vocab_only=True))
+        needs = ModelNeeds.of(Model(store.vocabulary(source, downloads), vocab_only=True))
+        if model.projector is not None and not is_sized:
+            n_bytes = needs.weight_bytes + _projector_bytes(model.projector, downloads)
+            needs = replace(needs, weight_bytes=n_bytes)
+        return source, needs
     except UnreachableError:
         if not is_sized:
             raise
         return model.source, None
+
+
+def _projector_bytes(source: ModelSource, downloads: DownloadsConfig) -> int:
+    """Raises ConfigError."""
+    try:
+        return store.vocabulary(source, downloads).stat().st_size  # with a hole in it, maybe
+    except UnreachableError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"projector: {error}") from None
 
 
 def engine_options(

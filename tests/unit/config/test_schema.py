@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -260,3 +261,28 @@ def test_models_on_demand_share_places_and_have_a_policy_of_their_own() -> None:
 def test_a_duration_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="30s, 5m or 1h30m"):
         schema.parse({"models": [model(keep_alive="soon")]})
+
+
+def test_a_projector_takes_of_the_models_memory(tmp_path: Path) -> None:
+    projector = tmp_path / "mmproj.gguf"
+    projector.write_bytes(b"")
+    os.truncate(projector, 2**33)  # all that the machine has
+    free = model(engine={})
+    (alone,) = schema.parse({"models": [free]}).models
+    (seeing,) = schema.parse({"models": [free | {"projector": {"path": str(projector)}}]}).models
+    here = Machine(topology(((i,), 0) for i in range(2)), None, 2**33 + 2**31, 2**33 + 2**31)
+    without, beside = (resolve([one], here)[0] for one in (alone, seeing))
+    assert (without.projector, beside.projector) == (None, seeing.projector)
+    assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ({"builtin": True}, "projector.builtin is a model"),
+        ({"path": "/nowhere/mmproj.gguf"}, r"models \(m\): projector: .*no file"),
+    ],
+)
+def test_what_is_no_projector_is_refused(source: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve(schema.parse({"models": [model(engine={}, projector=source)]}).models, HERE)
