@@ -12,6 +12,8 @@ _LAST = 0.1
 """In so much of its time, the last, a batch is in a hurry whatever its pace."""
 _UNKNOWN = 0.5
 """And in so much of it, if no pace is known yet."""
+_PATIENT = 0.25
+"""In so much of it, the first, it is in none: its first answers come late, and all together."""
 
 
 class Pace:
@@ -42,6 +44,8 @@ class Pace:
     def runs_out(self, now: float) -> bool:
         """Whether the deadline is nearer than the last answer would be at that pace."""
         left_s = self._deadline - now
+        if left_s > (1 - _PATIENT) * self._window_s:
+            return False
         if not self._best:
             return left_s < _UNKNOWN * self._window_s
         return left_s < max(_MARGIN * self._n_left / self._best, _LAST * self._window_s)

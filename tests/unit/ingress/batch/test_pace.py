@@ -17,9 +17,10 @@ def test_the_best_pace_so_far_says_whether_it_will_be_in_time() -> None:
 def test_a_batch_that_catches_up_is_in_no_hurry_any_more() -> None:
     pace = Pace(now=0.0, deadline=1000.0, n_left=101)
     pace.answered(1, 10.0)
-    assert pace.runs_out(100.0)
-    pace.answered(50, 110.0)
-    assert not pace.runs_out(120.0)
+    assert not pace.runs_out(249.0), "its time has only begun"
+    assert pace.runs_out(251.0)
+    pace.answered(50, 260.0)
+    assert not pace.runs_out(270.0)
 
 
 def test_without_a_pace_it_waits_for_half_of_its_time() -> None:
