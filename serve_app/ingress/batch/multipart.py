@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from email.message import Message
 
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
+
 from serve_app.errors import InvalidRequestError, RequestTooLargeError
 
-_MOST_HEADERS = 8 * 2**10
-_MOST_FIELD = 4 * 2**10
+_MOST_HEADER_BYTES = 8 * 2**10
+_MOST_FIELD_BYTES = 4 * 2**10
 _MOST_FIELDS = 20
+_MOST_BOUNDARY = 200
 Sink = Callable[[bytes], object]
 """Takes the next bytes of the file."""
 
@@ -22,109 +27,100 @@ class Form:
     RequestTooLargeError for a file of more than `max_bytes`."""
 
     def __init__(self, content_type: str, sink: Sink, max_bytes: int) -> None:
-        header = Message()
-        header["content-type"] = content_type
-        boundary = header.get_param("boundary")
-        if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
-            raise InvalidRequestError("Send a form: Content-Type: multipart/form-data.")
-        if not 0 < len(boundary) <= 200:
-            raise InvalidRequestError("The form's boundary is missing or too long.")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """Of the field `file`, which the sink has got; None as long as there was none."""
+        """Of the field `file`, which the sink gets; None as long as there was none."""
         self.n_bytes = 0
-        self._sink, self._max_bytes = sink, max_bytes
-        self._border = b"\r\n--" + boundary.encode("latin-1", "replace")
-        self._buffer = bytearray(b"\r\n")
-        self._read: Callable[[], bool] = self._preamble
-        self._name, self._value = "", bytearray()
-        self._begins = False
-        """Whether the line end before a field's value is still there: an empty one's border follows it."""
         self.complete = False
+        self._sink, self._max_bytes = sink, max_bytes
+        self._header, self._header_value = bytearray(), bytearray()
+        self._disposition = b""
+        self._name: str | None = None
+        """Of the field that is being read; None while it is the file."""
+        self._value = bytearray()
+        self._parser = MultipartParser(
+            _boundary(content_type),
+            {
+                "on_part_begin": self._part_begins,
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._header_value.extend(
+                    data[start:end]
+                ),
+                "on_header_end": self._header_ends,
+                "on_headers_finished": self._value_begins,
+                "on_part_data": lambda data, start, end: self._take(data[start:end]),
+                "on_part_end": self._part_ends,
+                "on_end": self._end,
+            },
+            max_header_size=_MOST_HEADER_BYTES,
+        )
 
     def feed(self, piece: bytes) -> None:
-        """More of it has come."""
-        self._buffer += piece
-        while not self.complete and self._read():
-            pass
+        """More of it has come. What follows the form's end is ignored."""
         if self.complete:
-            self._buffer.clear()
+            return
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise InvalidRequestError(f"The form cannot be read: {error}") from None
 
-    def _preamble(self) -> bool:
-        return self._part(lambda _: None)
+    def _part_begins(self) -> None:
+        self._disposition = b""
 
-    def _between(self) -> bool:
-        """Behind a border: the end, or another field's headers."""
-        if len(self._buffer) < 2:
-            return False
-        if self._buffer.startswith(b"--"):
-            self.complete = True
-            return False
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > _MOST_HEADERS:
-                raise InvalidRequestError(
-                    "The form cannot be read: a field's headers are too long."
-                )
-            return False
-        self._begin(bytes(self._buffer[2:end]))
-        del self._buffer[: end + 2]
-        self._begins = True
-        return True
+    def _header_ends(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = bytes(self._header_value)
+        self._header.clear()
+        self._header_value.clear()
 
-    def _begin(self, headers: bytes) -> None:
-        """A field with these headers."""
-        told = Message()
-        for line in headers.split(b"\r\n"):
-            header, _, value = line.decode("utf-8", "replace").partition(":")
-            if header.strip().lower() == "content-disposition":
-                told["content-disposition"] = value.strip()
-        name = told.get_param("name", header="content-disposition")
-        if not isinstance(name, str):
+    def _value_begins(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
             raise InvalidRequestError("The form cannot be read: a field has no name.")
-        if name == "file":
+        name = _text(options[b"name"])
+        self._name = None if name == "file" else name[:64]
+        self._value.clear()
+        if self._name is None:
             if self.filename is not None:
                 raise InvalidRequestError("The form has two files.", "file")
-            self.filename = (told.get_filename() or "file")[:255]
-            self._read = self._file
-        elif len(self.fields) < _MOST_FIELDS:
-            self._name, self._value = name[:64], bytearray()
-            self._read = self._field
-        else:
+            self.filename = _text(options.get(b"filename", b""))[:255] or "file"
+        elif len(self.fields) == _MOST_FIELDS:
             raise InvalidRequestError("The form has too many fields.")
 
-    def _file(self) -> bool:
-        return self._part(self._take)
-
     def _take(self, piece: bytes) -> None:
+        if self._name is None:
+            self._take_of_file(piece)
+            return
+        self._value += piece
+        if len(self._value) > _MOST_FIELD_BYTES:
+            raise InvalidRequestError(
+                f"{self._name}: more than {_MOST_FIELD_BYTES} bytes.", self._name
+            )
+
+    def _take_of_file(self, piece: bytes) -> None:
         self.n_bytes += len(piece)
         if self.n_bytes > self._max_bytes:
             raise RequestTooLargeError(f"The file has more than {self._max_bytes} bytes.")
         self._sink(piece)
 
-    def _field(self) -> bool:
-        ended = self._part(self._value.extend)
-        if len(self._value) > _MOST_FIELD:
-            raise InvalidRequestError(f"{self._name}: more than {_MOST_FIELD} bytes.", self._name)
-        if ended:
-            self.fields[self._name] = self._value.decode("utf-8", "replace")
-        return ended
+    def _part_ends(self) -> None:
+        if self._name is not None:
+            self.fields[self._name] = _text(bytes(self._value))
 
-    def _part(self, take: Sink) -> bool:
-        """Hand over what comes before the next border; True if that has come."""
-        if self._begins:
-            if len(self._buffer) < len(self._border):
-                return False
-            self._begins = False
-            if not self._buffer.startswith(self._border):
-                del self._buffer[:2]
-        at = self._buffer.find(self._border)
-        n_sure = len(self._buffer) - len(self._border) + 1 if at < 0 else at
-        if n_sure > 0:
-            take(bytes(self._buffer[:n_sure]))
-            del self._buffer[:n_sure]
-        if at < 0:
-            return False
-        del self._buffer[: len(self._border)]
-        self._read = self._between
-        return True
+    def _end(self) -> None:
+        self.complete = True
+
+
+def _boundary(content_type: str) -> bytes:
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
+        raise InvalidRequestError("Send a form: Content-Type: multipart/form-data.")
+    if not 0 < len(boundary) <= _MOST_BOUNDARY:
+        raise InvalidRequestError("The form's boundary is missing or too long.")
+    return boundary.encode("latin-1", "replace")
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
