@@ -1,12 +1,13 @@
 """Compares a batch with what one would write without batches: clients in a loop, at llama-server.
 
     python -m loadtests.batch.against_clients --model PATH [--seconds 40] [--rounds 3] [--slots 16]
+        [--clients 16] [--shared-words 0]
 
 Starts what `make serve` runs, with batches, and llama-server with as many slots and as much context. In
 each round both answer lines of the same sizes for so many seconds, in turns, once they are in full swing;
-the server whose turn it is not is stopped. At llama-server, there are as many clients as slots, and each
-asks for one line after the other, the first of them for a shorter one, so that they get out of step.
-Figures are generated tokens a second.
+the server whose turn it is not is stopped. At llama-server, each client asks for one line after the other;
+`--clients 1` is the simplest script that somebody would write. --shared-words are in front of every line,
+as instructions are. Figures are generated tokens a second.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _LOOK_S = 0.1
 class Loop:
     """Clients that ask a server for one line after the other."""
 
-    def __init__(self, url: str, n_clients: int) -> None:
+    def __init__(self, url: str, n_clients: int, n_shared_words: int) -> None:
         self._url, self._n_clients = url, n_clients
-        self._made = Clients(url)
+        self._made = Clients(url, n_shared_words)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.n_tokens = 0
@@ -57,7 +58,7 @@ class Loop:
         """They ask meanwhile, and read their last answers. Raises what a request does."""
         self._over.clear()
         with ThreadPoolExecutor(self._n_clients) as pool:
-            asking = [pool.submit(self._ask, i + 1) for i in range(self._n_clients)]
+            asking = [pool.submit(self._ask) for _ in range(self._n_clients)]
             try:
                 yield
             finally:
@@ -65,22 +66,19 @@ class Loop:
             for one in asking:
                 one.result()
 
-    def _ask(self, number: int) -> None:
-        n_tokens = max(1, N_GENERATED * number // self._n_clients)
+    def _ask(self) -> None:
         with httpx.Client(base_url=self._url, timeout=_TIMEOUT_S) as http:
             while not self._over.is_set():
-                body = self._made.body() | {"max_tokens": n_tokens}
-                answer = http.post("/v1/completions", json=body).raise_for_status()
+                answer = http.post("/v1/completions", json=self._made.line()).raise_for_status()
                 with self._lock:
                     self.n_tokens += int(answer.json()["usage"]["completion_tokens"])
-                n_tokens = N_GENERATED
 
 
-def tokens_per_s(count: Callable[[], int], n_slots: int, seconds: float) -> float:
-    """By that count, in so many seconds after twice as many lines as there are slots. Raises TimeoutError
-    if these take too long."""
+def tokens_per_s(count: Callable[[], int], n_at_once: int, seconds: float) -> float:
+    """By that count, in so many seconds after twice as many lines as are answered at once. Raises
+    TimeoutError if these take too long."""
     first, deadline = count(), time.monotonic() + _SWING_S
-    while count() < first + 2 * n_slots * N_GENERATED:
+    while count() < first + 2 * n_at_once * N_GENERATED:
         if time.monotonic() > deadline:
             raise TimeoutError(f"Too few lines are answered within {_SWING_S:.0f} seconds.")
         time.sleep(_LOOK_S)
@@ -91,7 +89,8 @@ def tokens_per_s(count: Callable[[], int], n_slots: int, seconds: float) -> floa
 
 def measure(corral: Server, peer: Server, settings: argparse.Namespace) -> list[dict[str, float]]:
     """The rounds, by ways."""
-    clients, loop = Clients(corral.url), Loop(peer.url, settings.slots)
+    clients = Clients(corral.url, settings.shared_words)
+    loop = Loop(peer.url, settings.clients, settings.shared_words)
 
     def turn(number: int, way: str) -> float:
         ours, other = (corral, peer) if way == BATCH else (peer, corral)
@@ -103,7 +102,7 @@ def measure(corral: Server, peer: Server, settings: argparse.Namespace) -> list[
                 found = tokens_per_s(count, settings.slots, settings.seconds)
         else:
             with loop.running():
-                found = tokens_per_s(lambda: loop.n_tokens, settings.slots, settings.seconds)
+                found = tokens_per_s(lambda: loop.n_tokens, settings.clients, settings.seconds)
         print(f"round {number}, {way}: {found:.1f} tokens/s", file=sys.stderr, flush=True)
         return found
 
@@ -120,6 +119,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=bounded(5, 600), default=40)
     parser.add_argument("--rounds", type=bounded(1, 20), default=3)
     parser.add_argument("--slots", type=bounded(1, 64), default=16)
+    parser.add_argument("--clients", type=bounded(1, 64), default=16)
+    parser.add_argument("--shared-words", type=bounded(0, 200), default=0)
     settings = parser.parse_args()
     exit_on_sigterm()
     threads, model = usable_cores(), settings.model.resolve()

@@ -1,15 +1,16 @@
 """What a batch gets beside people who chat, and what they lose by it.
 
-    python -m loadtests.batch.behind_chats --model PATH [--users 2] [--think 3] [--seconds 40] [--rounds 3]
+    python -m loadtests.batch.behind_chats --model PATH [--users 2] [--think 3] [--seconds 60] [--rounds 3]
         [--slots 16] [--json FILE]
 
 Starts what `make serve` runs, with batches. Each round has three parts of that many seconds: a batch of
 `/v1/batches` alone, users alone, and both. A user asks for 64 tokens behind a prompt of about 128 that
-nobody has sent before, reads the stream, thinks for as long as --think says, and asks again; lines of the
-batch are such requests, too. The parts of the day that users leave are those in which the engine computes
-nothing while they are alone. What the batch gets of them is its tokens/s beside the users, divided by its
-tokens/s alone and by that share. Users' latencies are compared with those of the same round without the
-batch.
+nobody has sent before, reads the stream, thinks for as long as --think says, and asks again. Lines of the
+batch are such requests, too, but for 32 to 96 tokens, so that they get out of step.
+
+The parts of the day that users leave are those in which the engine computes nothing while they are alone.
+What the batch gets of them is its tokens/s beside the users, divided by its tokens/s alone and by that
+share. Users' latencies are compared with those of the same round without the batch.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ class Round:
 
 
 class Clients:
-    """Asks one server, with prompts that are all different."""
+    """Asks one server, with prompts that are all different behind so many words that are not."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, n_shared_words: int = 0) -> None:
+        shared = random.Random(-SEED)
+        self._shared = [f"{shared.randrange(10**4):04}" for _ in range(n_shared_words)]
         self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_S)
         self._words = random.Random(SEED)
         self._lock = threading.Lock()
@@ -80,7 +83,15 @@ class Clients:
         """A request that nobody has sent before."""
         with self._lock:
             words = [f"{self._words.randrange(10**4):04}" for _ in range(N_WORDS // 2)]
-        return {"prompt": " ".join(words), "max_tokens": N_GENERATED, "ignore_eos": True}
+        prompt = " ".join([*self._shared, *words])
+        return {"prompt": prompt, "max_tokens": N_GENERATED, "ignore_eos": True}
+
+    def line(self) -> dict[str, Any]:
+        """Such a request, for more or fewer tokens."""
+        body = self.body()
+        with self._lock:
+            n_tokens = self._words.randint(N_GENERATED // 2, 3 * N_GENERATED // 2)
+        return body | {"max_tokens": n_tokens}
 
     def engine(self) -> dict[str, Any]:
         """The only engine's statistics."""
@@ -93,7 +104,7 @@ class Clients:
     def batch(self) -> Iterator[None]:
         """A batch that is computed meanwhile, and is cancelled and quiet afterwards."""
         lines = (
-            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": self.body()}
+            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": self.line()}
             for i in range(N_LINES)
         )
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
@@ -237,7 +248,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--users", type=bounded(1, 64), default=2)
     parser.add_argument("--think", type=float, default=3.0)
-    parser.add_argument("--seconds", type=bounded(5, 600), default=40)
+    parser.add_argument("--seconds", type=bounded(5, 600), default=60)
     parser.add_argument("--rounds", type=bounded(1, 20), default=3)
     parser.add_argument("--slots", type=bounded(1, 64), default=16)
     parser.add_argument("--json", type=Path)

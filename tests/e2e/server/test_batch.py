@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ import pytest
 
 from loadtests.common import processes
 from loadtests.common.servers import STOP_TIMEOUT_S
-from tests.e2e.conftest import Corral, model, wait_until
+from tests.e2e.conftest import ROOT, Corral, model, wait_until
 
 ENDED = {"completed", "failed", "expired", "cancelled"}
 PATIENCE_S = 180
@@ -89,6 +92,29 @@ def answers(client: openai.OpenAI, batch: Any) -> list[Any]:
 
 
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of Portugal?"}], "seed": 1}
+
+
+@pytest.mark.timeout(180)
+def test_locust_has_batches_answered(server: Corral, client: openai.OpenAI, tmp_path: Path) -> None:
+    locust = [sys.executable, "-m", "locust", "-f", "loadtests/batch/locustfile.py", "--headless"]
+    how = ["-u", "2", "-r", "2", "-t", "12s", "--lines", "20", "--line-tokens", "4"]
+    files = ["--poll", "0.2", "--csv", str(tmp_path / "locust")]
+    done = subprocess.run(
+        processes.with_default_signals(*locust, *how, *files, "--host", server.url),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "locust_stats.csv").open() as file:
+        rows = {row["Type"]: row for row in csv.DictReader(file)}
+    assert int(rows["BATCH"]["Request Count"]) >= 2
+    assert {rows[name]["Failure Count"] for name in ("BATCH", "LINE")} == {"0"}
+    assert all(
+        batch.status in ENDED or batch.status == "cancelling" for batch in client.batches.list()
+    )
 
 
 @pytest.mark.parametrize(
