@@ -27,11 +27,9 @@ logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
-POLITE_BYTES, QUICK_BYTES = 64 * 2**10, 512 * 2**10
-"""Bodies of more than the first are read at a lower priority; those of more than the second are slow work
-from the start."""
-SMALL_BYTES = 16 * 2**10
-"""Bodies of more than that leave the workers that wait to others: they may well cost theirs its life."""
+SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
+"""Bodies of more than the first are read at a lower priority, by workers of their own, as they may well
+cost theirs its life. Those of more than the second are slow work from the start."""
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
 """CPU seconds of any work, and for each byte of its body besides: what long prompts take. Work that takes
 longer is slow: it gets what others leave of the processors, and its place is free for the next."""
@@ -90,6 +88,7 @@ class WorkerPool:
         self._quick, self._slow = Places(n_quick), Places(n_slow, most_each=1)
         self._is_closed = False
         self._idle: list[Worker] = []
+        """Polite ones, and others."""
         self.at_work: set[Worker] = set()
         self._deadly: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         """Lengths and digests of bodies that ended workers, and when."""
@@ -135,9 +134,8 @@ class WorkerPool:
         n_bytes = sum(map(len, pieces))
         async with self._quick.entered(client):
             is_small = n_bytes <= SMALL_BYTES
-            worker = (self._taken() if is_small else None) or await self._fork(is_small)
-            if n_bytes > POLITE_BYTES:
-                worker.be_polite()
+            is_polite = not is_small
+            worker = self._taken(is_polite) or await self._fork(is_polite)
             doing = self._begin(worker, work, pieces)
             try:
                 if await _is_quick(worker, doing, QUICK_S + n_bytes * QUICK_BYTE_S):
@@ -172,7 +170,7 @@ class WorkerPool:
             raise _too_busy()
         await self._slow.enter(client)
         try:
-            worker = await self._fork(is_small=False)
+            worker = await self._fork(is_polite=True)
             worker.slow_down()
             doing = self._begin(worker, work, pieces)
         except BaseException:
@@ -196,24 +194,28 @@ class WorkerPool:
             self._slow.leave(client)
 
     def _finished(self, worker: Worker, doing: asyncio.Future[Any]) -> Any:
-        """The outcome. The worker waits for more work, unless its priority is too low for that, or enough
-        others do."""
+        """The outcome. The worker waits for more work, unless enough others do."""
         outcome = doing.result()
-        if worker.is_polite or len(self._idle) >= self._n_quick:
-            self._end(worker, doing)
-        else:
-            self.at_work.discard(worker)
-            self._idle.append(worker)
+        self.at_work.discard(worker)
+        self._keep(worker)
         return outcome
 
-    def _taken(self) -> Worker | None:
-        """An idle worker, if there is one. Those that have died are left out."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_alive():
-                return worker
-            worker.end()
+    def _taken(self, is_polite: bool) -> Worker | None:
+        """An idle worker of this kind, if there is one. Those that have died are left out."""
+        for worker in reversed(self._idle):
+            if worker.is_polite == is_polite:
+                self._idle.remove(worker)
+                if worker.is_alive():
+                    return worker
+                worker.end()
         return None
+
+    def _keep(self, worker: Worker) -> None:
+        """It waits for more work, or is ended if enough of its kind do."""
+        if sum(one.is_polite == worker.is_polite for one in self._idle) < self._n_quick:
+            self._idle.append(worker)
+        else:
+            worker.end()
 
     def _begin(self, worker: Worker, work: Work, pieces: Sequence[bytes]) -> asyncio.Future[Any]:
         self.at_work.add(worker)
@@ -224,39 +226,41 @@ class WorkerPool:
         worker.end()
         doing.cancel()
 
-    async def _fork(self, is_small: bool) -> Worker:
-        """A new worker, or for a small body, one that has become idle. It is kept for others if this is
+    async def _fork(self, is_polite: bool) -> Worker:
+        """A new worker, or one of this kind that has become idle. It is kept for others if this is
         cancelled."""
-        forking = asyncio.ensure_future(self._forked(is_small))
+        forking = asyncio.ensure_future(self._forked(is_polite))
         try:
             return await asyncio.shield(forking)
         except asyncio.CancelledError:
-            forking.add_done_callback(self._keep)
+            forking.add_done_callback(self._keep_forked)
             raise
 
-    def _keep(self, forking: asyncio.Future[Worker]) -> None:
-        if forking.cancelled() or forking.exception() is not None:
-            return
-        if len(self._idle) < self._n_quick:
-            self._idle.append(forking.result())
-        else:
-            forking.result().end()
+    def _keep_forked(self, forking: asyncio.Future[Worker]) -> None:
+        if not forking.cancelled() and forking.exception() is None:
+            self._keep(forking.result())
 
-    async def _forked(self, is_small: bool) -> Worker:
+    async def _forked(self, is_polite: bool) -> Worker:
         async with self._forking:
             # of those who left while they waited for it
-            if is_small and (kept := self._taken()) is not None:
+            if (kept := self._taken(is_polite)) is not None:
                 return kept
-            try:
-                return await self._zygote.fork()
-            except EOFError:
-                self._check_is_open()
-                logger.warning(
-                    "The process that workers are forked from has ended. A new one is started."
-                )
-                self._zygote.close()
-                self._zygote = Zygote(self._start)
-                return await self._zygote.fork()
+            worker = await self._new()
+            if is_polite:
+                worker.be_polite()
+            return worker
+
+    async def _new(self) -> Worker:
+        try:
+            return await self._zygote.fork()
+        except EOFError:
+            self._check_is_open()
+            logger.warning(
+                "The process that workers are forked from has ended. A new one is started."
+            )
+            self._zygote.close()
+            self._zygote = Zygote(self._start)
+            return await self._zygote.fork()
 
     @property
     def n_idle(self) -> int:

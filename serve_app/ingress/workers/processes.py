@@ -19,8 +19,9 @@ from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.worker import Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
-POLITENESS = 19
-"""What is added to the niceness of workers that read long prompts."""
+POLITENESS = 10
+"""What is added to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
+tenth of a core."""
 _ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
     "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
@@ -74,8 +75,7 @@ class Worker:
         return self._cpu_s
 
     def be_polite(self) -> None:
-        """From now on it gets a sixtieth of a core beside a thread that decodes. That cannot be undone.
-        Idempotent."""
+        """From now on it has less of the processors than others. That cannot be undone. Idempotent."""
         if self.is_polite:
             return
         self.is_polite = True

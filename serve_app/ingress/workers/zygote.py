@@ -24,7 +24,7 @@ from pathlib import Path
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
-from serve_app.ingress.workers import pictures, wire, worker
+from serve_app.ingress.workers import pictures, slices, wire, worker
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.types import Adapters
 
@@ -66,6 +66,7 @@ def main(fd: int) -> None:
     """Fork workers until the ingress is gone."""
     _have_enough_stack()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    slices.shorten()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import platform
+import re
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -22,10 +24,13 @@ from serve_app.errors import (
 )
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers import worker
-from serve_app.ingress.workers.pool import POLITE_BYTES, QUICK_BYTES, SMALL_BYTES, WorkerPool
+from serve_app.ingress.workers.pool import QUICK_BYTES, SMALL_BYTES, WorkerPool
 from serve_app.ingress.workers.processes import POLITENESS
+from serve_app.ingress.workers.slices import SHORTEST_NS
 from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
 from tests.integration.ingress import work
+
+LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
 
 @pytest.fixture
@@ -132,7 +137,6 @@ async def test_what_one_body_took_is_no_bound_for_the_next_to_come(
     monkeypatch.setattr(pool_module, "QUICK_S", 60.0)  # so that the worker is used again
     monkeypatch.setattr(pool_module, "QUICK_BYTES", 2**30)
     monkeypatch.setattr(pool_module, "SMALL_BYTES", 2**30)
-    monkeypatch.setattr(pool_module, "POLITE_BYTES", 2**30)
     first = await pool.run("a", work.pid, b"")
     await pool.run("a", work.keep_memory, b"")
     assert await pool.run("b", work.size, bytes(8 * 2**20)) == 8 * 2**20
@@ -168,10 +172,24 @@ async def test_slow_work_gets_what_others_leave_of_the_processors(pool: WorkerPo
 
 async def test_long_prompts_are_read_at_a_lower_priority_and_soon(pool: WorkerPool) -> None:
     usual = await pool.run("a", work.niceness, b"")
-    long = bytes(POLITE_BYTES + 1)
+    long = bytes(SMALL_BYTES + 1)
     assert await pool.run("a", work.niceness, long) == min(19, usual + POLITENESS)
     assert await pool.run("a", work.policy, long) == os.SCHED_OTHER
     assert await pool.run("a", work.niceness, b"") == usual
+
+
+async def test_long_prompts_have_workers_of_their_own_which_are_kept(pool: WorkerPool) -> None:
+    long, longer = bytes(SMALL_BYTES + 1), bytes(2 * SMALL_BYTES)
+    kept, small = await pool.run("a", work.pid, long), await pool.run("a", work.pid, b"")
+    assert kept != small
+    assert await pool.run("b", work.pid, longer) == kept
+    assert await pool.run("b", work.pid, b"") == small
+
+
+@pytest.mark.skipif(LINUX < (6, 12), reason="slices are the kernel's choice here")
+async def test_workers_hold_others_up_for_short_slices_only(pool: WorkerPool) -> None:
+    for body in (b"", bytes(SMALL_BYTES + 1)):
+        assert await pool.run("a", work.slice_ns, body) == SHORTEST_NS
 
 
 async def test_large_bodies_are_slow_work_from_the_start(pool: WorkerPool) -> None:
@@ -243,13 +261,11 @@ async def test_who_leaves_soon_leaves_the_worker_to_others(pool: WorkerPool) -> 
         assert await pool.run("b", work.pid, b"") == first
 
 
-async def test_large_bodies_leave_warm_workers_to_small_ones(pool: WorkerPool) -> None:
-    large, small = bytes(SMALL_BYTES + 1), bytes(SMALL_BYTES)
-    waiting = {await pool.run("a", work.pid, body) for body in (small, large)}
-    for _ in range(3):
-        assert await pool.run("b", work.pid, large) not in waiting
-        assert await pool.run("a", work.pid, small) in waiting
-    assert pool.n_idle <= 2
+async def test_large_bodies_that_crash_cost_no_worker_of_small_ones(pool: WorkerPool) -> None:
+    small = await pool.run("a", work.pid, b"")
+    with pytest.raises(InvalidRequestError):
+        await pool.run("b", work.crash, bytes(SMALL_BYTES + 1))
+    assert await pool.run("a", work.pid, bytes(SMALL_BYTES)) == small
 
 
 async def test_many_who_leave_before_there_are_workers_leave_few_behind(pool: WorkerPool) -> None:

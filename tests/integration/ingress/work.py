@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
+from pathlib import Path
 from typing import NoReturn
 
 from serve_app.errors import InvalidRequestError
@@ -25,6 +27,11 @@ def policy(models: Models, body: bytes) -> int:
 
 def niceness(models: Models, body: bytes) -> int:
     return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def slice_ns(models: Models, body: bytes) -> int:
+    fields = re.findall(r"^se\.slice\s*:\s*(\d+)", Path("/proc/self/sched").read_text(), re.M)
+    return int(fields[0])
 
 
 def spend_time(models: Models, body: bytes) -> None:
