@@ -6,6 +6,7 @@ Every function raises InvalidRequestError that says what is wrong, and names `pa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,15 @@ from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function
 
 MAX_CHARS = 65_536
-"""Longest schema (as JSON), GBNF grammar or regular expression."""
+"""Longest schema (as JSON) or GBNF grammar."""
+MAX_LITERAL_CHARS = 16_384
+"""Longest text that is to be written as it stands, and longest regular expression. The engine takes 1.3 µs
+and 300 bytes for each character of one."""
 MAX_DEPTH = 64
 """Deepest nesting of a schema."""
+_SAID = frozenset(("$comment", "default", "description", "examples", "title"))
+"""What a schema says to people: it may be as long as the schema."""
+_LONG_LITERAL = re.compile(rf'"(?:[^"\\\n]|\\.){{{MAX_LITERAL_CHARS + 1},}}"')
 _BYTES = LLTokenizer("byte")
 """A vocabulary that can write everything."""
 
@@ -31,6 +38,8 @@ def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
     if depth(schema) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
     text = _bounded(json.dumps(schema), param)
+    if _has_long_literal(schema):
+        raise _too_long_literal(param)
     overrides: Any = {"whitespace_pattern": lark.BLANKS, "lenient": False}
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=overrides)
@@ -62,6 +71,8 @@ def from_tool_calls(
     if max(map(depth, schemas), default=0) > MAX_DEPTH:
         raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
     _bounded(json.dumps(schemas), param)
+    if _has_long_literal(schemas):
+        raise _too_long_literal(param)
 
     def written(text: str) -> str:
         token = delimiter_token(text)
@@ -105,6 +116,8 @@ TEXT: /(.|\\n)*/"""
 
 def from_gbnf(text: str, param: str) -> str:
     """A text that llama.cpp's kind of grammar derives."""
+    if _LONG_LITERAL.search(text):
+        raise _too_long_literal(param)
     try:
         lark = gbnf_to_lark(_bounded(text, param))
     except Exception as error:  # it raises nothing narrower
@@ -114,13 +127,40 @@ def from_gbnf(text: str, param: str) -> str:
 
 def from_regex(text: str, param: str) -> str:
     """A text that the regular expression matches as a whole."""
-    return _matched(LLMatcher.grammar_from_regex(_bounded(text, param)), param)
+    if len(text) > MAX_LITERAL_CHARS:
+        raise InvalidRequestError(f"{param}: longer than {MAX_LITERAL_CHARS} characters.", param)
+    return _matched(LLMatcher.grammar_from_regex(text), param)
 
 
 def _bounded(text: str, param: str) -> str:
     if len(text) > MAX_CHARS:
         raise InvalidRequestError(f"{param}: longer than {MAX_CHARS} characters.", param)
     return text
+
+
+def _has_long_literal(schema: object) -> bool:
+    """Whether a schema has such a text, without recursion: callers send what they like."""
+    left = [schema]
+    while left:
+        match left.pop():
+            case str(text) if len(text) > MAX_LITERAL_CHARS:
+                return True
+            case dict(fields):
+                left += fields
+                left += (
+                    value
+                    for name, value in fields.items()
+                    if name not in _SAID or not isinstance(value, str)
+                )
+            case list(items):
+                left += items
+    return False
+
+
+def _too_long_literal(param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param}: a text in it has more than {MAX_LITERAL_CHARS} characters.", param
+    )
 
 
 def depth(value: object) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -237,3 +237,31 @@ def test_texts_of_random_schemas_validate(
                 jsonschema.validate(json.loads(text), schema)
 
     asyncio.run(run())
+
+
+LITERAL = "a" * (grammars.MAX_LITERAL_CHARS + 1)
+
+
+@pytest.mark.parametrize(
+    "translate",
+    [
+        pytest.param(lambda: grammars.from_json_schema({"const": LITERAL}, "p"), id="const"),
+        pytest.param(
+            lambda: grammars.from_json_schema({"properties": {"a": {"enum": ["b", LITERAL]}}}, "p"),
+            id="enum",
+        ),
+        pytest.param(
+            lambda: grammars.from_json_schema({"properties": {LITERAL: {}}}, "p"), id="name"
+        ),
+        pytest.param(lambda: grammars.from_gbnf(f'root ::= "b" "{LITERAL}"', "p"), id="gbnf"),
+        pytest.param(lambda: grammars.from_regex(LITERAL, "p"), id="regex"),
+    ],
+)
+def test_long_literals_are_refused(translate: Callable[[], str]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"p: .*(more|longer) than 16384 char"):
+        translate()
+
+
+def test_what_a_schema_says_to_people_may_be_long() -> None:
+    said = {"type": "string", "description": LITERAL, "maxLength": 3}
+    assert grammars.from_json_schema({"properties": {"description": said}}, "p")
