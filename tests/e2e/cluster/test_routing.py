@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.conftest import Corral, model, wait_until
 
+pytestmark = pytest.mark.long
 N_REPLICAS = 3
 INGRESS = "ray::ServeReplica:corral:Ingress"
 REPORTS_TAKE_S = 3.0

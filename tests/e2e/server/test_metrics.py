@@ -15,6 +15,7 @@ from prometheus_client.samples import Sample
 
 from tests.e2e.conftest import ROOT, Corral, model, wait_until
 
+pytestmark = pytest.mark.long
 EXPORT_TIMEOUT_S = 60  # the replica's counts follow every five seconds
 LOOK_EVERY_S = 1.0  # each look keeps Ray's exporter from taking in what is new
 

@@ -73,6 +73,7 @@ def test_a_bad_field_stops_the_start_with_one_message(
     assert "Traceback" not in server.log
 
 
+@pytest.mark.long
 def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_every_process(
     gguf: Path, start: Callable[..., Corral]
 ) -> None:
