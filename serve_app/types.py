@@ -35,6 +35,14 @@ class AdapterUse(NamedTuple):
     """Its name among the model's adapters."""
     scale: float
     """The factor by which its change of the weights is multiplied."""
+    version: str = ""
+    """Of one that was loaded while serving, a hash of its file: another one may get the same name later.
+    Empty for those of the configuration."""
+
+    @property
+    def key(self) -> str:
+        """What an engine calls it."""
+        return f"{self.id}@{self.version}" if self.version else self.id
 
 
 Adapters = tuple[AdapterUse, ...]
@@ -42,6 +50,12 @@ Adapters = tuple[AdapterUse, ...]
 
 _ADAPTED = "\0"
 """Stands between a cache group and the adapters; neither has it."""
+
+
+def adapters_of(content_group: str) -> str:
+    """What a content group says of adapters: equal for those of one step, and empty without any."""
+    _, separator, used = content_group.partition(_ADAPTED)
+    return separator + used
 
 
 def may_start_from(group: str, held: str) -> bool:
@@ -133,7 +147,7 @@ class GenerationRequest:
         adapters."""
         if not self.adapters:
             return self.cache_group
-        used = "".join(f"{_ADAPTED}{one.id}={one.scale!r}" for one in self.adapters)
+        used = "".join(f"{_ADAPTED}{one.key}={one.scale!r}" for one in self.adapters)
         return self.cache_group + used
 
     @property

@@ -9,7 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.config.schema import AdapterConfig
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
+from serve_app.errors import NotSupportedError
 from serve_app.ingress.model_registry import Answers
 from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
 
@@ -55,6 +57,14 @@ class LocalClient:
 
     async def release(self) -> None:
         """See EngineClient: this one stays."""
+
+    async def load_adapter(self, adapter: AdapterConfig) -> None:
+        """See EngineClient."""
+        raise NotSupportedError("Adapters are loaded by servers only.", "load")
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """See EngineClient."""
+        raise NotSupportedError("Adapters are unloaded by servers only.", "unload")
 
     async def replica_states(self) -> dict[str, int]:
         """See EngineClient."""

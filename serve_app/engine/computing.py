@@ -102,11 +102,8 @@ class Computing:
             for slot_id, end in plan.fillers:
                 self._backend.truncate(slot_id, end)
         decoded = time.monotonic()
-        if switches:
-            self._adapter_turns.switched(
-                decoded - began, self._costs.batch_s(len(plan.rows), depth)
-            )
-        elif settled and not any(chunk.scored for chunk in plan.chunks):
+        self._adapter_turns.saw(len(plan.rows), decoded - began, switched=switches)
+        if settled and not switches and not any(chunk.scored for chunk in plan.chunks):
             self._learn(plan, decoded - began)
         self._counts.batches += 1
         self._counts.busy_slots += len(plan.chunks)

@@ -52,6 +52,7 @@ class Engine:
         self._vocabulary = self._loop.vocabulary
         self._callbacks = CallbackRunner()
         self._hang_watch = HangWatch()
+        self.adapters = self._loop.adapters
         self.slot_files = SlotFiles(options, self._loop.state_key, self._loop.run_between_steps)
         self.prefixes = PrefixTransfer(options, self._loop.state_key, self._loop.run_between_steps)
 
@@ -272,7 +273,7 @@ class Engine:
         if not all(request.sampling.stop):
             return InvalidRequestError("A stop string is empty.", "stop")
         try:
-            self._loop.check_adapters(request.adapters)
+            self.adapters.check(request.adapters)
         except InvalidRequestError as error:
             return error
         return None

@@ -14,6 +14,7 @@ from serve_app.engine.admission import Admission
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.autotune.sampling_costs import SamplingCosts
+from serve_app.engine.backends.adapters import EngineAdapters
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache_change import CacheChange
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
@@ -104,7 +105,7 @@ class DecoderLoop:
         backend = opened.result()
         self.vocabulary, self.state_key = backend.vocabulary, backend.state_key
         self.embedding = backend.embedding
-        self.check_adapters = backend.check_adapters
+        self.adapters = EngineAdapters(backend, self.run_between_steps, self._free_adapter)
         self.projector = backend.projector
 
     def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
@@ -327,6 +328,14 @@ class DecoderLoop:
         )
         self._changed = True
 
+    def _free_adapter(self, key: str) -> bool:
+        """See EngineAdapters.free."""
+        if any(key == one.key for live in self._live for one in live.request.adapters):
+            return False
+        self._computing.use_adapters(())
+        self._backend.free_adapter(key)
+        return True
+
     # -- commands and ends ------------------------------------------------------------------------
 
     def _carry_out(self, pending: PendingCommands) -> bool:
@@ -336,11 +345,11 @@ class DecoderLoop:
         if not asked and pending.deadline is None:
             return True
         self._changed = True
-        for command in pending.commands:
-            command.run(self._cache)
         for sequence in pending.submitted:
             sequence.sampling_cost = self._sampling_costs.of(sequence.request.sampling)
         self._admission.queue(pending.submitted)
+        for command in pending.commands:  # which may look at what is live
+            command.run(self._cache)
         self._taken.extend(sequence.id for sequence in pending.submitted)
         self._counts.failovers += sum(one.request.n_failovers > 0 for one in pending.submitted)
         live = {sequence.id: sequence for sequence in self._live}

@@ -25,6 +25,7 @@ from serve_app import heap
 from serve_app.channel.address import Address
 from serve_app.channel.listener import Call, Listener
 from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import AdapterConfig
 from serve_app.errors import (
     CorralError,
     EngineClosedError,
@@ -33,6 +34,7 @@ from serve_app.errors import (
     ModelLoadingError,
     QueueFullError,
 )
+from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.generation.failover import retried, unbroken
@@ -50,6 +52,7 @@ from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast, fetching, reports
 from serve_app.routing.autoscaling import AWAITED, PRESSURE, IngressLoad
+from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import vocabulary
 from serve_app.types import (
     Accepted,
@@ -86,10 +89,13 @@ class HandleClient:
         vocabulary_key: bytes,
         listener: Listener,
         max_load_s: float,
+        model_id: str,
+        adapters: AdapterControl,
     ) -> None:
         """`vocabulary_key` is of the vocabulary that its requests' tokens are of; the answers' come to the
         listener. A request waits for `max_load_s` at most for a model that is not loaded."""
         self._max_load_s = max_load_s
+        self._model_id, self._adapters = model_id, adapters
         self._load_s: float | None = None
         """What loading took last."""
         self._n_loading = 0
@@ -175,6 +181,15 @@ class HandleClient:
     async def release(self) -> None:
         """See EngineClient."""
         await broadcast.ask_all(self._handle, "release", timeout_s=_STATS_TIMEOUT_S)
+
+    async def load_adapter(self, adapter: AdapterConfig) -> None:
+        """See EngineClient."""
+        await self.load()
+        await self._adapters.load(self._model_id, adapter, self._handle)
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """See EngineClient."""
+        await self._adapters.unload(self._model_id, adapter_id, self._handle)
 
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
@@ -314,6 +329,7 @@ def _served(
     path: Path,
     handle: DeploymentHandle[Any],
     listener: Listener,
+    adapters: AdapterControl,
 ) -> ServedModel:
     pooling = model.options.embedding_pooling
     tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
@@ -323,11 +339,13 @@ def _served(
         id=model.id,
         n_ctx_slot=model.options.n_ctx_slot,
         tokenizer=tokenizer,
-        engine=HandleClient(handle, tokenizer.vocabulary_key, listener, model.max_load_s),
+        engine=HandleClient(
+            handle, tokenizer.vocabulary_key, listener, model.max_load_s, model.id, adapters
+        ),
         aliases=model.aliases,
         tags=model.tags,
         defaults=model.defaults.over(tokenizer.recommended),
-        adapters=model.adapter_uses,
+        adapters=numbered(model),
         sees=model.projector is not None,
     )
 
@@ -380,7 +398,7 @@ class Ingress:
                     model.aliases,
                     model.defaults,
                     model.options.embedding_pooling,
-                    model.adapter_uses,
+                    numbered(model),
                     model.projector is not None,
                 )
                 for model, path in zip(models, paths, strict=True)
@@ -392,9 +410,17 @@ class Ingress:
         node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         listener = Listener(context.get_node_id(), node_ip, reports.HERE.hearing)
         reports.HERE.address = await listener.address()
-        self._models = {
-            model.id: _served(model, path, handle, listener) for model, path, handle in served
-        }
+        self._models: dict[str, ServedModel] = {}
+        self._adapters = AdapterControl(
+            self._models,
+            {model.id: model for model in models},
+            self._workers,
+            LoadedAdapters(serve.get_replica_context().app_name),
+        )
+        for model, path, handle in served:
+            self._models[model.id] = _served(model, path, handle, listener, self._adapters)
+        await self._adapters.look()
+        self._watching = asyncio.create_task(self._adapters.watch())
         self._runs = Runs(self._models, RayStore(kept_responses), self._open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -408,6 +434,11 @@ class Ingress:
             self._runs,
             self._batches,
         )
+
+    async def look_at_adapters(self) -> bool:
+        """See AdapterControl.look."""
+        await self._adapters.look()
+        return True
 
     async def adopt_response(self, response_id: str) -> bool:
         """Go on with a response whose ingress is gone: the store asks some ingress for that."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
+from serve_app.config.schema import AdapterConfig
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.openai.protocol import ModelCard, ModelMeta, ModelStatus
 from serve_app.prompt.tokenizer import Tokenizer
@@ -38,6 +39,10 @@ class Answers(Generic[T]):
     """The ids of replicas that run and did not answer in time."""
 
 
+NumberedAdapters = Mapping[int, AdapterUse]
+"""A model's LoRA adapters by what llama-server's API calls them. A number is never another one's."""
+
+
 class EngineClient(Protocol):
     """The way to one model's engines."""
 
@@ -62,6 +67,12 @@ class EngineClient(Protocol):
     async def release(self) -> None:
         """An engine that is loaded on demand may go, if nobody uses it. Raises nothing because of a late
         one."""
+
+    async def load_adapter(self, adapter: AdapterConfig) -> None:
+        """Have one more LoRA adapter, at all replicas. Raises CorralError."""
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """Have one no more that was loaded so. Raises CorralError."""
 
     async def stats(self) -> Answers[ReplicaStats]:
         """What each replica tells about itself. Raises nothing because of a late one."""
@@ -96,7 +107,7 @@ class ServedModel:
     defaults: ModelDefaults = NO_DEFAULTS
     """What requests have where they say nothing."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    adapters: Adapters = ()
+    adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
     """LoRA adapters that it has, each with its scale where it is asked for by its name."""
     used: Adapters = ()
     """Those that its requests have, if they do not say."""
@@ -112,7 +123,7 @@ class ServedModel:
     @property
     def cards(self) -> list[ModelCard]:
         """Its entries in /v1/models: its own, and those of its adapters."""
-        return [self.card, *(self.adapted(one).card for one in self.adapters)]
+        return [self.card, *(self.adapted(one).card for one in self.adapters.values())]
 
     @property
     def card(self) -> ModelCard:
@@ -151,7 +162,7 @@ class Named(Protocol):
         """`*` is all that no model has."""
 
     @property
-    def adapters(self) -> Adapters:
+    def adapters(self) -> NumberedAdapters:
         """Its LoRA adapters."""
 
     def adapted(self, adapter: AdapterUse) -> Self:
@@ -182,7 +193,7 @@ def find(models: Mapping[str, M], name: str | None) -> M:
         if name in model.aliases:
             return model
     for model in models.values():
-        for adapter in model.adapters:
+        for adapter in model.adapters.values():
             if name in {f"{one}:{adapter.id}" for one in (model.id, *model.aliases)}:
                 return model.adapted(adapter)
     for model in models.values():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -50,10 +52,10 @@ _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
 class Adapter:
-    """A low-rank change of a model's weights, from a GGUF file. Immutable; freed with the model.
+    """A low-rank change of a model's weights, from a GGUF file. Freed with the model, or before.
 
-    To be loaded before the contexts that use it: llama.cpp makes their graphs as large as the adapters that
-    the model has then. Raises ConfigError if the file is missing, damaged, or for another model.
+    Contexts may be there already, but none may compute meanwhile: they share the model's list of adapters.
+    Raises ConfigError if the file is missing, damaged, or for another model.
     """
 
     def __init__(self, model: Model, path: str | os.PathLike[str]) -> None:
@@ -69,6 +71,7 @@ class Adapter:
                 f"llama.cpp cannot load the adapter {self.path} for {model.path.name}{reason}"
             )
         if llama_cpp.llama_adapter_get_alora_n_invocation_tokens(found):
+            llama_cpp.llama_adapter_lora_free(found)
             raise ConfigError(
                 f"The adapter {self.path} is of a kind that begins in the middle of a prompt (aLoRA), "
                 "which Corral does not support."
@@ -79,8 +82,19 @@ class Adapter:
         """What tells the pointer from others."""
         self.n_bytes = self.path.stat().st_size
         """Bytes of its file: nearly all of them are tensors."""
-        self.fingerprint = blake2b(self.path.read_bytes(), digest_size=16).digest()
+        self.fingerprint = adapter_fingerprint(self.path)
         """Tells its content from other adapters'."""
+
+    def free(self) -> None:
+        """Give its memory back. No context may have it in use, or be told to. Once."""
+        llama_cpp.llama_adapter_lora_free(self.pointer)
+        self.pointer, self.address = None, 0
+
+
+def adapter_fingerprint(path: Path) -> bytes:
+    """Tells the content of an adapter's file from that of others. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, partial(blake2b, digest_size=16)).digest()
 
 
 class Context:

@@ -24,6 +24,7 @@ from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import AdapterConfig
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.options import AdapterFile
@@ -38,6 +39,7 @@ from serve_app.logs import forward_to_serve
 from serve_app.placement.machine import available_memory, cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.replica.adapters import ReplicaAdapters
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
@@ -45,6 +47,7 @@ from serve_app.replica.settling import settle_in
 from serve_app.routing import fetching
 from serve_app.routing.autoscaling import IDLE_S
 from serve_app.routing.reporter import Idleness, pressure
+from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import locate
 from serve_app.types import (
     GenerationRequest,
@@ -119,6 +122,8 @@ class EngineReplica:
             model.sizing,
         )
         logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
+        self._adapters = ReplicaAdapters(model, self._engine, LoadedAdapters(context.app_name))
+        await self._adapters.catch_up()
         self._kv_transfer = KVTransfer(self._engine)
         await self._kv_transfer.pull()
         self._reporter = asyncio.create_task(self._reporting.run())
@@ -133,6 +138,7 @@ class EngineReplica:
         too: from here, it might overtake what came before."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
+            await self._adapters.have(request.adapters)
             channel = await self._channels.to(address)
             if request.sampling.grammar is not None:
                 await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
@@ -236,6 +242,18 @@ class EngineReplica:
             return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
         except CorralError as error:
             return error
+
+    async def load_adapter(self, config: AdapterConfig) -> str | CorralError:
+        """See ReplicaAdapters.load. What goes wrong is returned."""
+        try:
+            return await self._adapters.load(config)
+        except CorralError as error:
+            return error
+
+    async def unload_adapter(self, adapter_id: str, version: str) -> bool:
+        """See ReplicaAdapters.unload."""
+        self._adapters.unload(adapter_id, version)
+        return True
 
     async def explain(self, wanted: str) -> ReplicaRecords:
         """See Engine.explain."""

@@ -137,6 +137,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.replica.kv_transfer",
         "serve_app.replica.metrics",
         "serve_app.replica.deployment",
+        "serve_app.ingress.adapters",
         "serve_app.ingress.deployment",
         "serve_app.ingress.responses.actor",
         "serve_app.routing.autoscaling",
@@ -144,6 +145,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.fetching",
         "serve_app.routing.on_demand",
         "serve_app.routing.request_router",
+        "serve_app.store.loaded_adapters",
     }
 
 
@@ -159,6 +161,7 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
         users
         == {
             "loadtests.compare.bare_server",  # which is put together of Corral's parts
+            "loadtests.engine.adapters.bench",  # which makes some, and names them in requests
             "loadtests.engine.forecast",  # which runs batches at depths of its own
             "loadtests.engine.sampling.__main__",  # which measures one of them
             "loadtests.tune.__main__",  # which keeps files where Corral does, and counts cores as it does

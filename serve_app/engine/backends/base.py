@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -200,8 +201,21 @@ class Backend(Protocol):
         """Any thread. Raises InvalidRequestError for adapters that it does not have."""
 
     def use_adapters(self, adapters: Adapters) -> None:
-        """Have `decode` compute with these from now on, which `check_adapters` accepts; at first, it has
-        none."""
+        """Have `decode` compute with these from now on; at first, it has none. Raises DecodeError for those
+        that it does not have."""
+
+    def load_adapter(self, key: str, path: Path) -> None:
+        """Have one more adapter, from a file. Nothing changes if it has one of that key. Raises ConfigError
+        for a file that cannot be used."""
+
+    def hide_adapter(self, key: str) -> None:
+        """Any thread. Have `check_adapters` refuse it from now on. Idempotent."""
+
+    def hides_adapter(self, key: str) -> bool:
+        """Any thread. Whether it is hidden."""
+
+    def free_adapter(self, key: str) -> None:
+        """Have it no more; `decode` does not compute with it. Idempotent."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for

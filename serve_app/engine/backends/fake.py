@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +93,7 @@ class FakeBackend:
         """The adapters of each."""
         self.projector: Projector | None = None
         self.adapter_ids: set[str] = set()
+        self.hidden_adapters: set[str] = set()
         self._adapters: Adapters = ()
         self.embedding = EmbeddingShape(16, 8, n_text=32, pooling="mean", causal=True)
         self.embed_batches: list[list[Row]] = []
@@ -140,12 +142,33 @@ class FakeBackend:
     def check_adapters(self, adapters: Adapters) -> None:
         """It has those of `adapter_ids`."""
         for one in adapters:
-            if one.id not in self.adapter_ids:
+            if one.key not in self.adapter_ids - self.hidden_adapters:
                 raise InvalidRequestError(f"There is no adapter {one.id}.", "lora")
 
     def use_adapters(self, adapters: Adapters) -> None:
         """What follows are batches with these."""
+        if not {one.key for one in adapters} <= self.adapter_ids:
+            raise DecodeError("scripted adapter is gone")
         self._adapters = adapters
+
+    def load_adapter(self, key: str, path: Path) -> None:
+        """It reads no file."""
+        self.adapter_ids.add(key)
+        self.hidden_adapters.discard(key)
+
+    def hide_adapter(self, key: str) -> None:
+        """See Backend.hide_adapter."""
+        self.hidden_adapters.add(key)
+
+    def hides_adapter(self, key: str) -> bool:
+        """See Backend.hides_adapter."""
+        return key in self.hidden_adapters
+
+    def free_adapter(self, key: str) -> None:
+        """See Backend.free_adapter."""
+        assert key not in {one.key for one in self._adapters}
+        self.adapter_ids.discard(key)
+        self.hidden_adapters.discard(key)
 
     def decode(self, rows: Sequence[Row]) -> None:
         """Feed the rows to their slots."""

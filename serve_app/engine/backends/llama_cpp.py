@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,9 +86,8 @@ class LlamaBackend:
             on_loaded=lambda part: report(Stage("loading", part)),
         )
         self._options = options
-        self._adapters = {  # before any context: its graphs have room for those that there are
-            one.id: Adapter(self.vocabulary, one.path) for one in options.adapters
-        }
+        self._adapters = {one.id: Adapter(self.vocabulary, one.path) for one in options.adapters}
+        self._hidden_adapters = set[str]()
         self.projector = _open_projector(self.vocabulary, options)
         self._report = report
         self._embedder: Embedder | None = None
@@ -315,12 +315,37 @@ class LlamaBackend:
     def check_adapters(self, adapters: Adapters) -> None:
         """See Backend.check_adapters."""
         for one in adapters:
-            if one.id not in self._adapters:
+            if one.key not in self._adapters or one.key in self._hidden_adapters:
                 raise InvalidRequestError(f"There is no adapter {one.id!r} here.", "lora")
 
     def use_adapters(self, adapters: Adapters) -> None:
         """See Backend.use_adapters."""
-        self._context.use_adapters([(self._adapters[one.id], one.scale) for one in adapters])
+        try:
+            wanted = [(self._adapters[one.key], one.scale) for one in adapters]
+        except KeyError as error:
+            raise DecodeError(f"The adapter {error} is not loaded any more.") from None
+        self._context.use_adapters(wanted)
+
+    def load_adapter(self, key: str, path: Path) -> None:
+        """See Backend.load_adapter."""
+        if key not in self._adapters:
+            self._adapters[key] = Adapter(self.vocabulary, path)
+        self._hidden_adapters.discard(key)
+
+    def hide_adapter(self, key: str) -> None:
+        """See Backend.hide_adapter."""
+        self._hidden_adapters.add(key)
+
+    def hides_adapter(self, key: str) -> bool:
+        """See Backend.hides_adapter."""
+        return key in self._hidden_adapters
+
+    def free_adapter(self, key: str) -> None:
+        """See Backend.free_adapter."""
+        self._hidden_adapters.discard(key)
+        adapter = self._adapters.pop(key, None)
+        if adapter is not None:
+            adapter.free()
 
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
@@ -443,7 +468,8 @@ class LlamaBackend:
         parts: tuple[object, ...] = (library.version(), types)
         if self.projector:
             parts += (self.projector.fingerprint,)
-        parts += tuple((name, one.fingerprint) for name, one in sorted(self._adapters.items()))
+        configured = [(one.id, self._adapters[one.id].fingerprint) for one in options.adapters]
+        parts += tuple(sorted(configured))  # the others have their fingerprints in their keys
         if not self._context.portable:
             parts += (self._layout.n_streams, self.mode.flash_attn)
         return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, pack
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot, SlotIndex
 from serve_app.engine.sequence import Sequence, SequenceState
-from serve_app.types import SHARED_GROUP
+from serve_app.types import SHARED_GROUP, adapters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +148,10 @@ class SlotTable:
         An idle slot that holds the longest prefix is used in place, but only if that is at least
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A
         prefix that another slot, idle or busy, holds is copied into the idle slot that is next to most busy
-        ones (of a split cache, which computes consecutive slots together), or else the least recently used;
-        so is one that is stored. The slot with the id `wanted` is the one, if it is idle. At least the
-        prompt's last token is left to decode. There must be an idle slot. Only in the `background` a prompt
-        waits for what is computed there.
+        ones of the same adapters (of a split cache, which computes consecutive slots together), or else the
+        least recently used; so is one that is stored. The slot with the id `wanted` is the one, if it is
+        idle. At least the prompt's last token is left to decode. There must be an idle slot. Only in the
+        `background` a prompt waits for what is computed there.
         """
         prompt = packed(prompt)
         n_most = n_tokens(prompt) - 1
@@ -163,7 +164,8 @@ class SlotTable:
         ]
         idle = [slot for slot in self.slots if slot.idle]
         idle = [slot for slot in idle if slot.id == wanted] or idle
-        in_place = max(idle, key=lambda slot: (_worth(slot, here[slot.id]), *self._fits(slot)))
+        fits = self._fitting(group)
+        in_place = max(idle, key=lambda slot: (_worth(slot, here[slot.id]), *fits(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])
         best = max(here[in_place.id], ready[source.id])
         comer = max(self.slots, key=lambda slot: coming[slot.id])
@@ -171,10 +173,10 @@ class SlotTable:
             return self._wait(comer, shared, coming, n_most)
         n_known = max(shared)
         if n_stored - best >= self._min_copy:
-            return Choice(max(idle, key=self._fits), n_stored, stored=True, n_known=n_known)
+            return Choice(max(idle, key=fits), n_stored, stored=True, n_known=n_known)
         others = [slot for slot in idle if slot is not source]
         if ready[source.id] - here[in_place.id] >= self._min_copy and others:
-            slot = max(others, key=self._fits)
+            slot = max(others, key=fits)
             return Choice(slot, ready[source.id], copy_from=source, n_known=n_known)
         return Choice(in_place, here[in_place.id], n_known=n_known)
 
@@ -200,10 +202,22 @@ class SlotTable:
             slot.n_past <= wait.until for slot in wait.comers
         )
 
-    def _fits(self, slot: Slot) -> tuple[int, int, int]:
-        """Larger is better for a prompt that finds nothing there."""
-        around = self.slots[max(0, slot.id - 1) : slot.id + 2] if self._consecutive else ()
-        return (sum(one.sequence is not None for one in around), *_age(slot))
+    def _fitting(self, group: str) -> Callable[[Slot], tuple[int, ...]]:
+        """Larger is better for a prompt of that cache group that finds nothing there. Sequences of one step
+        should be next to each other, and a step has those with the same adapters."""
+        if not self._consecutive:
+            return _age
+        used = adapters_of(group)
+        busy = [slot for slot in self.slots if slot.sequence is not None]
+        together = {slot.id for slot in busy if adapters_of(slot.group) == used}
+        others = [slot.id for slot in busy if slot.id not in together]
+
+        def fits(slot: Slot) -> tuple[int, ...]:
+            n_beside = sum(slot.id + step in together for step in (-1, 1))
+            away = min((abs(slot.id - other) for other in others), default=0)
+            return n_beside, away, *_age(slot)
+
+        return fits
 
     def loses(self, choice: Choice) -> TokenArray:
         """The tokens of which some would be gone for good with this choice; none if they are few."""

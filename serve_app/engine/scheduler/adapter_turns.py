@@ -15,6 +15,10 @@ from serve_app.types import Adapters
 _SWITCH_SHARE = 0.05
 # How fast the price follows what switches take.
 _LEARNING = 0.2
+# The price is measured in turns of two steps or more: in the first ones, and then in one of so many.
+_TRIALS, _AGAIN = 4, 16
+# How long such a turn is at most: two steps, unless they are very short.
+_TRIAL_S = 0.1
 
 
 class AdapterTurns:
@@ -28,9 +32,16 @@ class AdapterTurns:
         self._current: Adapters = ()
         self._since = 0.0
         """When their turn began."""
-        self.switch_s = 0.0
+        self._n_turns = 0
+        self._first: tuple[int, float] | None = None
+        """Rows and seconds of the last batch, if it was the first one after a switch."""
+        self._n_measured = 0
+        self._extra_s = 0.0
+
+    @property
+    def switch_s(self) -> float:
         """What a batch takes longer than others if the one before had other adapters."""
-        self.n_switches = 0
+        return max(0.0, self._extra_s)
 
     def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
         """Those of one turn: all, if all have the same adapters. `now` is on the clock of
@@ -45,6 +56,7 @@ class AdapterTurns:
         if chosen not in sets or now - self._since >= self._turn_s(len(sets)):
             chosen = min(sets, key=lambda one: self._waits_since(one, sets[one]))
             self._since = now
+            self._n_turns += chosen != self._current
         self._current = chosen
         self._served_at[chosen] = now
         return sets[chosen]
@@ -53,7 +65,8 @@ class AdapterTurns:
         """All others together wait no longer than a stream may, as far as the price allows it."""
         if n_sets == 1:
             return float("inf")
-        turn_s = self.switch_s / _SWITCH_SHARE
+        is_trial = self._n_measured < _TRIALS or self._n_turns % _AGAIN == 0
+        turn_s = _TRIAL_S if is_trial else self.switch_s / _SWITCH_SHARE
         if self._max_stall_s is not None:
             turn_s = min(turn_s, self._max_stall_s / (n_sets - 1))
         return turn_s
@@ -67,10 +80,15 @@ class AdapterTurns:
         """What the step that was chosen last costs besides, if the one before had those."""
         return self.switch_s if before != self._current else 0.0
 
-    def switched(self, seconds: float, expected_s: float) -> None:
-        """A batch with other adapters than the one before took so long; without that, it was forecast to
-        take so long."""
-        self.n_switches += 1
-        extra_s = max(0.0, seconds - expected_s)
-        first = self.n_switches == 1
-        self.switch_s += (1.0 if first else _LEARNING) * (extra_s - self.switch_s)
+    def saw(self, n_rows: int, seconds: float, *, switched: bool) -> None:
+        """A batch took so long; whether it had other adapters than the one before. The price is what it
+        took longer than the next one of as many rows: a forecast knows nothing of adapters."""
+        if switched:
+            self._first = n_rows, seconds
+            return
+        if self._first is not None and self._first[0] == n_rows:
+            extra_s = self._first[1] - seconds
+            learning = max(_LEARNING, 1 / (1 + self._n_measured))
+            self._extra_s += learning * (extra_s - self._extra_s)
+            self._n_measured += 1
+        self._first = None

@@ -95,9 +95,13 @@ class Scheduler:
         """Those of the step that was planned last."""
         self._others_stream = False
         """Whether somebody whose turn it is not waits for a next token."""
+        self._n_prompting = 1
+        """Turns that have prompts then: they share what a stream may wait for those."""
         self._all_served = True
+        self._together: list[Sequence] = []
+        """Those that take turns,"""
         self._served: list[Sequence] = []
-        """Those that may get on in the step that is planned."""
+        """and those that may get on in the step that is planned."""
         self._in_background = False
         """Whether nobody waits for any of them, and the step can be left."""
         self._has_news = False
@@ -139,20 +143,24 @@ class Scheduler:
         matter. `beside_s` were spent on embeddings: prompts get less of the step."""
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends, self._beside_s = slot_ends, beside_s
-        served = self._who_is_served()
+        served = self._together = self._who_is_served()
         self._all_served = len(served) == len(self._running)
-        self._served = self.adapter_turns.choose(served, now)
+        self._served = self.adapter_turns.choose(self._without_held(now), now)
         if self._served:
             self._beside_s += self.adapter_turns.price_s(self._adapters)
             self._adapters = self._served[0].request.adapters
         self._others_stream = any(
             one.n_generated and one.request.adapters != self._adapters for one in served
         )
+        if self._others_stream:
+            prompting = {one.request.adapters for one in served if one.n_pending > 1}
+            self._n_prompting = max(1, len(prompting))
+        else:
+            self._n_prompting = 1
         self._in_background = self._leaves and all(one.request.background for one in self._served)
         decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
-        streams = self._others_stream or any(one.n_generated for one in decoding)
-        rest_s = 0.0 if streams else self._catch_up_s()
+        rest_s = self._catch_up_s()
         held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
         groups = [] if held else self._decode_turns(decoding)
         prompts = self._prompt_turns(groups, now)
@@ -212,12 +220,26 @@ class Scheduler:
     # -- before the first stream ------------------------------------------------------------------
 
     def _catch_up_s(self) -> float:
-        """Seconds until all prompts are done; 0 if that does not matter."""
-        if self._max_stall_s is None:
+        """Seconds until all prompts are done; 0 if that does not matter, as when somebody streams."""
+        if self._max_stall_s is None or any(
+            one.n_generated and one.n_pending == 1 for one in self._together
+        ):
             return 0.0
-        prompts = (one for one in self._served if not one.waits_to_see)
-        n_pending = sum(one.n_pending for one in prompts if one.n_pending > 1)
-        return n_pending * self._costs.prompt_token_s
+        return sum(one.n_pending for one in self._prompts) * self._costs.prompt_token_s
+
+    @property
+    def _prompts(self) -> list[Sequence]:
+        """Whoever's turn it is."""
+        return [one for one in self._together if one.n_pending > 1 and not one.waits_to_see]
+
+    def _without_held(self, now: float) -> list[Sequence]:
+        """Who may have the next turn: none of those whose prompts are done, while others of other adapters
+        catch up."""
+        prompts, rest_s = self._prompts, self._catch_up_s()
+        if not rest_s or len(prompts) == len(self._together):
+            return self._together
+        done = (one for one in self._together if one.n_pending == 1)
+        return prompts if all(self._can_wait(one, rest_s, now) for one in done) else self._together
 
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
         """Whether it would have waited that long if all shared the machine alike. Before it got its slot
@@ -226,12 +248,12 @@ class Scheduler:
         since = (
             sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
         )
-        return now - since + rest_s <= _PATIENCE * len(self._served) * own_s
+        return now - since + rest_s <= _PATIENCE * len(self._together) * own_s
 
     def _without_last_tokens(self, prompts: list[Turn], rest_s: float, now: float) -> list[Turn]:
         """The same, but prompts that can wait stop before their last token; unless all are done now."""
         n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
-        if n_done == sum(one.n_pending > 1 and not one.waits_to_see for one in self._served):
+        if n_done == len(self._prompts):
             return prompts
         return [
             turn._replace(n_rows=turn.n_rows - 1)
@@ -314,7 +336,8 @@ class Scheduler:
         bounded = self._max_stall_s is not None and bool(self._costs)
         hurries = bool(decoding) or self._has_news or self._others_stream
         bounded = bounded and (hurries or self._in_background)
-        within_s = max(self._margin * (self._max_stall_s or 0.0), 2 * decode_s) - self._beside_s
+        stall_s = self._margin * (self._max_stall_s or 0.0) / self._n_prompting
+        within_s = max(stall_s, 2 * decode_s) - self._beside_s
         if self._in_background:
             within_s = decode_s + _LOST_S
         left, left_scored = self._n_batch, MAX_SCORED_ROWS

@@ -123,7 +123,7 @@ def _adapters(model: KnownModel, params: GenerationParams) -> Adapters:
         return model.used
     scales = {}
     for one in params.lora:
-        if not 0 <= one.id < len(model.adapters):
+        if one.id not in model.adapters:
             raise InvalidRequestError(
                 f"There is no LoRA adapter {one.id}: this model has {len(model.adapters)}.", "lora"
             )

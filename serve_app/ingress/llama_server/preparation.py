@@ -17,6 +17,7 @@ from serve_app.ingress.generation.tokenization import (
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.protocol import (
     MEDIA_MARKER,
+    AdapterChange,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
@@ -213,15 +214,20 @@ def properties(models: Models, body: bytes) -> None:
     parsed(PropsRequest, body or b"{}")
 
 
-def scale_adapters(models: Models, body: bytes) -> None:
-    """POST /lora-adapters. Raises InvalidRequestError: what requests have that say nothing does not
-    change while others run."""
-    adapters = find(models, None).adapters
+def adapters(models: Models, body: bytes) -> AdapterChange | None:
+    """POST /lora-adapters: what is to be loaded or unloaded, if anything. Raises CorralError, also for
+    scales: what requests have that say nothing does not change while others run."""
+    if body.lstrip().startswith(b"{"):
+        change = parsed(AdapterChange, body)
+        found = find(models, change.model)
+        return change.model_copy(update={"model": found.id})
+    known = find(models, None).adapters
     for one in parsed(list[LoraAdapter], body):
-        if not 0 <= one.id < len(adapters):
+        if one.id not in known:
             raise InvalidRequestError(f"There is no LoRA adapter {one.id}.", "id")
         if one.scale != 0:
             raise InvalidRequestError(
                 "Scales are set by each request: with 'lora', or with the adapter's name in 'model'.",
                 "scale",
             )
+    return None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from serve_app.config.schema import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.protocol import MAX_CHOICES, GenerationParams, Text, TokenId
@@ -252,8 +253,25 @@ class PropsRequest(RequestModel):
     """POST /props: llama-server has none yet that can be changed."""
 
 
+class AdapterChange(RequestModel):
+    """POST /lora-adapters that loads an adapter or unloads one."""
+
+    model: str | None = None
+    """Whose; the first model's if it is left out."""
+    load: AdapterConfig | None = None
+    """An adapter as in the configuration."""
+    unload: str | None = None
+    """The name of one that was loaded so."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.load is None) is (self.unload is None):
+            raise ValueError("give load or unload")
+        return self
+
+
 class LoraAdapter(RequestModel):
-    """One entry of POST /lora-adapters."""
+    """One entry of llama-server's POST /lora-adapters."""
 
     id: int
     scale: float

@@ -80,17 +80,24 @@ def _add_adapters(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodie
         """A model's LoRA adapters, each with its name as `path`, and the scale that requests have which say
         nothing: 0, unless `model` names one."""
         found = find(models, model)
-        scales = dict(found.used)
+        scales = {one.id: one.scale for one in found.used}
         return [
             {"id": i, "path": one.id, "scale": scales.get(one.id, 0.0)}
-            for i, one in enumerate(found.adapters)
+            for i, one in found.adapters.items()
         ]
 
     @app.post("/lora-adapters")
-    async def scale_lora_adapters(request: Request) -> dict[str, bool]:
-        """Set their scales: only to 0, as each request says what it has. For operators."""
+    async def change_lora_adapters(request: Request) -> dict[str, bool]:
+        """Load one more adapter, or unload one. Or set scales, as at llama-server: only to 0, as each
+        request says what it has. For operators."""
         request_context.current().check_operator("What is done to adapters")
-        await bodies.read(request, preparation.scale_adapters)
+        asked = await bodies.read(request, preparation.adapters)
+        if asked is not None:
+            engine = find(models, asked.model).engine
+            if asked.load is not None:
+                await engine.load_adapter(asked.load)
+            if asked.unload is not None:
+                await engine.unload_adapter(asked.unload)
         return {"success": True}
 
 

@@ -29,6 +29,7 @@ from serve_app.ingress.embeddings.protocol import (
     RerankRequest,
 )
 from serve_app.ingress.llama_server.protocol import (
+    AdapterChange,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
@@ -194,8 +195,8 @@ ROUTES = {
     "load_model": Route(dict[Literal["success"], bool], ModelRequest),
     "unload_model": Route(dict[Literal["success"], bool], ModelRequest, asks_engine=False),
     "lora_adapters": Route(list[Json], asks_engine=False),
-    "scale_lora_adapters": Route(
-        dict[Literal["success"], bool], list[LoraAdapter], asks_engine=False
+    "change_lora_adapters": Route(
+        dict[Literal["success"], bool], AdapterChange | list[LoraAdapter], asks_engine=False
     ),
 }
 """By the names of the functions that answer them."""

@@ -7,7 +7,7 @@ import logging
 import subprocess
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar, cast
 
@@ -18,6 +18,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.http import request_context
+from serve_app.ingress.model_registry import NumberedAdapters
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
 from serve_app.ingress.workers.worker import CPU_S, Models, Work
@@ -90,6 +91,8 @@ class WorkerPool:
         self._idle: list[Worker] = []
         """Polite ones, and others."""
         self.at_work: set[Worker] = set()
+        self.adapters: Mapping[str, NumberedAdapters] = {}
+        """Of the models whose adapters have changed since the start."""
         self._deadly: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         """Lengths and digests of bodies that ended workers, and when."""
 
@@ -219,7 +222,7 @@ class WorkerPool:
 
     def _begin(self, worker: Worker, work: Work, pieces: Sequence[bytes]) -> asyncio.Future[Any]:
         self.at_work.add(worker)
-        return asyncio.ensure_future(worker.do(work, pieces))
+        return asyncio.ensure_future(worker.do(work, pieces, self.adapters))
 
     def _end(self, worker: Worker, doing: asyncio.Future[Any]) -> None:
         self.at_work.discard(worker)

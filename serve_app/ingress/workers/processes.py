@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from serve_app.errors import EngineUnavailableError
+from serve_app.ingress.model_registry import NumberedAdapters
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.worker import Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
@@ -50,11 +51,14 @@ class Worker:
         self._reader = reader
         self._writer = writer
 
-    async def do(self, work: Work, pieces: Sequence[bytes]) -> Any:
-        """What was Made, or the CorralError that the work raised. Raises WorkerDiedError."""
+    async def do(
+        self, work: Work, pieces: Sequence[bytes], adapters: Mapping[str, NumberedAdapters]
+    ) -> Any:
+        """What was Made, or the CorralError that the work raised, with these adapters of the models instead
+        of those that the zygote knows. Raises WorkerDiedError."""
         began_s = self.cpu_s()
         try:
-            await wire.send(self._writer, work, pieces)
+            await wire.send(self._writer, work, pieces, adapters)
             return await wire.received(self._reader)
         except (EOFError, ConnectionError) as error:
             raise WorkerDiedError(self.cpu_s() - began_s) from error

@@ -24,10 +24,12 @@ def packed(message: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-async def send(writer: asyncio.StreamWriter, work: object, pieces: Sequence[bytes]) -> None:
-    """Event loop: what is to be done with a body. Goes on when the other end has taken nearly all of it.
-    Raises ConnectionError if that is gone."""
-    writer.write(packed((work, sum(map(len, pieces)))))
+async def send(
+    writer: asyncio.StreamWriter, work: object, pieces: Sequence[bytes], told: object
+) -> None:
+    """Event loop: what is to be done with a body, and what is told besides. Goes on when the other end has
+    taken nearly all of it. Raises ConnectionError if that is gone."""
+    writer.write(packed((work, sum(map(len, pieces)), told)))
     for piece in pieces:
         for start in range(0, len(piece), _STRIDE):
             writer.write(piece[start : start + _STRIDE])

@@ -11,14 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.http import request_model
-from serve_app.ingress.model_registry import active, adapted_name
+from serve_app.ingress.model_registry import NumberedAdapters, active, adapted_name
 from serve_app.ingress.workers import wire
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class KnownModel(Protocol):
         """What requests have where they say nothing."""
 
     @property
-    def adapters(self) -> Adapters:
+    def adapters(self) -> NumberedAdapters:
         """See ServedModel."""
 
     @property
@@ -83,7 +83,7 @@ class LocalModel:
     tokenizer: Tokenizer
     aliases: Sequence[str] = ()
     defaults: ModelDefaults = NO_DEFAULTS
-    adapters: Adapters = ()
+    adapters: NumberedAdapters = field(default_factory=dict)
     used: Adapters = ()
     sees: bool = False
 
@@ -99,7 +99,7 @@ def local(
     aliases: Sequence[str],
     defaults: ModelDefaults,
     pooling: EmbeddingPooling | None,
-    adapters: Adapters,
+    adapters: NumberedAdapters,
     sees: bool,
 ) -> LocalModel:
     """Read a model's vocabulary, once for all workers that are forked then. Raises ConfigError."""
@@ -123,23 +123,35 @@ class Made:
     """Fields of the body that Corral does not have."""
 
 
-def serve(connection: socket.socket, models: Models) -> None:
+def serve(connection: socket.socket, models: Mapping[str, LocalModel]) -> None:
     """Do what comes over this connection until it ends. Its process does nothing else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     while True:
         try:
-            work, length = wire.receive(connection)
+            work, length, adapters = wire.receive(connection)
             _limit(length)
             body = wire.receive_bytes(connection, length)
         except EOFError:
             return
-        answer = _answer(work, models, body)
+        answer = _answer(work, _changed(models, adapters), body)
         del work, body
         _unlimit_memory()  # so that there is room for the answer to be sent, and the next head
         try:
             connection.sendall(answer)
         except OSError:
             return
+
+
+def _changed(
+    models: Mapping[str, LocalModel], adapters: Mapping[str, NumberedAdapters]
+) -> Mapping[str, LocalModel]:
+    """With the adapters that those have now which are named."""
+    if not adapters:
+        return models
+    return {
+        name: replace(one, adapters=adapters.get(name, one.adapters))
+        for name, one in models.items()
+    }
 
 
 def _answer(work: Work, models: Models, body: bytes) -> bytes:

@@ -19,14 +19,14 @@ import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
+from serve_app.ingress.model_registry import NumberedAdapters
 from serve_app.ingress.workers import pictures, slices, wire, worker
 from serve_app.llama.formats import EmbeddingPooling
-from serve_app.types import Adapters
 
 STACK_BYTES = 32 * 2**20
 """Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
@@ -48,7 +48,7 @@ class ModelFile:
     defaults: ModelDefaults = NO_DEFAULTS
     pooling: EmbeddingPooling | None = None
     """Instead of what the file says."""
-    adapters: Adapters = ()
+    adapters: NumberedAdapters = field(default_factory=dict)
     sees: bool = False
     """Whether it has a projector, for pictures."""
 
@@ -80,7 +80,7 @@ def main(fd: int) -> None:
             _fork(control, socket.socket(fileno=fds[0]), models)
 
 
-def _models(start: Start) -> worker.Models | CorralError:
+def _models(start: Start) -> dict[str, worker.LocalModel] | CorralError:
     try:
         for module in start.modules:
             importlib.import_module(module)
@@ -103,7 +103,9 @@ def _models(start: Start) -> worker.Models | CorralError:
         return error
 
 
-def _fork(control: socket.socket, connection: socket.socket, models: worker.Models) -> None:
+def _fork(
+    control: socket.socket, connection: socket.socket, models: dict[str, worker.LocalModel]
+) -> None:
     with connection:
         try:
             pid = os.fork()

@@ -49,9 +49,10 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its logits do not depend on what else is in a batch."""
-    path = tmp_path_factory.mktemp("model") / "exact.gguf"
-    write_random_gguf(path, SHAPES["tiny"], "q8_0")
+    """Not quantised. llama.cpp multiplies with adapters in another order if a batch has other rows, which
+    changes the last bits of a sum. What is quantised next makes that a thousand times as much."""
+    path = tmp_path_factory.mktemp("model") / "plain.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "f32")
     return path
 
 
@@ -98,11 +99,6 @@ def told(engine: Engine, *requests: GenerationRequest) -> list[Reader]:
     return [reader.wait() for reader in readers]
 
 
-def n_common_chars(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def test_each_adapter_writes_a_text_of_its_own(engine: Engine) -> None:
     half, both = (AdapterUse("a", 0.5),), (AdapterUse("a", 1.0), AdapterUse("b", 1.0))
     sets = [*SETS, half, both]
@@ -120,12 +116,7 @@ def test_sixteen_streams_are_what_each_is_alone(engine: Engine) -> None:
         engine,
         *(asked(engine, f"together-{i}", *pair, f"new-{i}") for i, pair in enumerate(pairs)),
     )
-    same = [one.text == text for one, text in zip(together, alone, strict=True)]
-    assert sum(same) >= 13, same  # sums of float32 are rounded otherwise in larger batches
-    for i, one in enumerate(together):  # and those that differ are their own adapter's still
-        first = 4 * (i // 4)
-        n_common = [n_common_chars(one.text, text) for text in alone[first : first + 4]]
-        assert n_common.index(max(n_common)) == i - first
+    assert [one.text for one in together] == alone
     assert {one.n_cached for one in together} == {0}
 
 
@@ -139,6 +130,44 @@ def test_what_one_adapter_computed_is_no_start_for_another(engine: Engine) -> No
     n_prompt = len(engine.tokenize(text))
     assert [one.n_cached for one in found] == [0, 0, 0, n_prompt - 1]
     assert found[0].text == found[3].text
+
+
+def test_an_adapter_comes_and_goes(engine: Engine, adapter_files: list[AdapterFile]) -> None:
+    """What was computed with another file of its name is of no use."""
+    text = PROMPT * 4
+    expected = told(engine, asked(engine, "as-b", SETS[2], text))[0].text
+    for name, version, file in (("x", "1", 0), ("x", "2", 1), ("y", "1", 1)):
+        use = AdapterUse(name, 1.0, version)
+        engine.adapters.load(use.key, adapter_files[file].path)
+        reader = told(engine, asked(engine, use.key, (use,), text, "mine"))[0]
+        assert reader.n_cached == 0
+        assert (reader.text == expected) is (file == 1)
+        engine.adapters.hide(use.key)
+        (refusal,) = engine.submit_to([(asked(engine, "hidden", (use,)), Reader())])
+        assert isinstance(refusal, InvalidRequestError)
+        assert engine.adapters.free(use.key)
+    assert told(engine, asked(engine, "as-b-again", SETS[2], text))[0].text == expected
+
+
+def test_a_bad_file_that_comes_later_changes_nothing(engine: Engine, model_path: Path) -> None:
+    expected = told(engine, asked(engine, "before", SETS[1]))[0].text
+    with pytest.raises(ConfigError, match="cannot load the adapter"):
+        engine.adapters.load("bad@1", model_path)
+    assert told(engine, asked(engine, "after", SETS[1]))[0].text == expected
+
+
+def test_adapters_are_loaded_while_streams_run(
+    engine: Engine, adapter_files: list[AdapterFile]
+) -> None:
+    alone = [told(engine, asked(engine, f"calm-{i}", used))[0].text for i, used in enumerate(SETS)]
+    readers = [Reader() for _ in SETS]
+    requests = [asked(engine, f"busy-{i}", used) for i, used in enumerate(SETS)]
+    assert not any(engine.submit_to(list(zip(requests, readers, strict=True))))
+    for number in range(20):
+        engine.adapters.load(f"more@{number}", adapter_files[0].path)
+        engine.adapters.hide(f"more@{number}")
+        assert engine.adapters.free(f"more@{number}")
+    assert [one.wait().text for one in readers] == alone
 
 
 def test_an_unknown_adapter_is_refused(engine: Engine) -> None:

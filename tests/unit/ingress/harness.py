@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.config.schema import AdapterConfig
 from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.model_registry import Answers
@@ -184,6 +185,8 @@ class ScriptedEngine:
         self.requests: list[GenerationRequest] = []
         self.slot_actions: list[tuple[str, str, int, str]] = []
         self.records: list[RequestRecord] = []
+        self.adapters: list[AdapterConfig] = []
+        """Those that were loaded."""
         self.texts: list[tuple[tuple[int, ...], ...]] = []
         self.vectors: NDArray[np.float32] | None = None
         self.clients: list[str] = []
@@ -241,6 +244,14 @@ class ScriptedEngine:
 
     async def load(self) -> None:
         self.is_loaded = True
+
+    async def load_adapter(self, adapter: AdapterConfig) -> None:
+        self.adapters.append(adapter)
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        self.adapters.remove(next(one for one in self.adapters if one.id == adapter_id))
 
     async def release(self) -> None:
         self.is_loaded = False

@@ -17,7 +17,7 @@ from serve_app.types import Adapters, AdapterUse
 from tests.unit.ingress.harness import ByteTokenizer
 
 LEGAL, POLITE = AdapterUse("legal", 1.0), AdapterUse("polite", 0.5)
-BASE = LocalModel("qwen", 64, ByteTokenizer(), ("q",), adapters=(POLITE, LEGAL))  # type: ignore[arg-type]
+BASE = LocalModel("qwen", 64, ByteTokenizer(), ("q",), adapters={0: POLITE, 1: LEGAL})  # type: ignore[arg-type]
 MODELS = {"qwen": BASE}
 
 

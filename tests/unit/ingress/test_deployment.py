@@ -124,7 +124,7 @@ async def listener() -> AsyncIterator[Listener]:
 
 def client(handle: Handle, listener: Listener) -> HandleClient:
     handle.listener = listener
-    return HandleClient(handle, b"", listener, 60.0)  # type: ignore[arg-type]
+    return HandleClient(handle, b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
 
 
 async def tokens(handle: Handle, listener: Listener) -> list[int]:
@@ -274,7 +274,7 @@ class SilentHandle:
 
 async def test_a_burst_of_one_client_leaves_room_for_another(listener: Listener) -> None:
     handle = SilentHandle()
-    engines = HandleClient(handle, b"", listener, 60.0)  # type: ignore[arg-type]
+    engines = HandleClient(handle, b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
 
     def asks(client: str) -> asyncio.Future[object]:
         asked = dataclasses.replace(REQUEST, client=client)
@@ -301,7 +301,7 @@ def asking(*answers: Any) -> tuple[HandleClient, replicas.Handle]:
     """A client of three replicas, and its handle."""
     handle = replicas.Handle(list(answers))
     note_running(handle.app_name, handle.deployment_name, ["r1", "r2", "r3"])
-    return HandleClient(handle, b"", Listener(HERE, "127.0.0.1"), 60.0), handle  # type: ignore[arg-type]
+    return HandleClient(handle, b"", Listener(HERE, "127.0.0.1"), 60.0, "m", None), handle  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ async def test_a_late_controller_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 async def test_a_model_that_takes_too_long_to_load_is_told_of(listener: Listener) -> None:
     handle = SilentHandle()
     note_running(handle.app_name, handle.deployment_name, [])
-    engines = HandleClient(handle, b"", listener, 0.01)  # type: ignore[arg-type]
+    engines = HandleClient(handle, b"", listener, 0.01, "m", None)  # type: ignore[arg-type]
     assert not engines.is_loaded
     with pytest.raises(ModelLoadingError) as refused:
         await anext(engines.generate(REQUEST))

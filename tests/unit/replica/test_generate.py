@@ -23,7 +23,14 @@ from serve_app.errors import (
 )
 from serve_app.replica.deployment import EngineReplica, Entry
 from serve_app.sampling import SamplingParams
-from serve_app.types import Accepted, FinishReason, GenerationRequest, SequenceEnd, TokenDelta
+from serve_app.types import (
+    Accepted,
+    Adapters,
+    FinishReason,
+    GenerationRequest,
+    SequenceEnd,
+    TokenDelta,
+)
 from tests.unit.channel.harness import HERE, listening, read, settle
 from tests.unit.engine.harness import PATIENCE_S, SteppedBackend, request, running
 
@@ -41,6 +48,13 @@ class Metrics:
         self.ends.append(end)
 
 
+class NoAdapters:
+    """None are loaded."""
+
+    async def have(self, adapters: Adapters) -> None:
+        assert not adapters
+
+
 class Replica(EngineReplica.func_or_class):  # type: ignore[misc, name-defined]
     """One without Serve, whose engine is given."""
 
@@ -48,6 +62,7 @@ class Replica(EngineReplica.func_or_class):  # type: ignore[misc, name-defined]
         self._engine = engine
         self._vocabulary_key = KEY
         self._metrics = Metrics()
+        self._adapters = NoAdapters()
         self._channels = Channels(HERE, "r")
         engine.on_delivered(self._channels.flush)
 

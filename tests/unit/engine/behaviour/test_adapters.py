@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 from serve_app.engine import GenerationRequest
+from serve_app.errors import InvalidRequestError
 from serve_app.types import Adapters, AdapterUse
 from tests.unit.engine.harness import (
+    SteppedBackend,
     WatchedBackend,
     assert_only_own_tokens_were_fed,
     continuation,
@@ -17,9 +21,9 @@ from tests.unit.engine.harness import (
 )
 
 
-def adapted(name: str, prompt: str, adapter: str) -> GenerationRequest:
+def adapted(name: str, prompt: str, adapter: str, max_tokens: int = 8) -> GenerationRequest:
     used: Adapters = (AdapterUse(adapter, 1.0),) if adapter else ()
-    return replace(request(name, prompt, max_tokens=8), adapters=used)
+    return replace(request(name, prompt, max_tokens=max_tokens), adapters=used)
 
 
 def test_no_batch_has_sequences_of_two_adapters() -> None:
@@ -57,3 +61,48 @@ def test_a_prefix_of_other_adapters_is_computed_again() -> None:
             (inbox,) = start(engine, adapted(f"{i}", "a prompt that is shared\n", adapter))
             cached.append(inbox.wait().usage.cached_tokens)
     assert cached == [0, 0, len("a prompt that is shared"), 0]
+
+
+def test_adapters_come_and_go_while_others_run() -> None:
+    backend = WatchedBackend(n_slots=2)
+    with running(backend) as engine:
+        asked = adapted("early", "a prompt\n", "late")
+        assert isinstance(engine.submit_to([(asked, print)])[0], InvalidRequestError)
+        engine.adapters.load("late", Path("late.gguf"))
+        (inbox,) = start(engine, asked)
+        inbox.wait()
+
+        engine.adapters.hide("late")
+        refused = replace(asked, id="hidden")
+        assert isinstance(engine.submit_to([(refused, print)])[0], InvalidRequestError)
+        assert engine.adapters.free("late")
+        assert backend.adapter_ids == set()
+        engine.adapters.hide("late")
+        assert engine.adapters.free("late")
+
+
+def test_an_adapter_in_use_stays() -> None:
+    backend = SteppedBackend(n_slots=1)
+    backend.adapter_ids = {"a"}
+    with running(backend) as engine, ThreadPoolExecutor(1) as pool:
+        (inbox,) = start(engine, adapted("x", "a prompt\n", "a", max_tokens=64))
+        engine.adapters.hide("a")
+        freeing = pool.submit(engine.adapters.free, "a")
+        while not freeing.done():
+            backend.step_if_any()
+        assert not freeing.result()
+        backend.resume()
+        inbox.wait()
+        assert engine.adapters.free("a")
+
+
+def test_one_that_is_gone_ends_its_request_and_no_other() -> None:
+    backend = SteppedBackend(n_slots=2)
+    backend.adapter_ids = {"a"}
+    with running(backend) as engine:
+        first, other = start(engine, adapted("first", "a\n", ""), adapted("gone", "b\n", "a"))
+        backend.wait_for_batch()
+        backend.adapter_ids = set()
+        backend.resume()
+        assert other.wait().error is not None
+        assert first.wait().error is None

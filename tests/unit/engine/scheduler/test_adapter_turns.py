@@ -34,9 +34,19 @@ def test_all_of_one_kind_are_served_in_every_step() -> None:
     assert turns.choose([], 3.0) == []
 
 
+def priced(max_stall_s: float | None, switch_s: float) -> AdapterTurns:
+    """Turns whose switches were seen to take so long."""
+    turns = AdapterTurns(max_stall_s)
+    for _ in range(4):
+        turns.saw(4, 0.05 + switch_s, switched=True)
+        turns.saw(4, 0.05, switched=False)
+    assert turns.switch_s == pytest.approx(switch_s)
+    return turns
+
+
 def test_a_switch_without_a_price_is_made_after_every_step() -> None:
     sequences = [sequence("", 0.1), sequence("a", 0.2), sequence("b", 0.3), sequence("c", 0.4)]
-    assert order(AdapterTurns(0.25), sequences, [1, 2, 3, 4, 5, 6, 7, 8]) == "-abc-abc"
+    assert order(priced(0.25, 0.0), sequences, [1, 2, 3, 4, 5, 6, 7, 8]) == "-abc-abc"
 
 
 def test_who_has_more_sequences_has_no_more_steps() -> None:
@@ -52,35 +62,47 @@ def test_who_has_more_sequences_has_no_more_steps() -> None:
     ],
 )
 def test_a_price_makes_turns_longer(max_stall_s: float | None, expected: str) -> None:
-    turns = AdapterTurns(max_stall_s)
-    turns.switched(0.07, 0.05)
-    assert turns.switch_s == pytest.approx(0.02)
+    turns = priced(max_stall_s, 0.02)
     sequences = [sequence("a", 0.1), sequence("b", 0.2)]
     times = [1 + 0.101 * i for i in range(8)]
     assert order(turns, sequences, times) == expected
 
 
 def test_who_comes_back_waits_for_no_more_than_the_others_steps() -> None:
-    turns, a, b = AdapterTurns(0.25), sequence("a", 0.1), sequence("b", 0.2)
+    turns, a, b = priced(0.25, 0.0), sequence("a", 0.1), sequence("b", 0.2)
     assert order(turns, [a, b], [1, 2]) == "ab"
     assert order(turns, [a], [3, 4, 5]) == "aaa"
     late = sequence("b", 5.5)
     assert order(turns, [a, late], [6, 7, 8]) == "aba"
 
 
-def test_the_price_follows_what_switches_take() -> None:
+def test_the_price_is_measured_in_turns_of_two_steps() -> None:
+    turns, sequences = AdapterTurns(0.25), [sequence("a", 0.1), sequence("b", 0.2)]
+    assert order(turns, sequences, [1 + 0.06 * i for i in range(8)]) == "aabbaabb"
+    late = AdapterTurns(0.25), [1 + 0.11 * i for i in range(4)]
+    assert order(late[0], sequences, late[1]) == "abab"  # one step is long enough for a turn
+
+
+def test_the_price_is_what_a_batch_takes_longer_than_the_next_one_like_it() -> None:
     turns = AdapterTurns(0.25)
-    turns.switched(0.10, 0.08)
-    turns.switched(0.12, 0.08)
-    assert turns.switch_s == pytest.approx(0.02 + 0.2 * 0.02)
-    turns.switched(0.01, 0.08)
-    assert turns.switch_s == pytest.approx(0.024 * 0.8)
-    assert turns.n_switches == 3
+    turns.saw(4, 0.09, switched=True)
+    turns.saw(5, 0.01, switched=False)
+    assert turns.switch_s == 0
+    turns.saw(4, 0.09, switched=True)
+    turns.saw(4, 0.07, switched=False)
+    turns.saw(4, 0.01, switched=False)
+    assert turns.switch_s == pytest.approx(0.02)
+    turns.saw(4, 0.11, switched=True)
+    turns.saw(4, 0.07, switched=False)
+    assert turns.switch_s == pytest.approx(0.03)
+    for _ in range(20):
+        turns.saw(4, 0.06, switched=True)
+        turns.saw(4, 0.07, switched=False)
+    assert turns.switch_s == 0
 
 
 def test_only_the_step_after_a_switch_costs_more() -> None:
-    turns = AdapterTurns(0.25)
-    turns.switched(0.3, 0.1)
+    turns = priced(0.25, 0.2)
     turns.choose([sequence("a")], 1.0)
     assert turns.price_s(use("")) == pytest.approx(0.2)
     assert turns.price_s(use("a")) == 0

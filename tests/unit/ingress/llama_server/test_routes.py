@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.errors import InvalidRequestError
 from serve_app.sampling import Triggers
 from serve_app.types import (
     FinishReason,
@@ -462,6 +464,25 @@ async def test_there_are_no_adapters(client: httpx.AsyncClient) -> None:
     assert (await client.post("/lora-adapters", json=[])).json() == {"success": True}
     refused = await client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "id")
+
+
+async def test_adapters_are_loaded_and_unloaded(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    async def post(**body: Any) -> httpx.Response:
+        return await client.post("/lora-adapters", json=body)
+
+    legal = {"id": "legal", "source": {"path": "/legal.gguf"}, "scale": 0.5}
+    assert (await post(load=legal)).json() == {"success": True}
+    (loaded,) = engine.adapters
+    assert (loaded.id, loaded.scale, loaded.source.path) == ("legal", 0.5, Path("/legal.gguf"))
+    assert (await post(unload="legal", model="first")).json() == {"success": True}
+    assert engine.adapters == []
+    engine.refusal = InvalidRequestError("no such file", "load")
+    assert (await post(load=legal)).json()["error"]["param"] == "load"
+    for wrong in ({}, {"load": legal, "unload": "legal"}, {"load": {"id": "x"}}):
+        assert (await post(**wrong)).status_code == 400
+    assert (await post(model="other", unload="x")).status_code == 404
 
 
 async def test_a_prompt_can_be_computed_only(

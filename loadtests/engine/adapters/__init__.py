@@ -1,0 +1,1 @@
+"""What it costs that requests of one engine have different adapters."""

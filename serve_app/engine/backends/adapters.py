@@ -1,0 +1,53 @@
+"""Loads and unloads LoRA adapters while the engine serves others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.commands import Command
+from serve_app.types import Adapters
+
+
+class EngineAdapters:
+    """The adapters that come and go. Any thread but the decoder's; `load` and `free` wait for it.
+
+    `run_between_steps` gives a command to the decoder thread, and `free` is done there. Raises what the
+    engine refuses commands with.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        run_between_steps: Callable[[Command], None],
+        free: Callable[[str], bool],
+    ) -> None:
+        self._backend = backend
+        self._run_between_steps = run_between_steps
+        self._free = free
+
+    def check(self, adapters: Adapters) -> None:
+        """Raises InvalidRequestError for those that are not here."""
+        self._backend.check_adapters(adapters)
+
+    def load(self, key: str, path: Path) -> None:
+        """Have the adapter in a file, under this key; nothing if there is one. Streams wait while it is
+        copied. Raises ConfigError for a file that cannot be used."""
+        command = Command(lambda _: self._backend.load_adapter(key, path))
+        self._run_between_steps(command)
+        command.future.result()
+
+    def hide(self, key: str) -> None:
+        """Refuse new requests with it. Idempotent."""
+        self._backend.hide_adapter(key)
+
+    def is_hidden(self, key: str) -> bool:
+        """Whether it is to be freed."""
+        return self._backend.hides_adapter(key)
+
+    def free(self, key: str) -> bool:
+        """Give its memory back, unless requests use it: False then. It must be hidden. Idempotent."""
+        command = Command(lambda _: self._free(key))
+        self._run_between_steps(command)
+        return bool(command.future.result())

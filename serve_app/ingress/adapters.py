@@ -1,0 +1,158 @@
+"""LoRA adapters that come and go while an application serves: what one ingress replica knows and does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import AdapterConfig
+from serve_app.errors import (
+    ConfigError,
+    CorralError,
+    EngineUnavailableError,
+    InvalidRequestError,
+)
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.workers.pool import WorkerPool
+from serve_app.routing import broadcast
+from serve_app.store import models as store
+from serve_app.store.loaded_adapters import LoadedAdapter, LoadedAdapters
+from serve_app.types import AdapterUse
+
+logger = logging.getLogger("corral.ingress")
+
+LOOK_EVERY_S = 5.0
+"""However a change was missed, it is known here after so long."""
+_LOAD_S = 600.0
+"""A replica that has not loaded an adapter by then loads it when it is asked for."""
+_TELL_S = 2.0
+
+
+class AdapterControl:
+    """Used in one ingress replica's event loop."""
+
+    def __init__(
+        self,
+        models: dict[str, ServedModel],
+        resolved: Mapping[str, ResolvedModel],
+        workers: WorkerPool,
+        all_loaded: LoadedAdapters,
+    ) -> None:
+        """Changes of `models`, and what the workers are told of them, are made here."""
+        self._models = models
+        self._resolved = resolved
+        self._workers = workers
+        self._all_loaded = all_loaded
+        self._known: dict[str, tuple[LoadedAdapter, ...]] = {}
+        self._others: DeploymentHandle[Any] | None = None
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Serve what is loaded now. Raises nothing: Ray's head may be away for a moment."""
+        try:
+            found = {
+                name: await asyncio.to_thread(self._all_loaded.read, name)
+                for name in self._resolved
+            }
+        except Exception as error:
+            logger.warning("Which adapters are loaded is not known: %r.", error)
+            return
+        if found == self._known or not (self._known or any(found.values())):
+            return
+        self._known = found
+        self._workers.adapters = adapters = {
+            name: numbered(self._resolved[name], found[name]) for name in found
+        }
+        for name, those in adapters.items():
+            self._models[name] = dataclasses.replace(self._models[name], adapters=those)
+
+    async def load(
+        self, model_id: str, config: AdapterConfig, handle: DeploymentHandle[Any]
+    ) -> None:
+        """Have it at all replicas behind the handle, of which one runs at least. Raises CorralError, and
+        nobody has it then."""
+        resolved = self._resolved[model_id]
+        if config.id in {one.id for one in resolved.adapters}:
+            raise InvalidRequestError(
+                f"The adapter {config.id!r} is in the configuration already.", "load"
+            )
+        config = await asyncio.to_thread(_pinned, config, resolved)
+        answers = await broadcast.ask_all(handle, "load_adapter", config, timeout_s=_LOAD_S)
+        versions = {one for one in answers if isinstance(one, str)}
+        try:
+            for one in answers:
+                if isinstance(one, CorralError):
+                    raise _refusal(one)
+            if not versions:
+                raise EngineUnavailableError("No engine of this model answers.")
+            if len(versions) > 1:
+                raise InvalidRequestError("The nodes of the replicas have different files.", "load")
+            (version,) = versions
+            await asyncio.to_thread(self._all_loaded.add, model_id, config, version)
+        except CorralError:
+            in_use = {
+                one.version for one in self._known.get(model_id, ()) if one.config.id == config.id
+            }
+            for version in versions - in_use:
+                await broadcast.ask_all(
+                    handle, "unload_adapter", config.id, version, timeout_s=_TELL_S
+                )
+            raise
+        await self._tell()
+
+    async def unload(self, model_id: str, adapter_id: str, handle: DeploymentHandle[Any]) -> None:
+        """Have it no more, nowhere: what runs with it goes on. Raises CorralError."""
+        if adapter_id in {one.id for one in self._resolved[model_id].adapters}:
+            raise InvalidRequestError(
+                f"The adapter {adapter_id!r} is in the configuration: take it out there.", "unload"
+            )
+        gone = await asyncio.to_thread(self._all_loaded.remove, model_id, adapter_id)
+        if gone is None:
+            raise InvalidRequestError(f"There is no adapter {adapter_id!r}.", "unload")
+        await self._tell()
+        told = adapter_id, gone.version
+        await broadcast.ask_all(handle, "unload_adapter", *told, timeout_s=_TELL_S)
+
+    async def _tell(self) -> None:
+        """This ingress replica, and the others."""
+        await self.look()
+        if self._others is None:
+            context = serve.get_replica_context()
+            self._others = serve.get_deployment_handle(context.deployment, context.app_name)
+        await broadcast.ask_all(self._others, "look_at_adapters", timeout_s=_TELL_S)
+
+
+def numbered(
+    resolved: ResolvedModel, loaded: tuple[LoadedAdapter, ...] = ()
+) -> dict[int, AdapterUse]:
+    """A model's adapters by their numbers: those of the configuration are the first ones."""
+    found = dict(enumerate(resolved.adapter_uses))
+    names = {one.id for one in found.values()}
+    later = {one.number + len(found): one.use for one in loaded if one.config.id not in names}
+    return found | later
+
+
+def _pinned(config: AdapterConfig, resolved: ResolvedModel) -> AdapterConfig:
+    """The same bytes for every node. Raises InvalidRequestError."""
+    try:
+        source = store.pinned(config.source, resolved.downloads)
+    except ConfigError as error:
+        raise _refusal(error) from error
+    return config.model_copy(update={"source": source})
+
+
+def _refusal(error: CorralError) -> CorralError:
+    """A file that cannot be used is the request's mistake."""
+    return InvalidRequestError(str(error), "load") if isinstance(error, ConfigError) else error

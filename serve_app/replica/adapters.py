@@ -1,0 +1,109 @@
+"""LoRA adapters that come and go while a replica serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from pathlib import Path
+
+from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import AdapterConfig
+from serve_app.engine import Engine
+from serve_app.errors import ConfigError, CorralError, InvalidRequestError
+from serve_app.llama.context import adapter_fingerprint
+from serve_app.progress import nowhere
+from serve_app.store.loaded_adapters import LoadedAdapter, LoadedAdapters
+from serve_app.store.models import locate
+from serve_app.types import Adapters, AdapterUse
+
+logger = logging.getLogger("corral.replica")
+
+_RETRY_S = 1.0
+"""Adapters that requests still use are freed later: it is tried as often."""
+_VERSION_BYTES = 8
+
+
+class ReplicaAdapters:
+    """One replica's loaded adapters. Used in its event loop."""
+
+    def __init__(self, model: ResolvedModel, engine: Engine, all_loaded: LoadedAdapters) -> None:
+        self._model = model
+        self._engine = engine
+        self._all_loaded = all_loaded
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._freeing: set[asyncio.Task[None]] = set()
+
+    async def catch_up(self) -> None:
+        """Load what others have. What cannot be loaded is left out, with a line in the log."""
+        try:
+            found = await asyncio.to_thread(self._all_loaded.read, self._model.id)
+            for one in found:
+                await self._load(one.config, one.use)
+        except Exception as error:
+            logger.warning("Adapters that others have are not loaded: %r.", error)
+
+    async def have(self, adapters: Adapters) -> None:
+        """Load what is missing of those that a request asks for, as others have it. Raises CorralError."""
+        for wanted in adapters:
+            if wanted.version and not self._has(wanted):
+                found = await self._find(wanted)
+                await self._load(found.config, found.use)
+
+    async def load(self, config: AdapterConfig) -> str:
+        """Have one more; returns its version. Raises CorralError."""
+        path = await asyncio.to_thread(locate, config.source, self._model.downloads, nowhere)
+        version = await asyncio.to_thread(_version, path)
+        await self._load(config, AdapterUse(config.id, config.scale, version))
+        return version
+
+    def unload(self, adapter_id: str, version: str) -> None:
+        """Refuse new requests with it, and free it when those that use it have ended."""
+        key = AdapterUse(adapter_id, 1.0, version).key
+        self._engine.adapters.hide(key)
+        task = asyncio.create_task(self._free(key))
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+
+    def _has(self, adapter: AdapterUse) -> bool:
+        try:
+            self._engine.adapters.check((adapter,))
+        except InvalidRequestError:
+            return False
+        return True
+
+    async def _find(self, wanted: AdapterUse) -> LoadedAdapter:
+        found = await asyncio.to_thread(self._all_loaded.read, self._model.id)
+        for one in found:
+            if one.use.key == wanted.key:
+                return one
+        raise InvalidRequestError(f"The adapter {wanted.id!r} was unloaded.", "model")
+
+    async def _load(self, config: AdapterConfig, adapter: AdapterUse) -> None:
+        async with self._changing[adapter.key]:
+            if self._has(adapter):
+                return
+            source, downloads = config.source, self._model.downloads
+            path = await asyncio.to_thread(locate, source, downloads, nowhere)
+            if await asyncio.to_thread(_version, path) != adapter.version:
+                raise ConfigError(f"The adapter {config.id!r} is another file on this node.")
+            await asyncio.to_thread(self._engine.adapters.load, adapter.key, path)
+            logger.info("The adapter %s of %s is loaded.", config.id, self._model.id)
+
+    async def _free(self, key: str) -> None:
+        """As soon as nobody uses it, unless it was loaded again."""
+        try:
+            while True:
+                await asyncio.sleep(_RETRY_S)
+                async with self._changing[key]:
+                    if not self._engine.adapters.is_hidden(key):
+                        return
+                    if await asyncio.to_thread(self._engine.adapters.free, key):
+                        logger.info("The adapter %s of %s is unloaded.", key, self._model.id)
+                        return
+        except CorralError as error:  # the engine is closed, or broken
+            logger.info("The adapter %s is not unloaded: %s", key, error)
+
+
+def _version(path: Path) -> str:
+    return adapter_fingerprint(path)[:_VERSION_BYTES].hex()

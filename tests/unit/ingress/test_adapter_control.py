@@ -1,0 +1,133 @@
+"""Loading adapters at all replicas, and what ingresses know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+
+from serve_app.config.schema import NO_DOWNLOADS, AdapterConfig, ModelSource
+from serve_app.errors import ConfigError, EngineUnavailableError, InvalidRequestError
+from serve_app.ingress.adapters import AdapterControl
+from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.routing import broadcast
+from serve_app.store.loaded_adapters import LoadedAdapters
+from serve_app.types import AdapterUse
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
+from tests.unit.store import key_values
+from tests.unit.store.key_values import KeyValues
+
+LEGAL = AdapterConfig(id="legal", source=ModelSource(path=Path("/legal.gguf")), scale=0.5)
+CONFIGURED = AdapterUse("polite", 1.0)
+
+
+@dataclass
+class Scene:
+    """One ingress replica, and the replicas of its model."""
+
+    shared: KeyValues
+    control: AdapterControl
+    models: dict[str, ServedModel]
+    workers: SimpleNamespace
+    answers: list[Any]
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    async def load(self, config: AdapterConfig = LEGAL) -> None:
+        handle: Any = None
+        await self.control.load("m", config, handle)
+
+    async def unload(self, name: str) -> None:
+        handle: Any = None
+        await self.control.unload("m", name, handle)
+
+    @property
+    def names(self) -> list[str]:
+        return [one.id for one in self.models["m"].cards]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    shared = key_values.shared(monkeypatch)
+    tokenizer: Any = ByteTokenizer()
+    numbers = {0: CONFIGURED}
+    models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, ScriptedEngine(), adapters=numbers)}
+    workers: Any = SimpleNamespace(adapters={})
+    configured = SimpleNamespace(id="polite")
+    resolved: Any = SimpleNamespace(
+        adapters=(configured,), adapter_uses=(CONFIGURED,), downloads=NO_DOWNLOADS
+    )
+    control = AdapterControl(models, {"m": resolved}, workers, LoadedAdapters("app"))
+    found = Scene(shared, control, models, workers, ["v1", "v1"])
+
+    async def ask_all(handle: object, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        found.calls.append((method, *arguments))
+        return list(found.answers) if method == "load_adapter" else []
+
+    monkeypatch.setattr(broadcast, "ask_all", ask_all)
+    context = SimpleNamespace(deployment="Ingress", app_name="app")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: None)
+    return found
+
+
+async def test_all_replicas_load_it_and_all_ingresses_know(scene: Scene) -> None:
+    await scene.load()
+    assert scene.names == ["m", "m:polite", "m:legal"]
+    assert find(scene.models, "m:legal").used == (AdapterUse("legal", 0.5, "v1"),)
+    assert scene.workers.adapters == {"m": {0: CONFIGURED, 1: AdapterUse("legal", 0.5, "v1")}}
+    assert scene.calls == [("load_adapter", LEGAL), ("look_at_adapters",)]
+    await scene.unload("legal")
+    assert scene.names == ["m", "m:polite"]
+    assert scene.workers.adapters == {"m": {0: CONFIGURED}}
+    assert scene.calls[2:] == [("look_at_adapters",), ("unload_adapter", "legal", "v1")]
+    await scene.load()
+    assert list(scene.models["m"].adapters) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        (["v1", ConfigError("no such file")], InvalidRequestError, "no such file"),
+        (["v1", "v2"], InvalidRequestError, "different files"),
+        ([], EngineUnavailableError, "No engine"),
+    ],
+)
+async def test_what_one_replica_cannot_load_nobody_has(
+    scene: Scene, answers: list[Any], error: type[Exception], message: str
+) -> None:
+    scene.answers = answers
+    with pytest.raises(error, match=message):
+        await scene.load()
+    versions = {one for one in answers if isinstance(one, str)}
+    assert {call[2] for call in scene.calls if call[0] == "unload_adapter"} == versions
+    await scene.control.look()
+    assert scene.names == ["m", "m:polite"]
+
+
+async def test_a_name_that_is_taken_stays_whose_it_is(scene: Scene) -> None:
+    await scene.load()
+    for name in ("legal", "polite"):
+        with pytest.raises(InvalidRequestError, match=r"already"):
+            await scene.load(LEGAL.model_copy(update={"id": name}))
+    assert not [call for call in scene.calls if call[0] == "unload_adapter"]
+
+
+@pytest.mark.parametrize("name", ["polite", "other"])
+async def test_only_what_was_loaded_is_unloaded(scene: Scene, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=name):
+        await scene.unload(name)
+
+
+async def test_a_look_without_ray_s_head_changes_nothing(scene: Scene) -> None:
+    await scene.load()
+    scene.shared.is_away = True
+    await scene.control.look()
+    assert scene.names == ["m", "m:polite", "m:legal"]
+    scene.shared.is_away = False
+    LoadedAdapters("app").add("m", LEGAL.model_copy(update={"id": "more"}), "v3")
+    await scene.control.look()
+    assert scene.names[-1] == "m:more"

@@ -1,0 +1,84 @@
+"""What is kept of the adapters that were loaded while serving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.config.schema import AdapterConfig, ModelSource
+from serve_app.errors import InvalidRequestError
+from serve_app.store import loaded_adapters
+from serve_app.store.loaded_adapters import LoadedAdapters
+from serve_app.types import AdapterUse
+from tests.unit.store import key_values
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> LoadedAdapters:
+    key_values.shared(monkeypatch)
+    return LoadedAdapters("app")
+
+
+def config(name: str) -> AdapterConfig:
+    return AdapterConfig(id=name, source=ModelSource(path=Path(f"/{name}.gguf")), scale=0.5)
+
+
+def numbers(kept: LoadedAdapters, model: str = "org/m") -> dict[str, int]:
+    return {one.config.id: one.number for one in kept.read(model)}
+
+
+def test_numbers_are_used_once(kept: LoadedAdapters) -> None:
+    for name in "abc":
+        kept.add("org/m", config(name), "v1")
+    assert numbers(kept) == {"a": 0, "b": 1, "c": 2}
+    gone = kept.remove("org/m", "c")
+    assert gone is not None
+    assert gone.use == AdapterUse("c", 0.5, "v1")
+    assert kept.remove("org/m", "c") is None
+    kept.add("org/m", config("c"), "v2")
+    assert numbers(kept) == {"a": 0, "b": 1, "c": 3}
+    assert kept.read("org/m")[-1].config == config("c")
+
+
+def test_models_and_applications_have_their_own(kept: LoadedAdapters) -> None:
+    kept.add("org/m", config("a"), "v1")
+    kept.add("m", config("a"), "v1")
+    assert numbers(kept, "m") == {"a": 0}
+    assert numbers(kept, "org") == {}
+    assert LoadedAdapters("other").read("m") == ()
+
+
+def test_a_name_is_taken_once(kept: LoadedAdapters) -> None:
+    kept.add("m", config("a"), "v1")
+    with pytest.raises(InvalidRequestError, match="unload it before"):
+        kept.add("m", config("a"), "v2")
+
+
+def test_of_two_that_come_at_once_the_first_one_counts(
+    kept: LoadedAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_check_room", lambda *_: None)  # neither sees the other one
+    kept.add("m", config("a"), "v1")
+    monkeypatch.setattr(kept, "_entries", iter_once(kept))
+    with pytest.raises(InvalidRequestError, match="unload it before"):
+        kept.add("m", config("a"), "v2")
+    assert numbers(kept, "m") == {"a": 0}
+
+
+def iter_once(kept: LoadedAdapters) -> object:
+    """What is read, but nothing at the first time."""
+    read, seen = kept._entries, list[str]()
+
+    def entries(model: str) -> object:
+        seen.append(model)
+        return read(model) if len(seen) > 1 else {}
+
+    return entries
+
+
+def test_there_is_an_end(kept: LoadedAdapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_adapters, "MOST", 1)
+    kept.add("m", config("a"), "v1")
+    with pytest.raises(InvalidRequestError, match="1 loaded adapters"):
+        kept.add("m", config("b"), "v1")
