@@ -122,6 +122,7 @@ def access(ingress: IngressConfig) -> Access:
         ingress.max_ongoing_requests,
         tuple(ingress.disabled_routes),
         ingress.verbose,
+        tuple(ingress.picture_hosts),
     )
 
 

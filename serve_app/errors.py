@@ -6,6 +6,7 @@
     |   |-- PromptTooLongError    400 context_length_exceeded
     |   |   `-- TextTooLongError  400 context_length_exceeded
     |   |-- KeyLimitError         400 key_limit_exceeded
+    |   |-- PicturesWantedError   400 invalid_request_error, unless they are fetched
     |   `-- PreviousResponseError 400 previous_response_not_found
     |-- AuthenticationError       401 invalid_api_key
     |-- PermissionDeniedError     403 permission_denied
@@ -41,7 +42,7 @@ Errors cross processes: every subclass hands all of its arguments, positionally,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -143,6 +144,32 @@ class KeyLimitError(InvalidRequestError):
     """The request is larger than its API key may send."""
 
     code = "key_limit_exceeded"
+
+
+class PicturesWantedError(InvalidRequestError):
+    """The request names pictures by URLs, and whoever read it does not fetch them."""
+
+    def __init__(self, param: str | None, pictures: Sequence[tuple[str, str]]) -> None:
+        """`pictures` are URLs, each with what its picture is called; one at least."""
+        Exception.__init__(self, param, tuple(pictures))
+
+    @property
+    def message(self) -> str:
+        return (
+            f"{self.pictures[0][1]}: URLs are not fetched here: send it as a data URL "
+            "(data:image/png;base64,…)."
+        )
+
+    @property
+    def param(self) -> str | None:
+        param: str | None = self.args[0]
+        return param
+
+    @property
+    def pictures(self) -> tuple[tuple[str, str], ...]:
+        """As they were given."""
+        pictures: tuple[tuple[str, str], ...] = self.args[1]
+        return pictures
 
 
 class PreviousResponseError(InvalidRequestError):

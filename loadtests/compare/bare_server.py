@@ -39,11 +39,18 @@ def serve(file: Path) -> None:
     config = schema.load(file)
     (model,) = resolve(config.models[:1])
     path = locate(model.source, model.downloads, nowhere)
-    options = dataclasses.replace(model.options, profile_folder=cache_folder() / "profiles")
+    options = dataclasses.replace(
+        model.options,
+        profile_folder=cache_folder() / "profiles",
+        projector=None
+        if model.projector is None
+        else locate(model.projector, model.downloads, nowhere),
+    )
     engine = Engine.load(path, options)  # as the replica does it
     try:
         pooling = options.embedding_pooling
         tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
+        sees = options.projector is not None
         served = ServedModel(
             model.id,
             model.options.n_ctx_slot,
@@ -52,9 +59,16 @@ def serve(file: Path) -> None:
             model.aliases,
             model.tags,
             model.defaults.over(tokenizer.recommended),
+            sees=sees,
         )
         file_of = ModelFile(
-            served.id, served.n_ctx_slot, path, model.aliases, model.defaults, pooling
+            served.id,
+            served.n_ctx_slot,
+            path,
+            model.aliases,
+            model.defaults,
+            pooling,
+            sees=sees,
         )
         workers = WorkerPool([file_of], PREPARATIONS)
         api = build_api({served.id: served}, access(config.ingress), workers)

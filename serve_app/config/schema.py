@@ -392,6 +392,9 @@ class IngressConfig(_Section):
     """Names that the server goes by besides `localhost`: `corral.example`, `*.example` for all below
     it, `*` for all. If there is a list, or if only this machine is answered, requests to another `Host`
     are refused. Default: none."""
+    picture_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
+    """Hosts from which pictures are fetched that requests name by `http(s)` URLs: `images.example`,
+    `*.example` for all below it, `*` for all. Never from private addresses. Default: none."""
     anonymous_admin: bool = False
     """Whether, with `allow_anonymous`, everybody may do what operators do: save and erase slots, and
     see what others do."""

@@ -46,9 +46,13 @@ SHAPES: dict[str, ProjectorShape] = {
     "tiny-smolvlm": ProjectorShape("idefics3", 2, 32, 64, 2, 64, 8, 2, 256),
     "tiny-gemma3": ProjectorShape("gemma3", 2, 32, 64, 2, 64, 8, 2),
     "tiny-qwen2vl": ProjectorShape("qwen2vl_merger", 2, 32, 64, 2, 56, 14, 2),
+    "thin-llava": ProjectorShape("mlp", 3, 64, 128, 2, 336, 14),
+    "thin-smolvlm": ProjectorShape("idefics3", 2, 64, 128, 2, 512, 16, 4, 2048),
+    "thin-gemma3": ProjectorShape("gemma3", 1, 64, 128, 2, 896, 14, 4),
     "smolvlm-256m": ProjectorShape("idefics3", 12, 768, 3072, 12, 512, 16, 4, 2048),
 }
-"""The shapes on offer: small ones for tests, and SmolVLM's."""
+"""The shapes on offer: small ones for tests; those that cut pictures and count tokens as LLaVA 1.5, SmolVLM
+and Gemma 3 do, with few layers and numbers; and SmolVLM's own."""
 
 IDEFICS3_TOKENS = (
     "\n\n",

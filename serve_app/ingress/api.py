@@ -34,6 +34,7 @@ from serve_app.ingress.responses import routes as responses_routes
 from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.workers.bodies import Bodies
+from serve_app.ingress.workers.fetching import Fetcher, FetchingWorkers
 from serve_app.ingress.workers.in_process import InProcess
 from serve_app.ingress.workers.pool import Workers
 from serve_app.types import ReplicaStats
@@ -75,7 +76,10 @@ def build_api(
     none; they are worked on from the application's start on, as its lifespan. Raises ConfigError for a key
     file that cannot be used, and OSError for a folder.
     """
-    bodies = Bodies(workers or InProcess(models), strict=access.strict)
+    workers = workers or InProcess(models)
+    if access.picture_hosts:
+        workers = FetchingWorkers(workers, Fetcher(access.picture_hosts))
+    bodies = Bodies(workers, strict=access.strict)
     accounts = access.accounts()
     books = None if batches is None else Books(batches.folder, batches.limits)
     runner = None

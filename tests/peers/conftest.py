@@ -19,11 +19,16 @@ N_SLOTS, N_CTX_SLOT, N_PREDICT = 2, 256, 24
 DEFAULTS = {"temperature": 0.0, "seed": 42, "max_tokens": N_PREDICT}
 
 
+def server_binary() -> Path:
+    """llama-server, built if it was not."""
+    if llama_server.is_built():
+        return llama_server.folder() / "llama-server"
+    return llama_server.build(os.cpu_count() or 1)
+
+
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
-    server = llama_server.folder() / "llama-server"
-    if not llama_server.is_built():
-        server = llama_server.build(os.cpu_count() or 1)
+    server = server_binary()
 
     def theirs(_: Path, port: int) -> list[str | Path]:
         return [
@@ -48,13 +53,13 @@ def pair() -> Iterator[Pair]:
     with (
         running(theirs, is_healthy) as a,
         running(ours, corral_is_ready) as b,
-        _client(a.url) as one,
-        _client(b.url) as other,
+        client(a.url) as one,
+        client(b.url) as other,
     ):
         yield Pair(one, other)
 
 
-def _client(url: str) -> httpx.Client:
+def client(url: str) -> httpx.Client:
     """With a connection for each request: llama-server closes those that are kept, at any time."""
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(base_url=url, timeout=60, limits=limits)

@@ -19,6 +19,7 @@ EXAMPLES: list[CorralError] = [
     errors.PromptTooLongError(9, 8, "messages"),
     errors.PromptTooLongError(9, 8, "prompt", False),
     errors.KeyLimitError("300 prompt tokens"),
+    errors.PicturesWantedError("messages", (("http://a/", "Picture 1 of 1"),)),
     errors.AuthenticationError("no key"),
     errors.ModelLoadingError("not yet", 7),
     errors.PermissionDeniedError("not yours"),

@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Sequence
 
-from serve_app.errors import InvalidRequestError, MediaError
+from serve_app.errors import InvalidRequestError, MediaError, PicturesWantedError
 from serve_app.ingress.workers import pictures
 from serve_app.types import PICTURE, Picture
 
@@ -49,15 +49,18 @@ def placed(
 
 
 def read(urls: Sequence[str], field: str) -> list[Picture]:
-    """The pictures at these URLs. Raises InvalidRequestError that names the bad one."""
+    """The pictures at these URLs. Raises InvalidRequestError that names the bad one, and
+    PicturesWantedError for all that are to be fetched."""
     if len(urls) > pictures.MAX_PICTURES:
         raise InvalidRequestError(
             f"{len(urls)} pictures: a request may have {pictures.MAX_PICTURES}.", field
         )
+    names = [f"Picture {number} of {len(urls)}" for number in range(1, len(urls) + 1)]
+    if wanting := [one for one in zip(urls, names, strict=True) if pictures.is_wanting(one[0])]:
+        raise PicturesWantedError(field, wanting)
     found: list[Picture] = []
     n_bytes = 0
-    for number, url in enumerate(urls, 1):
-        name = f"Picture {number} of {len(urls)}"
+    for url, name in zip(urls, names, strict=True):
         found.append(pictures.from_url(url, name, field))
         n_bytes += len(found[-1].pixels)
         if n_bytes > pictures.MAX_BYTES:

@@ -78,6 +78,8 @@ class Access:
     """Paths that nobody is answered at, nor below."""
     verbose: bool = False
     """Whether answers to chats tell what the model was asked."""
+    picture_hosts: tuple[str, ...] = ()
+    """See Fetcher; with none, nothing is fetched."""
 
     def accounts(self) -> Accounts | None:
         """Those who have keys. Raises ConfigError for a key file that cannot be used."""

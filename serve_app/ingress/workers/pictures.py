@@ -9,10 +9,12 @@ import base64
 import binascii
 import io
 import warnings
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.workers.worker import more_memory
+from serve_app.ingress.workers.worker import Models, Work, more_memory
 from serve_app.types import Picture
 
 MAX_PIXELS = 2**24
@@ -28,6 +30,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _BYTES_PER_PIXEL = 12
 """What decoding, turning and converting may take at once."""
 _SPARE_BYTES = 2**24
+_NO_FILES: Mapping[str, memoryview] = {}
+_files: ContextVar[Mapping[str, memoryview]] = ContextVar("files", default=_NO_FILES)
+"""What was fetched for the body that is read, by URL."""
 
 
 def load() -> None:
@@ -38,15 +43,40 @@ def load() -> None:
     Image.init()
 
 
+class WithFiles:
+    """Work on a body behind which the files are that were fetched for it: it finds them by their URLs."""
+
+    def __init__(self, work: Work, sizes: Sequence[tuple[str, int]]) -> None:
+        """`sizes` are the files' URLs and numbers of bytes, in their order."""
+        self._work, self._sizes = work, tuple(sizes)
+        # What it is called where it fails.
+        self.__module__, self.__qualname__ = work.__module__, work.__qualname__
+
+    def __call__(self, models: Models, body: bytes) -> Any:
+        """See Work."""
+        files: dict[str, memoryview] = {}
+        end = len(body)
+        for url, n_bytes in reversed(self._sizes):
+            files[url] = memoryview(body)[end - n_bytes : end]
+            end -= n_bytes
+        token = _files.set(files)
+        try:
+            return self._work(models, body[:end])
+        finally:
+            _files.reset(token)
+
+
+def is_wanting(url: str) -> bool:
+    """Whether it would have to be fetched."""
+    return url.partition(":")[0].lower() in ("http", "https") and url not in _files.get()
+
+
 def from_url(url: str, name: str, field: str) -> Picture:
-    """The picture in a data URL. Raises InvalidRequestError that begins with its name."""
+    """The picture in a data URL, or in the file that was fetched for it. Raises InvalidRequestError that
+    begins with its name."""
+    if (file := _files.get().get(url)) is not None:
+        return decoded(bytes(file), name, field)
     scheme, _, rest = url.partition(":")
-    if scheme.lower() in ("http", "https"):
-        raise _bad(
-            name,
-            "URLs are not fetched here: send it as a data URL (data:image/png;base64,…)",
-            field,
-        )
     head, comma, data = rest.partition(",")
     if scheme.lower() != "data" or not comma or not head.lower().endswith(";base64"):
         raise _bad(name, "it is no data URL (data:image/png;base64,…)", field)

@@ -14,11 +14,13 @@ const ENDS = /** @type {Record<string, string>} */ ({
 /** What the user said. @param {Message} message */
 export function question(message) {
   const label = message.role === "tool" ? "Tool result" : "You";
+  const pictures = (message.pictures ?? []).map((src, i) => h("li", {}, h("img", { src, alt: `Picture ${i + 1}` })));
   return h(
     "article",
     { className: `message ${message.role}`, "aria-label": label },
     h("p", { className: "who", textContent: label }),
-    h("div", { className: "plain", textContent: message.content }),
+    pictures.length ? h("ul", { className: "pictures" }, ...pictures) : null,
+    message.content ? h("div", { className: "plain", textContent: message.content }) : null,
   );
 }
 

@@ -2,6 +2,7 @@
 import * as api from "../common/api.js";
 import { AnswerView, question } from "./answer.js";
 import { announce, byId, copyButton, h } from "../common/dom.js";
+import { PictureTray } from "./pictures.js";
 import { answer, bodyOf, curl } from "./request.js";
 import { fillModels, settingsForm } from "../common/settings.js";
 import * as store from "../common/store.js";
@@ -14,8 +15,9 @@ const IDEAS = [
 ];
 
 export class ChatPage {
-  /** @type {{id: string}[]} */
+  /** @type {{id: string, capabilities?: string[]}[]} */
   #models = [];
+  #pictures = new PictureTray();
   #chat = store.newChat("", store.noSettings());
   /** @type {AbortController | null} */
   #running = null;
@@ -29,7 +31,7 @@ export class ChatPage {
     };
     growing(field, byId("ask"));
     byId("new-chat").onclick = () => this.#open(store.newChat(this.#chat.model, this.#chat.settings));
-    byId("chat-model").onchange = () => (this.#chat.model = byId("chat-model").value);
+    byId("chat-model").onchange = () => this.#choose(byId("chat-model").value);
     toggling(byId("settings-button"), byId("settings"));
     toggling(byId("side-button"), byId("side"), "open");
     byId("export-json").onclick = () => this.#exportJson();
@@ -43,7 +45,7 @@ export class ChatPage {
     if (this.#models.length) return;
     try {
       this.#models = (await api.askJson("v1/models")).data;
-      this.#chat.model = fillModels(byId("chat-model"), this.#models, this.#chat.model);
+      this.#choose(fillModels(byId("chat-model"), this.#models, this.#chat.model));
     } catch (error) {
       byId("messages").replaceChildren(h("p", { className: "error", role: "alert", textContent: error instanceof Error ? error.message : "" }));
     }
@@ -51,11 +53,18 @@ export class ChatPage {
 
   hide() {}
 
+  /** @param {string} model */
+  #choose(model) {
+    this.#chat.model = model;
+    const known = this.#models.find((one) => one.id === model);
+    this.#pictures.enabled = known?.capabilities?.includes("vision") ?? false;
+  }
+
   /** @param {store.Chat} chat */
   #open(chat) {
     this.#running?.abort();
     this.#chat = chat;
-    if (this.#models.length) chat.model = fillModels(byId("chat-model"), this.#models, chat.model);
+    if (this.#models.length) this.#choose(fillModels(byId("chat-model"), this.#models, chat.model));
     byId("settings-form").replaceChildren(settingsForm(chat.settings, () => {}));
     byId("side").classList.remove("open");
     byId("side-button").setAttribute("aria-expanded", "false");
@@ -123,10 +132,11 @@ export class ChatPage {
 
   /** @param {string} text */
   #send(text) {
-    if (!text.trim() || this.#running) return;
+    if (!(text.trim() || this.#pictures.length) || this.#running) return;
     const { messages } = this.#chat;
-    if (!messages.length) this.#chat.title = text.trim().slice(0, 60);
-    messages.push({ role: "user", content: text });
+    if (!messages.length) this.#chat.title = text.trim().slice(0, 60) || "A picture";
+    const pictures = this.#pictures.take();
+    messages.push({ role: "user", content: text, ...(pictures.length ? { pictures } : {}) });
     byId("question").value = "";
     byId("question").dispatchEvent(new Event("input"));
     this.#answer();

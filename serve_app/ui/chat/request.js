@@ -13,7 +13,7 @@ const NUMBERS = /** @type {const} */ (["temperature", "top_p", "top_k", "min_p",
  * @throws {Error} with a sentence if `settings.more` is no JSON object
  */
 export function bodyOf(model, settings, messages) {
-  const said = messages.filter((one) => one.content || one.tool_calls?.length).map(toApi);
+  const said = messages.filter((one) => one.content || one.pictures?.length || one.tool_calls?.length).map(toApi);
   const body = /** @type {any} */ ({
     ...(model ? { model } : {}), // the server has a default, too
     messages: settings.system ? [{ role: "system", content: settings.system }, ...said] : said,
@@ -40,15 +40,18 @@ function more(text) {
 }
 
 /** @param {Message} message */
-function toApi({ role, content, reasoning, tool_calls, tool_call_id }) {
+function toApi({ role, content, pictures, reasoning, tool_calls, tool_call_id }) {
   return {
     role,
-    content,
+    content: pictures?.length ? [...pictures.map(asPart), { type: "text", text: content }] : content,
     ...(reasoning ? { reasoning_content: reasoning } : {}),
     ...(tool_calls?.length ? { tool_calls } : {}),
     ...(tool_call_id ? { tool_call_id } : {}),
   };
 }
+
+/** @param {string} url */
+const asPart = (url) => ({ type: "image_url", image_url: { url } });
 
 /**
  * Read an answer into `message`, to its end, whatever that is: `message.meta.finish` says it (`stop`, `length`,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from serve_app.demo_model.gguf_file import add_tokenizer
 from serve_app.demo_model.random_gguf import SHAPES, vocabulary
+from serve_app.demo_model.template import CONTROL_TOKENS
 from tests.integration.models.embedding_models import finish
 
 WINDOW = 128
@@ -34,14 +35,17 @@ class _Tensors(dict[str, NDArray[np.float32]]):
         self[name] = np.ones(n, np.float32)
 
 
-def _begin(path: Path, architecture: str, n_layer: int) -> tuple[GGUFWriter, _Tensors]:
-    tokens, merges = vocabulary(SHAPES["tiny"].n_vocab)
+def _begin(
+    path: Path, architecture: str, n_layer: int, more_control: Sequence[str] = ()
+) -> tuple[GGUFWriter, _Tensors]:
+    control = [*CONTROL_TOKENS, *more_control]
+    tokens, merges = vocabulary(SHAPES["tiny"].n_vocab, control)
     writer, tensors = GGUFWriter(path, architecture), _Tensors()
     writer.add_block_count(n_layer)
     writer.add_context_length(N_CTX)
     writer.add_embedding_length(_N_EMBD)
     writer.add_layer_norm_rms_eps(1e-5)
-    add_tokenizer(writer, tokens, merges)
+    add_tokenizer(writer, tokens, merges, control)
     tensors.draw(
         "token_embd.weight", len(tokens), _N_EMBD, std=0.02 if architecture == "gemma3" else 0.2
     )
@@ -116,10 +120,10 @@ def write_lfm2(path: Path) -> None:
     finish(writer, tensors)
 
 
-def write_gemma3(path: Path) -> None:
+def write_gemma3(path: Path, more_control: Sequence[str] = ()) -> None:
     """Of six layers, five with a window."""
     n_layer = 6
-    writer, tensors = _begin(path, "gemma3", n_layer)
+    writer, tensors = _begin(path, "gemma3", n_layer, more_control)
     _attention(writer, _N_HEAD_KV)
     writer.add_key_length(_HEAD_DIM)
     writer.add_value_length(_HEAD_DIM)

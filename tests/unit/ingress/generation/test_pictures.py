@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.errors import CorralError, InvalidRequestError, MediaError
+from serve_app.errors import CorralError, InvalidRequestError, MediaError, PicturesWantedError
 from serve_app.ingress.anthropic import preparation as anthropic
+from serve_app.ingress.generation.pictures import read
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.llama_server import preparation as llama_server
 from serve_app.ingress.ollama import preparation as ollama
@@ -227,8 +228,6 @@ def bomb(side: int) -> bytes:
         ("data:image/png;base64,????", "it is not base64"),
         ("data:image/png,abc", "it is no data URL"),
         ("file:///etc/passwd", "it is no data URL"),
-        ("http://169.254.169.254/latest", "URLs are not fetched"),
-        ("https://example.com/a.png", "URLs are not fetched"),
         ("", "it is no data URL"),
     ],
 )
@@ -243,6 +242,14 @@ def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pictures, "MAX_BYTES", 400)
     with pytest.raises(InvalidRequestError, match="Picture 3 of 3: all up to this one"):
         of_openai(SEEING, *[file_of()] * 3)
+
+
+def test_urls_are_named_all_at_once_for_who_fetches_them() -> None:
+    urls = [url(file_of()), "http://169.254.169.254/latest", "HTTPS://a.example/b.png"]
+    with pytest.raises(PicturesWantedError, match="Picture 2 of 3: URLs are not fetched") as caught:
+        read(urls, "messages")
+    assert caught.value.param == "messages"
+    assert caught.value.pictures == ((urls[1], "Picture 2 of 3"), (urls[2], "Picture 3 of 3"))
 
 
 def message(role: str, content: Any) -> bytes:
