@@ -28,10 +28,10 @@ from loadtests.common.servers import (
 from loadtests.compare import llama_server
 
 CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
-SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"
+SERVE_PROXY, RAY_DEFAULTS, OPENVINO = "serve-proxy", "ray-defaults", "openvino"
 PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
-SIDES = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, PYTHON, PYTHON_BATCHED)
-NATIVE = SIDES[:5]
+SIDES = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, PYTHON, PYTHON_BATCHED)
+NATIVE = SIDES[:6]
 """Those that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
 
 
@@ -71,7 +71,8 @@ def start(
     """That side's server, which runs inside the `with` block; one that runs already is left as it is.
     `model` and `server`, which is llama-server, are absolute paths; `engine` are further settings of
     Corral's."""
-    entry = {"id": "model", "source": {"path": str(model)}, "engine": asdict(sizes) | dict(engine)}
+    settings = asdict(sizes) | dict(engine)
+    entry = {"id": "model", "source": {"path": str(model)}, "engine": settings}
 
     def bare(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, [entry], port)
@@ -103,6 +104,8 @@ def start(
         return nullcontext(Server(side))
     if side == CORRAL:
         return serve_run(entry)
+    if side == OPENVINO:
+        return serve_run(entry | {"engine": settings | {"backend": "openvino"}})
     if side == SERVE_PROXY:
         return serve_run(entry, environment_of("one-machine.env"))
     if side == RAY_DEFAULTS:

@@ -10,6 +10,7 @@ Modes, `bare,batched` by default:
     round-robin  one context, one row of one sequence a step, in turn
     bare         one context, one row of every sequence a step, in the least Python that can do it
     batched      the engine
+    openvino     the engine with `backend: openvino`
 With --batched-bench, llama.cpp's own `llama-batched-bench` as well.
 
 All of them get the same model file, threads, lengths and number of tokens, and all but llama.cpp's own

@@ -27,6 +27,7 @@ from loadtests.engine.run import Run
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 
 BATCHED, BARE, ROUND_ROBIN, SEPARATE = "batched", "bare", "round-robin", "separate"
+OPENVINO = "openvino"
 
 Runner = Callable[[Sequence[Prompt], int], Run]
 """Runs the prompts, that many tokens each."""
@@ -65,16 +66,19 @@ def _run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
     return runner(prompts, max_tokens)
 
 
-def _batched(model: Path, options: EngineOptions) -> Runner:
+def _batched(mode: str, model: Path, options: EngineOptions) -> Runner:
+    """The engine, with llama.cpp or with OpenVINO."""
+    if mode == OPENVINO:
+        options = replace(options, backend="openvino", kv_unified=None)
     engine = Engine.load(model, options)
 
     def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        return asyncio.run(_run_engine(engine, prompts, max_tokens))
+        return asyncio.run(_run_engine(mode, engine, prompts, max_tokens))
 
     return run
 
 
-async def _run_engine(engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Run:
+async def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Run:
     """Submit everything at once; each stream is read by an asyncio task of its own."""
     requests = [
         GenerationRequest(
@@ -84,7 +88,7 @@ async def _run_engine(engine: Engine, prompts: Sequence[Prompt], max_tokens: int
         )
         for i, prompt in enumerate(prompts)
     ]
-    before, meter = engine.stats(), _Meter(BATCHED)
+    before, meter = engine.stats(), _Meter(mode)
     async with asyncio.timeout(RUN_TIMEOUT_S):
         outcomes = engine.submit_many(requests)
         answers = await asyncio.gather(*map(asking.arrivals, outcomes))
@@ -137,7 +141,8 @@ MODES: dict[str, Callable[[Path, EngineOptions], Runner]] = {
     SEPARATE: _separate,
     ROUND_ROBIN: partial(_one_context, ROUND_ROBIN),
     BARE: partial(_one_context, BARE),
-    BATCHED: _batched,
+    BATCHED: partial(_batched, BATCHED),
+    OPENVINO: partial(_batched, OPENVINO),
 }
 """How each mode opens its model, for as long as its process lives."""
 

@@ -25,6 +25,7 @@ from ray.serve.config import AutoscalingConfig
 
 from serve_app.config import validation
 from serve_app.config.durations import KeepAlive
+from serve_app.engine.options import BackendName
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import takes_sampling
 from serve_app.ingress.http.addresses import is_loopback
@@ -162,6 +163,9 @@ class EngineConfig(_Section):
     slot_folder_max_mib: NonNegativeInt = 4096
     """Most that all files in `slot_folder` may take, in MiB. A save that needs more, or more than the
     disk has, is refused with 507 before anything is written."""
+    backend: BackendName = "llama.cpp"
+    """Whose kernels compute the model. `openvino` is faster for several sequences at once, slower for a
+    single one, and does less: see [OpenVINO](openvino.md). It needs `corral[openvino]`."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""

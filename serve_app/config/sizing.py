@@ -189,6 +189,7 @@ def resolve(
         ),
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
+        backend=config.backend,
         load_mode=config.load_mode,
         max_stall_s=None if config.max_stall_ms is None else config.max_stall_ms / 1000,
         speculate=config.speculate,

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.demo_model.corpus import conversation, skills, tables
@@ -33,6 +33,7 @@ from serve_app.engine import (
     SamplingParams,
     TokenStream,
 )
+from serve_app.engine.options import BackendName
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, detect
 
@@ -266,10 +267,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=BUILTIN_MODEL)
     parser.add_argument("--cases", type=int, default=200, help="for each line (default: 200)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--backend", choices=get_args(BackendName), default="llama.cpp")
     parser.add_argument("--show", action="store_true", help="the wrong answers, too")
     arguments = parser.parse_args()
     tokenizer = Tokenizer(arguments.model)
-    options = EngineOptions(8, N_CTX_SLOT, arguments.threads, max_waiting=arguments.cases)
+    options = EngineOptions(
+        8,
+        N_CTX_SLOT,
+        arguments.threads,
+        max_waiting=arguments.cases,
+        backend=arguments.backend,
+    )
     engine = Engine.load(arguments.model, options)
     failed = False
     print("| what | right | asked for |\n| --- | --- | --- |")

@@ -145,7 +145,7 @@ class Computing:
         if not plan.prefills:
             n_sequences = len(plan.chunks) + len(plan.fillers)
             self._costs.saw_decode(n_sequences, len(plan.rows), depth, seconds)
-        elif len(plan.chunks) == 1 or self._backend.mode.kv_unified:
+        elif len(plan.chunks) == 1 or self._backend.mode.mixes:
             self._costs.saw_prefill(len(plan.rows), depth, seconds)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | CorralError:

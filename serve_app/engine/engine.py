@@ -22,6 +22,7 @@ from serve_app.engine.pictures.tiles import PlacedTile, expanded
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
+    ConfigError,
     CorralError,
     EngineFailedError,
     InvalidRequestError,
@@ -65,9 +66,7 @@ class Engine:
     ) -> Engine:
         """An engine for a GGUF file; `report` is told how far its start is. Raises ConfigError if it cannot
         be loaded or does not fit."""
-        from serve_app.engine.backends.llama_cpp import LlamaBackend
-
-        return cls(lambda: LlamaBackend(path, options, report), options)
+        return cls(lambda: _open_backend(path, options, report), options)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's token ids, with BOS if the model wants it; control tokens are recognised."""
@@ -213,6 +212,10 @@ class Engine:
             )
         except InvalidRequestError as error:
             return error
+        if request.context_shift and self.options.backend == "openvino":
+            return InvalidRequestError(
+                "A model with engine.backend: openvino cannot shift a context.", "context_shift"
+            )
         sequence = EngineSequence(request, sink, constraint, tiles)
         n_keep = context_shift.n_kept(request, self.options)
         sequence.resume(self._vocabulary, self.options.n_ctx_slot, n_keep)
@@ -277,3 +280,18 @@ class Engine:
         except InvalidRequestError as error:
             return error
         return None
+
+
+def _open_backend(path: str | os.PathLike[str], options: EngineOptions, report: Report) -> Backend:
+    """On the decoder thread. Raises ConfigError."""
+    if options.backend == "openvino":
+        try:
+            from serve_app.engine.backends.openvino import OpenVinoBackend
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"engine.backend: openvino needs the package {error.name}. Install corral[openvino]."
+            ) from None
+        return OpenVinoBackend(path, options, report)
+    from serve_app.engine.backends.llama_cpp import LlamaBackend
+
+    return LlamaBackend(path, options, report)

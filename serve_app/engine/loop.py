@@ -211,7 +211,7 @@ class DecoderLoop:
             options.max_stall_s,
             speculate=options.speculate and backend.can_rewind,
             n_ctx_slot=options.n_ctx_slot,
-            mixed=backend.mode.kv_unified,
+            mixed=backend.mode.mixes,
             leaves=backend.can_rewind,
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy, block_size
+
+BackendName = Literal["llama.cpp", "openvino"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class EngineOptions:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
+    backend: BackendName = "llama.cpp"
+    """Whose kernels compute the model."""
     max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""
@@ -111,6 +116,8 @@ class EngineOptions:
                 )
             if self.n_ctx < self.n_ctx_slot:
                 raise ConfigError("engine.n_ctx must not be below engine.n_ctx_slot.")
+        if self.backend == "openvino":
+            self._check_openvino()
         if self.n_keep < -1:
             raise ConfigError("engine.n_keep must be -1 (the prompt) or more.")
         if self.max_wait_s is not None and self.max_wait_s <= 0:
@@ -119,3 +126,20 @@ class EngineOptions:
             raise ConfigError("engine.n_checkpoints must not be negative.")
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")
+
+    def _check_openvino(self) -> None:
+        """What that backend cannot do is refused by name."""
+        formats = {self.cache_type_k, self.cache_type_v} - {"f16"}
+        refused = {
+            "adapters": bool(self.adapters),
+            "projector": self.projector is not None,
+            "engine.kv_unified": self.kv_unified is not None,
+            "engine.flash_attn: false": self.flash_attn is False,
+            "engine.context_shift": self.context_shift,
+            "engine.numa": self.numa is not None,
+            "engine.threads_batch": self.threads_batch not in (None, self.threads),
+            "a KV cache in other formats than f16": bool(formats),
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise ConfigError(f"engine.backend: openvino does not support {name}.")

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from serve_app.errors import ConstraintError
 from serve_app.llama.constraint import Constraint
-from serve_app.llama.context import Context
 from serve_app.llama.sampling import cuts
 from serve_app.llama.sampling.adjustments import Adjustments
 from serve_app.llama.sampling.chain import Chain
 from serve_app.llama.sampling.reasoning import ReasoningLimit
+from serve_app.llama.sampling.source import LogitsSource
 from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 
@@ -29,7 +29,7 @@ class Sampler:
 
     def __init__(
         self,
-        context: Context,
+        context: LogitsSource,
         params: SamplingParams,
         prompt: Sequence[int],
         constraint: Constraint | None = None,

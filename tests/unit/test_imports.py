@@ -101,8 +101,9 @@ def test_package_does_not_import(importer: str, forbidden: tuple[str, ...]) -> N
 def test_the_engine_knows_nothing_of_prompts_but_the_delimiters_of_answers() -> None:
     delimiters = "serve_app.prompt.output_parser"
     assert offenders("serve_app.engine", "serve_app.prompt") == [
-        ("serve_app.engine.backends.llama_cpp", delimiters),
-        ("serve_app.engine.backends.llama_cpp", f"{delimiters}.DELIMITERS"),
+        (f"serve_app.engine.backends.{backend}", imported)
+        for backend in ("llama_cpp", "openvino")
+        for imported in (delimiters, f"{delimiters}.DELIMITERS")
     ]
 
 

@@ -23,8 +23,17 @@ class Mode:
 
     flash_attn: bool
     kv_unified: bool
+    paged: bool = False
+    """Whether slots have blocks of a cache, which those that begin alike share. It is not unified then."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a batch costs what its rows do, whatever slots they are of."""
+        return self.kv_unified or self.paged
 
     def __str__(self) -> str:
+        if self.paged:
+            return "paged KV cache"
         cache = "unified" if self.kv_unified else "split"
         return f"{cache} KV cache, flash attention {'on' if self.flash_attn else 'off'}"
 

@@ -35,7 +35,7 @@ def open_cache(
         options.n_slots,
         min_copy(costs),
         options.pinned,
-        consecutive=not backend.mode.kv_unified,
+        consecutive=not backend.mode.mixes,
         index=index,
         resumable=checkpoints.resumable,
     )

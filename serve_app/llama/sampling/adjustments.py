@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama import library
-from serve_app.llama.context import Context
 from serve_app.llama.sampling.candidates import Candidates
+from serve_app.llama.sampling.source import LogitsSource
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
@@ -32,7 +32,9 @@ class Adjustments:
     owns the context.
     """
 
-    def __init__(self, context: Context, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, context: LogitsSource, params: SamplingParams, prompt: Sequence[int]
+    ) -> None:
         bias = _logit_bias(context, params)
         self._biased = np.array([token for token, _ in bias], np.intp)
         self._bias = np.array([value for _, value in bias], np.float32)
@@ -96,13 +98,13 @@ class Adjustments:
         self._by_history = []
 
 
-def _logit_bias(context: Context, params: SamplingParams) -> list[tuple[int, float]]:
+def _logit_bias(context: LogitsSource, params: SamplingParams) -> list[tuple[int, float]]:
     if not params.ignore_eos:
         return list(params.logit_bias)
     return [*params.logit_bias, *((token, -math.inf) for token in context.model.eog_tokens)]
 
 
-def _penalties(context: Context, params: SamplingParams) -> Any:
+def _penalties(context: LogitsSource, params: SamplingParams) -> Any:
     """llama.cpp's sampler; None if it would change nothing."""
     if not params.penalises:
         return None
@@ -115,7 +117,7 @@ def _penalties(context: Context, params: SamplingParams) -> Any:
     )
 
 
-def _dry(context: Context, params: SamplingParams) -> Any:
+def _dry(context: LogitsSource, params: SamplingParams) -> Any:
     """llama.cpp's sampler; None if it would change nothing."""
     if not params.counts_repeats:
         return None
@@ -131,13 +133,13 @@ def _dry(context: Context, params: SamplingParams) -> Any:
     )
 
 
-def _window(context: Context, params: SamplingParams) -> int:
+def _window(context: LogitsSource, params: SamplingParams) -> int:
     """How many last tokens any of them looks at."""
     asked = [params.repeat_last_n] if params.penalises else []
     asked += [params.dry_penalty_last_n] if params.counts_repeats else []
     return max(_last_n(context, n) for n in asked)
 
 
-def _last_n(context: Context, n: int) -> int:
+def _last_n(context: LogitsSource, n: int) -> int:
     """All that there can be for -1, which llama.cpp does not read so."""
     return context.n_ctx_slot if n < 0 else min(n, context.n_ctx_slot)

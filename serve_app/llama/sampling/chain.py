@@ -11,11 +11,11 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from serve_app.llama.sampling import cuts
 from serve_app.llama.sampling.candidates import Candidates, Room
 from serve_app.llama.sampling.cuts import Cut
+from serve_app.llama.sampling.source import LogitsSource
 from serve_app.sampling import CHAIN, SamplingParams
 
 Logits = NDArray[np.float32]
@@ -62,7 +62,7 @@ class Chain:
             llama_cpp.llama_sampler_free(before)
         return token
 
-    def pick_of_row(self, context: Context, row: int) -> int:
+    def pick_of_row(self, context: LogitsSource, row: int) -> int:
         """The same by the logits that the context has for this row; only if `whole`. llama.cpp makes the
         candidates itself."""
         return context.pick(self._others, row)

@@ -1,0 +1,266 @@
+"""OpenVINO's kernels for CPUs, behind the same engine: paged attention, and one mixed batch a step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app import progress
+from serve_app.engine.autotune import profile_cache
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.autotune.profiler import Profiler
+from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Projector, Row, State
+from serve_app.engine.options import EngineOptions
+from serve_app.errors import ConfigError, DecodeError, InvalidRequestError, NotSupportedError
+from serve_app.folders import cache_folder
+from serve_app.llama.constraint import Constraint
+from serve_app.llama.model import Model
+from serve_app.llama.sampler import Sampler
+from serve_app.llama.threads import Threads
+from serve_app.llama.vision.tiles import Tile
+from serve_app.openvino.blocks import BLOCK
+from serve_app.openvino.convert import converted, versions
+from serve_app.openvino.paged_context import PagedContext
+from serve_app.progress import Report, Stage
+from serve_app.prompt.output_parser import DELIMITERS
+from serve_app.sampling import SamplingParams
+from serve_app.types import Adapters
+
+logger = logging.getLogger("corral.engine")
+
+_MODE = Mode(flash_attn=True, kv_unified=False, paged=True)
+_REASON = "Paged KV cache, as OpenVINO has it"
+# The part of the time for profiling in which the sizes are measured that tell most.
+_ESSENTIAL = 0.5
+
+
+class OpenVinoBackend:
+    """A GGUF model that OpenVINO computes. The vocabulary and the samplers are llama.cpp's. Raises
+    ConfigError if OpenVINO cannot read it, or the model needs what this backend lacks.
+
+    The model is converted at its first start, and kept under ~/.cache/corral/openvino.
+    """
+
+    projector: Projector | None = None
+    can_rewind = True
+    forgets = False
+    fills_gaps = False
+    other: tuple[Mode, Profile] | None = None
+    change_s = 0.0
+    mode, mode_reason = _MODE, _REASON
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: EngineOptions,
+        report: Report = progress.nowhere,
+    ) -> None:
+        if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
+            os.sched_setaffinity(0, options.computing_cpus)
+        self.vocabulary = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        self._options = options
+        self._check_model()
+        report(Stage("loading"))
+        folder = cache_folder() / "openvino"
+        converted_path = converted(self.vocabulary.path, self.vocabulary.fingerprint(), folder)
+        n_sequences = options.n_slots + len(options.pinned)
+        self._n_blocks_slot = -(-options.n_ctx_slot // BLOCK)
+        self._context = PagedContext(
+            converted_path,
+            self.vocabulary,
+            n_sequences=n_sequences,
+            n_ctx_slot=options.n_ctx_slot,
+            n_blocks=n_sequences * self._n_blocks_slot if options.n_ctx is None else self._n_shared,
+            threads=options.threads,
+        )
+        self.threads = Threads.alike(options.threads, options.threads)
+        self._context.decode([(0, 0, 0, True)])
+        self._context.truncate(0, 0)
+        self.profile = self._profile(report)
+        logger.info("%s.", self.mode_reason)
+
+    @property
+    def _n_shared(self) -> int:
+        """Blocks of slots that share room, and of what is pinned."""
+        tokens = [self._options.n_ctx or 0, *map(len, self._options.pinned)]
+        return sum(-(-n // BLOCK) for n in tokens)
+
+    def _check_model(self) -> None:
+        model = self.vocabulary
+        lacks = {
+            "layers that are recurrent": not model.can_rewind,
+            "layers with a sliding window": model.window > 0,
+            "attention to tokens behind": not model.is_causal,
+            "several files": len(model.files) > 1,
+        }
+        for what, has in lacks.items():
+            if has:
+                raise ConfigError(
+                    f"{model.path.name} has {what}, which engine.backend: openvino cannot serve. "
+                    "Use llama.cpp."
+                )
+
+    def _profile(self, report: Report) -> Profile:
+        """What batches cost, as measured now or at an earlier start."""
+        options = self._options
+        if options.profile_limit_s <= 0:
+            return Profile()
+        name = profile_cache.key(
+            model=self.vocabulary.fingerprint().hex(),
+            llama_cpp=versions(),
+            modes=[self.mode],
+            threads=(options.threads,),
+            slots=(options.n_slots, options.n_ctx_slot),
+            max_stall_s=options.max_stall_s,
+            n_batch=options.n_batch,
+            limit_s=options.profile_limit_s,
+        )
+        folder = options.profile_folder
+        known = profile_cache.load(folder, name) if folder else None
+        if known is not None:
+            return known.profile
+        report(Stage("measuring", limit_s=options.profile_limit_s))
+        began = time.perf_counter()
+        profiler = Profiler(
+            self._context,
+            n_slots=options.n_slots,
+            n_ctx_slot=options.n_ctx_slot,
+            n_batch=options.n_batch,
+        )
+        for _ in profiler.essentials(_ESSENTIAL * options.profile_limit_s):
+            pass
+        profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
+        profile = replace(profiler.profile, copy_s=0.0)
+        logger.info("Measured batches in %.1f s.", time.perf_counter() - began)
+        if folder:
+            profile_cache.save(folder, name, Choice(self.mode, self.mode_reason, profile))
+        return profile
+
+    # -- what it has not --------------------------------------------------------------------------
+
+    def change(self, reason: str) -> None:
+        """There is no other kind of cache."""
+        raise ConfigError("A paged cache stays as it is.")
+
+    def check_adapters(self, adapters: Adapters) -> None:
+        """It has none."""
+        if adapters:
+            raise InvalidRequestError(f"There is no adapter {adapters[0].id!r} here.", "lora")
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """See Backend.use_adapters: there are none."""
+        if adapters:
+            raise DecodeError("OpenVINO's backend has no adapters.")
+
+    def load_adapter(self, key: str, path: Path) -> None:
+        """It has none."""
+        raise ConfigError("A model with engine.backend: openvino takes no adapters.")
+
+    def hide_adapter(self, key: str) -> None:
+        """There is none to hide."""
+
+    def hides_adapter(self, key: str) -> bool:
+        """None is hidden."""
+        return False
+
+    def free_adapter(self, key: str) -> None:
+        """There is none to free."""
+
+    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
+        """Without a projector, nobody asks."""
+        raise DecodeError("OpenVINO's backend sees no pictures.")
+
+    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
+        """Cached keys cannot be turned to other positions yet."""
+        raise DecodeError("OpenVINO's backend cannot shift a context.")
+
+    @property
+    def embedding(self) -> EmbeddingShape:
+        """What `embed` would take."""
+        n_text = self._options.n_ctx_slot
+        pooling = self.vocabulary.pooling_with(self._options.embedding_pooling)
+        return EmbeddingShape(self._options.n_batch, 1, n_text, pooling, causal=True)
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """Its compiled model gives logits only."""
+        raise NotSupportedError("A model with engine.backend: openvino makes no embeddings.")
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """See Backend.decode."""
+        self._context.decode(rows)
+
+    def leave(self, leaving: bool) -> None:
+        """See Backend.leave."""
+        self._context.leave(leaving)
+
+    def sampler(
+        self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
+    ) -> Sampler:
+        """llama.cpp's samplers, over OpenVINO's logits."""
+        return Sampler(self._context, params, prompt, constraint)
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """See Backend.truncate."""
+        self._context.truncate(seq_id, n_past)
+
+    def can_cut(self, seq_id: int, n_past: int) -> bool:
+        """Everywhere."""
+        return True
+
+    def checkpoint(self, seq_id: int) -> State:
+        """Nothing is forgotten."""
+        return b""
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        """See Backend.rewind."""
+        self._context.truncate(seq_id, n_past)
+
+    @property
+    def unsettled(self) -> Set[int]:
+        """Copies are made at once."""
+        return frozenset()
+
+    def copy(self, source: int, target: int) -> None:
+        """See Backend.copy: the blocks are shared."""
+        self._context.copy(source, target)
+
+    def save(self, seq_id: int) -> State:
+        """See Backend.save."""
+        return self._context.save(seq_id)
+
+    def restore(self, seq_id: int, state: State) -> None:
+        """See Backend.restore."""
+        self._context.restore(seq_id, state)
+
+    @property
+    def state_key(self) -> bytes:
+        """See Backend.state_key: a state of llama.cpp's is none of OpenVINO's."""
+        parts = (versions(), BLOCK)
+        return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
+
+    @property
+    def memory(self) -> MemoryUse:
+        """See Backend.memory. What OpenVINO computes in is not known."""
+        context = self._context
+        return MemoryUse(
+            weights_bytes=context.n_parameter_bytes,
+            cache_bytes=context.cache_bytes,
+            cache_bytes_per_slot=self._n_blocks_slot * context.block_bytes,
+            cache_bytes_per_token=context.block_bytes // BLOCK,
+            compute_bytes=0,
+        )
+
+    def close(self) -> None:
+        """Free the compiled model and its cache."""
+        self._context.close()

@@ -1,0 +1,107 @@
+"""Which blocks of a paged KV cache hold the tokens of which sequence. Pure.
+
+Sequences that begin alike share the blocks of their beginning. A block that others have, too, is copied
+before a sequence writes into it. Source: "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (Kwon et al., 2023), section 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serve_app.errors import CacheFullError
+
+BLOCK = 32
+"""Tokens of a block. OpenVINO's kernels for CPUs know this size only."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """What is to be copied before the sequence writes."""
+
+    source: int
+    target: int
+
+
+class BlockTables:
+    """The blocks of each sequence, in order. One thread at a time."""
+
+    def __init__(self, n_sequences: int, n_blocks: int) -> None:
+        self._free = list(range(n_blocks))
+        self._n_users = [0] * n_blocks
+        self._tables: list[list[int]] = [[] for _ in range(n_sequences)]
+        self._lengths = [0] * n_sequences
+
+    def length(self, sequence: int) -> int:
+        """Tokens that it has."""
+        return self._lengths[sequence]
+
+    def blocks(self, sequence: int) -> list[int]:
+        """What holds them. Do not change it."""
+        return self._tables[sequence]
+
+    @property
+    def n_free(self) -> int:
+        """Blocks that no sequence has."""
+        return len(self._free)
+
+    def extend(self, more: Mapping[int, int]) -> list[BlockCopy]:
+        """Make room for so many tokens more of these sequences. Raises CacheFullError, and changes nothing,
+        if there are too few blocks."""
+        if sum(self._n_needed(sequence, n) for sequence, n in more.items()) > len(self._free):
+            raise CacheFullError("The KV cache has no room for this batch.")
+        copies = []
+        for sequence, n in more.items():
+            if self._writes_shared(sequence, n):
+                copies.append(self._own_last(sequence))
+            self._lengths[sequence] += n
+            table = self._tables[sequence]
+            while len(table) * BLOCK < self._lengths[sequence]:
+                table.append(self._take())
+        return copies
+
+    def truncate(self, sequence: int, n_tokens: int) -> None:
+        """Keep its first `n_tokens`; more than it has changes nothing."""
+        n_tokens = min(n_tokens, self._lengths[sequence])
+        table = self._tables[sequence]
+        while (len(table) - 1) * BLOCK >= n_tokens and table:
+            self._drop(table.pop())
+        self._lengths[sequence] = n_tokens
+
+    def share(self, source: int, target: int) -> None:
+        """Make the target a copy of the source, whatever it held."""
+        if source == target:
+            return
+        self.truncate(target, 0)
+        self._tables[target] = list(self._tables[source])
+        for block in self._tables[target]:
+            self._n_users[block] += 1
+        self._lengths[target] = self._lengths[source]
+
+    def _n_needed(self, sequence: int, n_tokens: int) -> int:
+        n_blocks = -(-(self._lengths[sequence] + n_tokens) // BLOCK)
+        n_new = n_blocks - len(self._tables[sequence])
+        return n_new + self._writes_shared(sequence, n_tokens)
+
+    def _writes_shared(self, sequence: int, n_tokens: int) -> bool:
+        """Whether the first of these tokens goes into a block that others have, too."""
+        is_within = self._lengths[sequence] % BLOCK > 0
+        return n_tokens > 0 and is_within and self._n_users[self._tables[sequence][-1]] > 1
+
+    def _own_last(self, sequence: int) -> BlockCopy:
+        table = self._tables[sequence]
+        copy = BlockCopy(table[-1], self._take())
+        self._drop(copy.source)
+        table[-1] = copy.target
+        return copy
+
+    def _take(self) -> int:
+        block = self._free.pop()
+        self._n_users[block] = 1
+        return block
+
+    def _drop(self, block: int) -> None:
+        self._n_users[block] -= 1
+        if not self._n_users[block]:
+            self._free.append(block)

@@ -1,0 +1,224 @@
+"""OpenVINO behind the engine, beside llama.cpp with the same files."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.engine import (
+    Engine,
+    EngineOptions,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenDelta,
+)
+from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.types import TokenLogprobs
+from tests.integration.models.forgetful_models import FORGETFUL
+
+pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")
+
+OPTIONS = EngineOptions(
+    n_slots=4,
+    n_ctx_slot=256,
+    threads=2,
+    n_batch=64,
+    profile_limit_s=0,
+    cache_ram_bytes=2**24,
+    backend="openvino",
+)
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is 17 plus 25?",
+    "Write a list of three animals.",
+    "Tell me a story about a fox.",
+)
+TOKENIZER = Tokenizer(BUILTIN_MODEL)
+numbers = itertools.count()
+LONG = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where converted models are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(folder: None) -> Iterator[Engine]:
+    opened = Engine.load(BUILTIN_MODEL, OPTIONS)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Engine]:
+    opened = Engine.load(BUILTIN_MODEL, replace(OPTIONS, backend="llama.cpp"))
+    yield opened
+    opened.close()
+
+
+async def ask(
+    engine: Engine, text: str, params: SamplingParams, **more: object
+) -> tuple[list[int], list[TokenDelta]]:
+    name, prompt = str(next(numbers)), TOKENIZER.encode_chat([{"role": "user", "content": text}])
+    request = GenerationRequest(name, prompt, params, **more)  # type: ignore[arg-type]
+    async with engine.submit(request) as stream:
+        deltas = [delta async for delta in stream]
+    return [token for delta in deltas for token in delta.token_ids], deltas
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+async def test_greedy_texts_are_llama_cpps(engine: Engine, other: Engine) -> None:
+    params = replace(GREEDY, ignore_eos=False)
+    for text in QUESTIONS:
+        found, _ = await ask(engine, text, params)
+        expected, _ = await ask(other, text, params)
+        assert found == expected
+
+
+async def test_texts_do_not_depend_on_who_shares_the_batch(engine: Engine) -> None:
+    alone = [(await ask(engine, text, GREEDY))[0] for text in QUESTIONS]
+    together = await asyncio.gather(*(ask(engine, text, GREEDY) for text in QUESTIONS * 2))
+    assert [tokens for tokens, _ in together] == alone * 2
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(SamplingParams(temperature=0.9, seed=7, top_k=0, top_p=1.0), id="all"),
+        pytest.param(SamplingParams(temperature=0.9, seed=7), id="top_k"),
+        pytest.param(SamplingParams(temperature=0, repeat_penalty=1.3), id="penalty"),
+        pytest.param(SamplingParams(temperature=0, logit_bias=((300, 50.0),)), id="bias"),
+    ],
+)
+async def test_samplers_pick_as_with_llama_cpp(
+    engine: Engine, other: Engine, params: SamplingParams
+) -> None:
+    params = replace(params, max_tokens=8, ignore_eos=True)
+    found, _ = await ask(engine, QUESTIONS[3], params)
+    expected, _ = await ask(other, QUESTIONS[3], params)
+    assert found == expected
+
+
+async def test_log_probabilities_are_llama_cpps(engine: Engine, other: Engine) -> None:
+    params = replace(GREEDY, max_tokens=4, logprobs=5)
+    _, ours = await ask(engine, QUESTIONS[0], params)
+    _, theirs = await ask(other, QUESTIONS[0], params)
+    for mine, other_one in zip(scores(ours), scores(theirs), strict=True):
+        assert math.exp(mine.logprob) == pytest.approx(math.exp(other_one.logprob), abs=0.02)
+        likeliest = [math.exp(value) for _, value in mine.top]
+        assert likeliest == pytest.approx([math.exp(v) for _, v in other_one.top], abs=0.02)
+
+
+def scores(deltas: Sequence[TokenDelta]) -> list[TokenLogprobs]:
+    return [one for delta in deltas for one in delta.logprobs or ()]
+
+
+async def test_a_common_beginning_is_shared(engine: Engine) -> None:
+    before = engine.stats()
+    first, _ = await ask(engine, LONG, GREEDY)
+    together = await asyncio.gather(*(ask(engine, LONG, GREEDY, client=f"u{i}") for i in range(3)))
+    assert [tokens for tokens, _ in together] == [first] * 3
+    n_prompt = len(engine.tokenize(LONG))
+    assert (
+        engine.stats().prompt_tokens - before.prompt_tokens < n_prompt + 3 * 8
+    )  # and not four prompts
+
+
+async def test_a_prefix_comes_back_from_memory(folder: None) -> None:
+    engine = Engine.load(BUILTIN_MODEL, replace(OPTIONS, n_slots=1))
+    try:
+        first, _ = await ask(engine, LONG, GREEDY)
+        await ask(engine, QUESTIONS[0] * 12, GREEDY)
+        again, _ = await ask(engine, LONG, GREEDY)
+        assert again == first
+        assert engine.stats().restored_tokens > len(engine.tokenize(LONG)) // 2
+    finally:
+        engine.close()
+
+
+async def test_a_prefix_travels_to_another_engine(engine: Engine, folder: None) -> None:
+    expected, _ = await ask(engine, LONG, GREEDY)
+    for end in ("One", "Two"):
+        await ask(engine, LONG + end, GREEDY)
+    offered = max(engine.prefixes.offers(2), key=lambda one: len(one.prefix.tokens))
+    payload = engine.prefixes.export_prefix(offered.prefix)
+    assert payload is not None
+    fresh = Engine.load(BUILTIN_MODEL, OPTIONS)
+    try:
+        fresh.prefixes.import_prefix(payload, 32)
+        found, _ = await ask(fresh, LONG, GREEDY)
+        assert found == expected
+        assert fresh.stats().restored_tokens >= 32
+    finally:
+        fresh.close()
+
+
+async def test_a_request_that_is_aborted_leaves_others_as_they_are(engine: Engine) -> None:
+    expected, _ = await ask(engine, QUESTIONS[0], GREEDY)
+    request = GenerationRequest("gone", engine.tokenize(LONG * 1), replace(GREEDY, max_tokens=60))
+    stream = engine.submit(request)
+    beside = asyncio.create_task(ask(engine, QUESTIONS[0], GREEDY))
+    async with stream as reading:
+        async for _ in reading:
+            engine.abort("gone")
+    assert (await beside)[0] == expected
+    (_, deltas) = await ask(engine, QUESTIONS[0], GREEDY)
+    assert deltas[-1].end is not None
+    assert deltas[-1].end.reason is FinishReason.LENGTH
+
+
+async def test_a_full_context_ends_and_is_not_shifted(engine: Engine) -> None:
+    endless = replace(GREEDY, max_tokens=OPTIONS.n_ctx_slot + 20)
+    with pytest.raises(InvalidRequestError, match="shift"):
+        await ask(engine, "a", endless, context_shift=True)
+    tokens, deltas = await ask(engine, "a", endless)
+    assert len(tokens) < OPTIONS.n_ctx_slot
+    assert deltas[-1].end is not None
+    assert deltas[-1].end.reason is FinishReason.LENGTH
+
+
+async def test_embeddings_are_refused(engine: Engine) -> None:
+    with pytest.raises(NotSupportedError, match="openvino"):
+        await asyncio.wrap_future(engine.embed([engine.tokenize("a")], "e"))
+    assert (await ask(engine, "a", GREEDY))[0]
+
+
+@pytest.mark.parametrize("kind", FORGETFUL)
+def test_models_that_it_cannot_serve_are_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{kind}.gguf"
+    FORGETFUL[kind](path)
+    with pytest.raises(ConfigError, match=r"llama\.cpp"):
+        Engine.load(path, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_unified": True}, {"flash_attn": False}, {"cache_type_k": "q8_0"}, {"threads_batch": 1}],
+)
+def test_options_that_it_lacks_are_refused_by_name(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.backend: openvino does not support"):
+        replace(OPTIONS, **options)  # type: ignore[arg-type]
+
+
+def test_batches_are_profiled(folder: None) -> None:
+    engine = Engine.load(BUILTIN_MODEL, replace(OPTIONS, profile_limit_s=2.0))
+    curve = engine.stats().step_time
+    engine.close()
+    assert curve
+    assert np.isfinite(engine.stats().token_s)
