@@ -43,7 +43,7 @@ from serve_app.errors import (
     EngineClosedError,
     EngineFailedError,
 )
-from serve_app.types import FinishReason, RequestRecord, SequenceEnd
+from serve_app.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
 
 logger = logging.getLogger("corral.engine")
 
@@ -459,4 +459,5 @@ class DecoderLoop:
     def _hold(self) -> Holdings:
         requests = (sequence.request for sequence in self._waiting.unordered)
         waiting = (HeldPrompt(one.content_group, one.given) for one in requests)
-        return Holdings((*waiting, *self._cache.prompts), tuple(self._taken))
+        used = frozenset(adapters_of(one.request.content_group) for one in self._live)
+        return Holdings((*waiting, *self._cache.prompts), tuple(self._taken), used)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -82,8 +82,11 @@ class Adapter:
         """What tells the pointer from others."""
         self.n_bytes = self.path.stat().st_size
         """Bytes of its file: nearly all of them are tensors."""
-        self.fingerprint = adapter_fingerprint(self.path)
-        """Tells its content from other adapters'."""
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Tells its content from other adapters'. Reads all of the file, the first time."""
+        return adapter_fingerprint(self.path)
 
     def free(self) -> None:
         """Give its memory back. No context may have it in use, or be told to. Once."""

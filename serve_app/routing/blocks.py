@@ -43,6 +43,11 @@ def request_key(request_id: str) -> int:
     return crc32(request_id.encode())
 
 
+def turn_key(adapters: str) -> int:
+    """The hash of what requests have of adapters, by `serve_app.types.adapters_of`; 0 for none."""
+    return crc32(adapters.encode())
+
+
 def pack(hashes: Sequence[int]) -> bytes:
     """Four bytes each."""
     return struct.pack(f"<{len(hashes)}I", *hashes)

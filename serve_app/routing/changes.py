@@ -7,7 +7,7 @@ import msgspec
 from serve_app.routing.blocks import pack, unpack
 from serve_app.routing.score import Report
 
-_SETS = ("blocks", "requests")
+_SETS = ("blocks", "requests", "turns")
 _FIGURES = tuple(name for name in Report.__slots__ if name not in _SETS)
 
 

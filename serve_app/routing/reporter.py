@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_app.engine import EngineStats, Holdings
 from serve_app.routing.autoscaling import PRESSURE, Load
-from serve_app.routing.blocks import Inventory, request_key
+from serve_app.routing.blocks import Inventory, request_key, turn_key
 from serve_app.routing.score import Report
 
 
@@ -35,6 +35,7 @@ class Reporter:
             background_s=stats.background_backlog_s,
             blocks=frozenset(self._inventory.blocks(holdings.prompts)),
             requests=frozenset(request_key(one) for one in holdings.taken),
+            turns=frozenset(map(turn_key, holdings.adapters)),
         )
 
 

@@ -19,10 +19,10 @@ from ray.serve.request_router import (
 from serve_app.channel.address import Address
 from serve_app.routing import reports
 from serve_app.routing.attachment import Attachment
-from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key
+from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key, turn_key
 from serve_app.routing.broadcast import note_running
 from serve_app.routing.score import Fleet, Prompt
-from serve_app.types import GenerationRequest
+from serve_app.types import GenerationRequest, adapters_of
 
 _SYSTEM_TOKENS = 64 * BLOCK_TOKENS
 """Of a prompt, the first tokens that are looked for among system prompts: longer ones are rare."""
@@ -106,6 +106,7 @@ def prompt_of(pending: PendingRequest | None) -> Prompt:
             group,
             () if asked.adapters else chain(asked.given[:_SYSTEM_TOKENS]),
             asked.background,
+            turn_key(adapters_of(asked.content_group)),
         )
     embeds = pending.metadata.call_method == "embed"
     n_tokens = sum(len(text) for text in asked) if embeds else 0

@@ -22,6 +22,8 @@ _HOLDERS = 4
 """Replicas with the longest prefix that are looked at besides."""
 _OTHERS = 1.0
 """Weight of the time that a prompt takes from others, beside its own time to the first token."""
+_ALONE = 2.0
+"""What a token takes longer that has a step of its own, as part of what one takes among others."""
 _FORGET_S = 10.0
 """After so long, what was sent counts as in the report, or as lost."""
 _UNMEASURED_S = 0.001
@@ -52,6 +54,8 @@ class Report:
     n_background: int = 0
     """Requests in the background, which are not in those figures, and the seconds that they would take."""
     background_s: float = 0.0
+    turns: frozenset[int] = frozenset()
+    """Hashes of the adapters that those which run or wait have: each has steps of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class Prompt:
     """The chain that it would have if all cache groups could start from it: system prompts are held so."""
     background: bool = False
     """Whether it waits for all others, who do not notice it."""
+    turn: int = 0
+    """The hash of its adapters; see `serve_app.routing.blocks.turn_key`."""
 
 
 @dataclass(slots=True)
@@ -90,11 +96,13 @@ class Forecast:
     missing: int
     """Prompt tokens to compute."""
     missing_s: float
+    turns_s: float = 0.0
+    """What others wait for its steps, if it has adapters that nobody else there has."""
 
     @property
     def cost_s(self) -> float:
         """What decides: computing what another replica holds takes time from those who come next, too."""
-        return self.ttft_s + _OTHERS * self.missing_s
+        return self.ttft_s + _OTHERS * (self.missing_s + self.turns_s)
 
 
 @dataclass(slots=True)
@@ -144,8 +152,10 @@ class ReplicaView:
         if prompt.background:
             n_live += report.n_background
             work_s += max(0.0, report.background_s - elapsed)
+        turns = set(report.turns)
         for sent in self.sent.values():
             if not sent.done and (prompt.background or not sent.prompt.background):
+                turns.add(sent.prompt.turn)
                 n_live += 1
                 prefill_s += sent.missing * prompt_token_s
                 work_s += sent.missing * prompt_token_s
@@ -153,7 +163,16 @@ class ReplicaView:
         wait_s = slot_wait_s(work_s, n_live, report.n_slots)
         crowding = 1 + min(n_live / report.n_slots, 1)
         ahead_s, missing_s = max(wait_s, prefill_s * crowding), missing * prompt_token_s
-        return Forecast(ahead_s + missing_s * crowding, missing, missing_s)
+        turns_s = 0.0
+        if turns and prompt.turn not in turns:
+            turns_s = _ALONE * min(prompt.max_tokens, report.answer_tokens) * token_s
+        own_s = missing_s * crowding * len(turns | {prompt.turn})
+        return Forecast(ahead_s + own_s, missing, missing_s, turns_s)
+
+    def serves(self, turn: int) -> bool:
+        """Whether requests with those adapters run or wait there."""
+        sent = (one.prompt.turn for one in self.sent.values() if not one.done)
+        return turn in self.report.turns or turn in sent
 
 
 class Fleet(Generic[ReplicaT]):
@@ -180,9 +199,9 @@ class Fleet(Generic[ReplicaT]):
         """A sample of the replicas, the one that answers soonest first."""
         replicas = list(self._views)
         sample = self._rng.sample(replicas, min(_STRANGERS, len(replicas)))
-        for holder in self._holders(prompt.chain):
-            if holder not in sample:
-                sample.append(holder)
+        for other in (*self._holders(prompt.chain), *self._serving(prompt.turn)):
+            if other not in sample:
+                sample.append(other)
         found = [(one, self._views[one].forecast(prompt, now)) for one in sample]
         return sorted(found, key=lambda entry: entry[1].cost_s)
 
@@ -196,6 +215,13 @@ class Fleet(Generic[ReplicaT]):
         ]
         longest = heapq.nlargest(_HOLDERS, found, key=lambda entry: entry[:2])
         return [replica for _, _, replica in longest]
+
+    def _serving(self, turn: int) -> list[ReplicaT]:
+        """Replicas where those adapters are in use; those of the model itself need not be looked for."""
+        if not turn:
+            return []
+        found = [replica for replica, view in self._views.items() if view.serves(turn)]
+        return self._rng.sample(found, min(_STRANGERS, len(found)))
 
     def book(self, replica: ReplicaT, prompt: Prompt, missing: int, now: float) -> None:
         """The prompt goes there, and nowhere else."""

@@ -179,6 +179,9 @@ class Holdings:
     """What is in the cache, stored, or will be computed; those worth most first."""
     taken: tuple[str, ...] = ()
     """The requests that were taken in last, which statistics of the same moment include."""
+    adapters: frozenset[str] = frozenset()
+    """What the requests that run or wait have of adapters, by `serve_app.types.adapters_of`: each of these
+    has steps of its own."""
 
 
 def _mib(n_bytes: int) -> str:

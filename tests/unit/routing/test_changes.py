@@ -22,6 +22,7 @@ REPORTS = st.builds(
     *[FIGURES] * 5,
     blocks=HASHES,
     requests=HASHES,
+    turns=HASHES,
 )
 
 

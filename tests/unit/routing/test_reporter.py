@@ -8,10 +8,10 @@ from typing import Any
 from serve_app.engine import EngineStats, Holdings, SlotStats
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.metrics.stats import HeldPrompt
-from serve_app.routing.blocks import chain, request_key
+from serve_app.routing.blocks import chain, request_key, turn_key
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report
-from serve_app.types import SHARED_GROUP
+from serve_app.types import SHARED_GROUP, AdapterUse
 from tests.unit.engine.harness import ask, endless, options, request, running, start, until
 
 LONG = "once upon a time there was a fox that" + "!" * 60 + "\n"
@@ -85,6 +85,21 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
     said = Reporter().report(stats, Holdings((HeldPrompt("mine", tuple(range(64))),), ("x",)))
     held, taken = frozenset(chain(range(64), "mine")), frozenset([request_key("x")])
     assert said == Report(4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, held, taken)
+
+
+def test_adapters_are_told_as_long_as_requests_have_them() -> None:
+    backend = FakeBackend(endless, n_slots=1)
+    backend.adapter_ids = {"legal"}
+    asked = replace(request("a", "prompt"), adapters=(AdapterUse("legal", 1.0),))
+    with running(backend, options(1)) as engine:
+        backend.hold()
+        (inbox,) = start(engine, asked)
+        until(lambda: engine.holdings().taken == ("a",))
+        said = Reporter().report(engine.stats(), engine.holdings())
+        assert said.turns == {turn_key("\0legal=1.0")}
+        backend.resume()
+        inbox.wait()
+        until(lambda: not engine.holdings().adapters)
 
 
 def test_an_engine_that_rests_has_nothing_new_to_say() -> None:

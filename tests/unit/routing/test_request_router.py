@@ -14,13 +14,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID
 from serve_app.channel.address import Address
 from serve_app.replica.deployment import EngineReplica
 from serve_app.routing import reports
-from serve_app.routing.blocks import chain, request_key
+from serve_app.routing.blocks import chain, request_key, turn_key
 from serve_app.routing.changes import change
 from serve_app.routing.reports import Reports
 from serve_app.routing.request_router import PrefixRouter, attach, prompt_of
 from serve_app.routing.score import Fleet, Prompt, Report
 from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest
+from serve_app.types import AdapterUse, GenerationRequest
 
 TOKENS = tuple(range(70))
 KEY = request_key("http")
@@ -42,6 +42,19 @@ SERVED: Any = EngineReplica
             (GenerationRequest("a", TOKENS, cache_group="mine"),),
             Prompt(request_key("a"), 70, chain(TOKENS, "mine"), math.inf, "http", chain(TOKENS)),
             id="a prompt",
+        ),
+        pytest.param(
+            "generate",
+            (GenerationRequest("a", TOKENS, adapters=(AdapterUse("legal", 0.5),)),),
+            Prompt(
+                request_key("a"),
+                70,
+                chain(TOKENS, "\0legal=0.5"),
+                math.inf,
+                "http",
+                turn=turn_key("\0legal=0.5"),
+            ),
+            id="a prompt with an adapter",
         ),
         pytest.param(
             "embed", (((1, 2), (3,)),), Prompt(KEY, 4, (), 0, "http"), id="texts to embed"

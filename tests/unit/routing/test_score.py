@@ -165,3 +165,46 @@ def test_replicas_come_and_go() -> None:
     assert {replica for replica, _ in router.rank(prompt(2, SYSTEM), 1.0)} == {1, 2}
     router.update([])
     assert router.rank(prompt(3, SYSTEM), 2.0) == []
+
+
+def adapted(key: int, turn: int) -> Prompt:
+    return Prompt(key, 64, max_tokens=100, group=f"group {key}", turn=turn)
+
+
+def test_requests_go_where_their_adapters_are_in_use() -> None:
+    busy = {"n_live": 1, "work_s": 0.5}
+    router = fleet(report(turns=frozenset({7}), **busy), report(turns=frozenset({8}), **busy))
+    assert [send(router, adapted(key, turn)) for key, turn in enumerate([7, 8, 8, 7])] == [
+        0,
+        1,
+        1,
+        0,
+    ]
+
+
+def test_an_idle_replica_is_better_than_one_that_waits() -> None:
+    router = fleet(report(n_live=4, work_s=4.0, turns=frozenset({7})), report())
+    assert send(router, adapted(1, 7)) == 1
+
+
+def test_a_long_queue_is_no_better_than_a_turn_among_others() -> None:
+    router = fleet(
+        report(n_live=12, work_s=20.0, turns=frozenset({7})),
+        report(n_live=1, work_s=0.5, turns=frozenset({8})),
+    )
+    assert send(router, adapted(1, 7)) == 1
+
+
+def test_four_adapters_on_two_replicas_are_two_on_each() -> None:
+    router = fleet(report(n_slots=16), report(n_slots=16))
+    for key in range(16):
+        send(router, adapted(key, key % 4))
+    used = [{one.prompt.turn for one in router[replica].sent.values()} for replica in range(2)]
+    assert sorted(map(len, used)) == [2, 2]
+    assert not used[0] & used[1]
+
+
+def test_of_many_replicas_those_that_serve_its_adapters_are_looked_at() -> None:
+    others = [report(n_live=1, work_s=0.5, turns=frozenset({8})) for _ in range(40)]
+    router = fleet(*others, report(n_live=1, work_s=0.5, turns=frozenset({7})))
+    assert [send(router, adapted(key, 7)) for key in range(3)] == [40] * 3
