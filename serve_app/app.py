@@ -30,6 +30,7 @@ from serve_app.config.schema import (
     ModelSource,
 )
 from serve_app.config.sizing import ModelNeeds
+from serve_app.engine.backends.draft_model import N_CTX, check_draft
 from serve_app.errors import ConfigError
 from serve_app.ingress.batch.books import Limits
 from serve_app.ingress.batch.service import BatchOptions
@@ -249,6 +250,7 @@ def _resolve(
         memory_shares=sizing.shares_of_memory(model.engine),
         adapters=tuple(_pinned(one, downloads) for one in model.adapters),
         projector=_pinned_source("projector", model.projector, downloads),
+        draft=_pinned_source("engine.draft", _draft_source(model), downloads),
     )
 
 
@@ -354,7 +356,8 @@ def _looked_up(
         return model.source, None  # replicas on other nodes look for themselves
     try:
         source = store.pinned(model.source, downloads)
-        needs = ModelNeeds.of(Model(store.vocabulary(source, downloads), vocab_only=True))
+        opened = Model(store.vocabulary(source, downloads), vocab_only=True)
+        needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         if model.projector is not None and not is_sized:
             n_bytes = needs.weight_bytes + _projector_bytes(model.projector, downloads)
             needs = replace(needs, weight_bytes=n_bytes)
@@ -363,6 +366,33 @@ def _looked_up(
         if not is_sized:
             raise
         return model.source, None
+
+
+def _draft_source(model: ModelConfig) -> ModelSource | None:
+    return None if model.engine.draft is None else model.engine.draft.source
+
+
+def _with_draft(
+    needs: ModelNeeds, target: Model, model: ModelConfig, downloads: DownloadsConfig
+) -> ModelNeeds:
+    """What is needed beside its draft model, if it has one. Raises ConfigError if that cannot propose for
+    it."""
+    source = _draft_source(model)
+    if source is None:
+        return needs
+    is_sized = model.engine.n_slots is not None and model.engine.n_ctx_slot is not None
+    if is_sized and source.path is not None and not source.path.expanduser().is_file():
+        return needs  # replicas on other nodes look for themselves
+    try:
+        draft = Model(store.vocabulary(source, downloads), vocab_only=True)
+    except UnreachableError:
+        if not is_sized:
+            raise
+        return needs
+    except ConfigError as error:
+        raise ConfigError(f"engine.draft: {error}") from None
+    check_draft(target, draft)
+    return needs.with_draft(ModelNeeds.of(draft), N_CTX)
 
 
 def _projector_bytes(source: ModelSource, downloads: DownloadsConfig) -> int:

@@ -45,6 +45,8 @@ class ResolvedModel:
     """Of a repository, the commit, too."""
     projector: ModelSource | None = None
     """The same."""
+    draft: ModelSource | None = None
+    """The same."""
 
     @property
     def adapter_uses(self) -> Adapters:

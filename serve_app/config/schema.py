@@ -88,6 +88,13 @@ class DownloadsConfig(_Section):
     none that is in use. Default: what the disk has room for."""
 
 
+class DraftConfig(_Section):
+    """A small model that proposes tokens for a larger one."""
+
+    source: ModelSource
+    """The draft model's GGUF file, of the same vocabulary: every kind of source that a model has."""
+
+
 class EngineConfig(_Section):
     """One replica's engine. Fields that are not set are decided from the model and the machine."""
 
@@ -176,6 +183,9 @@ class EngineConfig(_Section):
     speculate: bool = True
     """Whether tokens are drafted from a request's own text and verified together, where that is
     measured to be faster. Greedy text stays the same, except for rounding."""
+    draft: DraftConfig | None = None
+    """A draft model. What it proposes is verified together, where that is measured to be faster. Default:
+    none."""
     context_shift: bool = False
     """Whether a request with `max_tokens` that fills its context goes on. It then drops half of the
     tokens after its first `n_keep`. Otherwise it ends with `length`. A request may say otherwise."""

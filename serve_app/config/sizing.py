@@ -59,6 +59,8 @@ class ModelNeeds:
     """The part of the layers that do; what is not known counts as seeing everything."""
     recurrent_elements: int = 0
     """Of one slot's recurrent layers, of four bytes."""
+    draft_bytes: int = 0
+    """Of one slot in a draft model's cache; the draft's weights are among `weight_bytes`."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
@@ -73,6 +75,14 @@ class ModelNeeds:
             mapped,
             *_window_share(model),
             _recurrent_elements(model),
+        )
+
+    def with_draft(self, draft: ModelNeeds, n_ctx: int) -> ModelNeeds:
+        """The same beside a draft model, of which each slot holds so many tokens."""
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes + draft.weight_bytes,
+            draft_bytes=n_ctx * draft.cache_bytes_per_token("f16", "f16"),
         )
 
     def shared_bytes(self, load_mode: LoadMode) -> int:
@@ -114,7 +124,8 @@ class CacheNeeds:
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         windowed = per_token * needs.window_share
         n_window = needs.window + config.n_batch
-        return cls(per_token - windowed, windowed, n_window, 4 * needs.recurrent_elements)
+        of_slot = 4 * needs.recurrent_elements + needs.draft_bytes
+        return cls(per_token - windowed, windowed, n_window, of_slot)
 
     def n_bytes(self, n_slots: int, n_tokens: int) -> float:
         """Of so many slots that have so many tokens together."""

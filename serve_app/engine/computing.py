@@ -10,6 +10,7 @@ from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.decode.sampling import sample
+from serve_app.engine.drafts.drafter import Drafter
 from serve_app.engine.health import Progress
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.shifts import context_shift
@@ -53,6 +54,7 @@ class Computing:
         latencies: Latencies,
         progress: Progress,
         adapter_turns: AdapterTurns,
+        drafter: Drafter | None = None,
     ) -> None:
         """`waiting` charges clients; `command_queue` is told who a batch is for."""
         self._options = options
@@ -67,6 +69,7 @@ class Computing:
         self._latencies = latencies
         self._progress = progress
         self._adapter_turns = adapter_turns
+        self._drafter = drafter
         self._failed_steps = 0
         self._adapters: Adapters = ()
         """Those of the last batch."""
@@ -192,8 +195,14 @@ class Computing:
         """Keep the rows of confirmed drafts, whose tokens were taken, and drop the others."""
         sequence, n_right = chunk.sequence, min(n_taken, n_confirmed)
         sequence.advance(n_right)
-        sequence.proposer.fared(len(chunk.draft), n_confirmed)
         self._counts.drafts += 1
+        if self._drafter is not None and self._drafter.fared(
+            sequence, len(chunk.draft), n_confirmed
+        ):
+            self._counts.proposed_tokens += len(chunk.draft)
+            self._counts.accepted_proposed_tokens += n_right
+        else:
+            sequence.proposer.fared(len(chunk.draft), n_confirmed)
         self._counts.drafted_tokens += len(chunk.draft)
         self._counts.accepted_tokens += n_right
         self._cache.drop_rows(sequence)

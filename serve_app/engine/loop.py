@@ -20,6 +20,7 @@ from serve_app.engine.cache_change import CacheChange
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
 from serve_app.engine.computing import Computing
+from serve_app.engine.drafts.drafter import Drafter
 from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.health import Progress
 from serve_app.engine.kv_cache.disk_tier import DiskTier
@@ -205,6 +206,9 @@ class DecoderLoop:
         options = self._options
         self._costs = costs = CostModel(backend.profile)
         self._backlog = Backlog(costs, options.n_slots)
+        self._drafter: Drafter | None = None
+        if backend.draft is not None and backend.can_rewind:
+            self._drafter = Drafter(backend.draft, options.n_slots, self.progress)
         self._scheduler = Scheduler(
             options.n_batch,
             costs,
@@ -213,6 +217,7 @@ class DecoderLoop:
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.mixes,
             leaves=backend.can_rewind,
+            proposer=self._drafter,
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
         self._cache.pin(options.n_batch)
@@ -240,6 +245,7 @@ class DecoderLoop:
             self.latencies,
             self.progress,
             self._scheduler.adapter_turns,
+            self._drafter,
         )
         self._cache_change = CacheChange(
             options,
@@ -285,6 +291,8 @@ class DecoderLoop:
         n_cells = table.n_cells
         ends = self._find_slot_ends if self._backend.fills_gaps else None
         batches = self._scheduler.schedule(began, n_cells, ends, beside_s)
+        if self._drafter is not None:
+            self._charge_drafts(self._drafter)
         self._cache_change.saw(batches, n_cells)
         counts = self._counts
         n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
@@ -306,6 +314,11 @@ class DecoderLoop:
             self._backlog.progressed(n_prompt, n_generated, seconds)
         if self._encoding:
             self._encode(self._encoding, self._worked - began, idle=not batches)
+
+    def _charge_drafts(self, drafter: Drafter) -> None:
+        for sequence, seconds in drafter.take_spent():
+            self._waiting.charge(sequence, seconds)
+            self._counts.draft_s += seconds
 
     def _encode(self, encoding: Encoding, step_s: float, *, idle: bool) -> None:
         failure = encoding.step(lambda: self._scheduler.running, step_s, idle=idle)

@@ -90,6 +90,8 @@ class EngineOptions:
     """LoRA adapters that requests may ask for."""
     projector: Path | None = None
     """A GGUF file with what the model sees with; None: it reads text only."""
+    draft: Path | None = None
+    """A GGUF file with a small model of the same vocabulary, which proposes tokens; None: none does."""
     picture_ram_bytes: int = 2**27
     """Memory for pictures that are encoded."""
 

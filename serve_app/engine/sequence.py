@@ -217,12 +217,15 @@ class Sequence:
         self.slot_id, self.n_past, self.n_exact, self.stops = NO_SLOT, 0, None, ()
         self.state = SequenceState.WAITING
 
+    def draft_room(self, n_ctx_slot: int) -> int:
+        """Tokens that a draft for it may have at most."""
+        room = n_ctx_slot - len(self.tokens) - 1
+        return room if self.n_left is None else min(room, self.n_left - 1)
+
     def draft(self, n_most: int, n_ctx_slot: int, max_indexed: int) -> tuple[int, ...]:
         """Tokens that may follow its own, so many as it may still have. For `max_indexed`, see
         `NgramProposer.draft`."""
-        room = n_ctx_slot - len(self.tokens) - 1
-        if self.n_left is not None:
-            room = min(room, self.n_left - 1)
+        room = self.draft_room(n_ctx_slot)
         draft = self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
         if self.tiles:  # what follows may be a picture
             draft = tuple(takewhile(lambda token: token >= 0, draft))

@@ -317,6 +317,11 @@ class Model:
                 return buffer.raw[:n]
             size = -n
 
+    def text_of(self, token: int) -> str:
+        """A token as the vocabulary has it."""
+        text = llama_cpp.llama_vocab_get_text(self._vocab, token)
+        return str(text.decode(errors="replace"))
+
     @functools.cached_property
     def longest_text(self) -> int:
         """No token stands for more bytes than this."""

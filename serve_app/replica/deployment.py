@@ -86,6 +86,11 @@ class EngineReplica:
                 if model.projector is None
                 else await asyncio.to_thread(locate, model.projector, model.downloads, tell)
             )
+            draft = (
+                None
+                if model.draft is None
+                else await asyncio.to_thread(locate, model.draft, model.downloads, tell)
+            )
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
@@ -97,6 +102,7 @@ class EngineReplica:
             profile_folder=cache_folder() / "profiles",
             adapters=tuple(adapters),
             projector=projector,
+            draft=draft,
         )
         self._engine = Engine.load(path, options, report)
         self._vocabulary_key = self._engine.vocabulary_key

@@ -23,6 +23,8 @@ _COUNTED = {
     "generated_tokens": "Generated tokens.",
     "drafted_tokens": "Tokens that speculation guessed.",
     "accepted_tokens": "Of them, those that were right.",
+    "proposed_tokens": "Of the guessed tokens, those that a draft model proposed.",
+    "accepted_proposed_tokens": "Of these, those that were right.",
     "preemptions": "Sequences that lost their slot for a time.",
     "context_shifts": "Contexts that were full and went on.",
     "failovers": "Requests that other replicas began and could not end.",

@@ -18,6 +18,8 @@ _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
 _LARGE_STEP = 32
 # A split that gains less than this part is noise.
 _LEAST_GAIN = 0.05
+# Weight of the newest batch with drafts of several sequences.
+_NEWEST = 0.1
 # What was planned is planned anew after so many batches, as the curve may have moved.
 _PLANS_KEPT = 64
 
@@ -60,6 +62,8 @@ class CostModel:
         self._splits: dict[tuple[tuple[int, ...], int, frozenset[int]], tuple[int, ...]] = {}
         self._retried: set[int] = set()
         self._n_seen = 0
+        self._longer: dict[int, float] = {}
+        """How much longer drafts of several sequences take than as many sequences do, by `_doublings`."""
 
     def __bool__(self) -> bool:
         """Whether anything was measured."""
@@ -92,7 +96,8 @@ class CostModel:
         """Seconds to compute the next token of each sequence, and so many drafted ones behind each."""
         n_rows = n_sequences * (n_drafted + 1)
         if n_sequences > 1 or n_drafted == 0 or not self._verify.measured:
-            return self.decode_s(n_rows, n_past)
+            longer = self._longer.get(_doublings(n_rows), 1.0) if n_drafted else 1.0
+            return longer * self.decode_s(n_rows, n_past)
         return self._verify.at(n_rows, n_past)
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
@@ -202,8 +207,15 @@ class CostModel:
             self._decode.learn(n_rows, n_past, seconds)
         elif n_sequences == 1:
             self._verify.learn(n_rows, n_past, seconds)
+        elif self:
+            size, expected_s = _doublings(n_rows), self.decode_s(n_rows, n_past)
+            known = self._longer.get(size, 1.0)
+            seen = min(2.0, max(0.5, seconds / expected_s))
+            self._longer[size] = known + _NEWEST * (seen - known)
         self._n_seen += 1
         if self._n_seen % _PLANS_KEPT == 0:
+            for size in self._longer:  # what is not tried any more may have become faster
+                self._longer[size] += _NEWEST * (1 - self._longer[size])
             self._splits.clear()
             self._retried.clear()
 
@@ -239,6 +251,10 @@ def _fastest(times: Mapping[int, float], within_s: float, beside_s: float) -> in
 
 def _span(slots: Sequence[int]) -> int:
     return slots[-1] - slots[0] + 1
+
+
+def _doublings(n_rows: int) -> int:
+    return n_rows.bit_length()
 
 
 def _rounded(n_past: float) -> int:

@@ -139,6 +139,32 @@ class Projector(Protocol):
         backend may decode meanwhile. Raises DecodeError."""
 
 
+class DraftModel(Protocol):
+    """A small model of the same vocabulary, with a cache of its own; see
+    `serve_app.engine.backends.draft_model.LlamaDraft`."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that each slot holds."""
+
+    @property
+    def n_batch(self) -> int:
+        """Most rows of a batch."""
+
+    @property
+    def profile(self) -> Profile:
+        """What batches cost; empty if that was not measured."""
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """One forward pass. Raises DecodeError if they cannot be decoded; some may be in the cache."""
+
+    def most_likely(self, row: int) -> int:
+        """The token of the other model's vocabulary that is most likely after a row last decoded."""
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """Drop the slot's cached tokens from position n_past on."""
+
+
 class Backend(Protocol):
     """A model and a context in which each slot has a `seq_id`: its own id."""
 
@@ -226,6 +252,10 @@ class Backend(Protocol):
     @property
     def projector(self) -> Projector | None:
         """What pictures are seen with."""
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """What proposes tokens."""
 
     def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
         """Like `decode`, for rows of one slot that are part of one tile: `embeddings` are computed in the

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Projector, Row, State
+from serve_app.engine.backends.base import (
+    DraftModel,
+    EmbeddingShape,
+    MemoryUse,
+    Projector,
+    Row,
+    State,
+)
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.threads import Threads
@@ -92,6 +99,7 @@ class FakeBackend:
         self.used_adapters: list[Adapters] = []
         """The adapters of each."""
         self.projector: Projector | None = None
+        self.draft: DraftModel | None = None
         self.adapter_ids: set[str] = set()
         self.hidden_adapters: set[str] = set()
         self._adapters: Adapters = ()

@@ -23,9 +23,11 @@ from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import Measures, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
+from serve_app.engine.backends.draft_model import LlamaDraft
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, MAX_SCORED_ROWS
+from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
+from serve_app.engine.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.constraint import Constraint
@@ -103,6 +105,7 @@ class LlamaBackend:
             self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
             self.change_s = time.perf_counter() - began
             self._context.use_threads(self.threads)
+            self.draft = self._open_draft()
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
         self.can_rewind = self.vocabulary.can_rewind
@@ -285,6 +288,12 @@ class LlamaBackend:
         if mode.flash_attn not in deep:
             return found
         return deep[mode.flash_attn].depth.added_to(found, unified=mode.kv_unified)
+
+    def _open_draft(self) -> LlamaDraft | None:
+        options = self._options
+        if options.draft is None:
+            return None
+        return LlamaDraft(self.vocabulary, options.draft, options, self.threads)
 
     # -- changing ---------------------------------------------------------------------------------
 
@@ -478,14 +487,16 @@ class LlamaBackend:
     def memory(self) -> MemoryUse:
         """See Backend.memory."""
         context = self._context
+        draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
         return MemoryUse(
             weights_bytes=self.vocabulary.n_bytes
             + sum(one.n_bytes for one in self._adapters.values())
-            + (self.projector.n_bytes if self.projector else 0),
-            cache_bytes=context.layout.cache_bytes,
-            cache_bytes_per_slot=context.cache_bytes_per_seq,
+            + (self.projector.n_bytes if self.projector else 0)
+            + draft.weights_bytes,
+            cache_bytes=context.layout.cache_bytes + draft.cache_bytes,
+            cache_bytes_per_slot=context.cache_bytes_per_seq + draft.cache_bytes_per_slot,
             cache_bytes_per_token=context.layout.per_token,
-            compute_bytes=context.compute_bytes,
+            compute_bytes=context.compute_bytes + draft.compute_bytes,
             window=context.window,
             window_bytes_per_token=context.layout.per_window_token,
             recurrent_bytes=context.layout.per_sequence,
@@ -494,6 +505,8 @@ class LlamaBackend:
     def close(self) -> None:
         """Free the contexts. The model is freed with the last object that knows its vocabulary."""
         self._context.close()
+        if self.draft is not None:
+            self.draft.close()
         if self._embedder is not None:
             self._embedder.close()
 

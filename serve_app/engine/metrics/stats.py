@@ -39,6 +39,8 @@ class Counts:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_proposed_tokens: int = 0
     n_tokens_max: int = 0
     preemptions: int = 0
     context_shifts: int = 0
@@ -46,6 +48,7 @@ class Counts:
     step_s: float = 0.0
     decode_s: float = 0.0
     sample_s: float = 0.0
+    draft_s: float = 0.0
     prefill_s: float = 0.0
     generation_s: float = 0.0
     encoded_tiles: int = 0
@@ -82,6 +85,11 @@ class EngineStats:
     drafted_tokens: int = 0
     """Guesses of speculation; of them, `accepted_tokens` were right, and are among the generated."""
     accepted_tokens: int = 0
+    proposed_tokens: int = 0
+    """Of the drafted ones, those that the draft model proposed, in `draft_s` seconds; of them,
+    `accepted_proposed_tokens` were right."""
+    accepted_proposed_tokens: int = 0
+    draft_s: float = 0.0
     preemptions: int = 0
     """Sequences that lost their slot for a time: the cache was full, or their client had more than its
     share."""

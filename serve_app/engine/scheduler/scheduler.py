@@ -1,4 +1,4 @@
-"""The scheduler: chooses the rows of the next batches. Pure: no model, no threads, no clock."""
+"""The scheduler: chooses the rows of the next batches. Pure but for drafts: no threads, no clock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.decode.ngram_proposer import MAX_INDEXED
 from serve_app.engine.scheduler.adapter_turns import AdapterTurns
 from serve_app.engine.scheduler.batch import Batch, Turn, plan_batch
+from serve_app.engine.scheduler.drafting import Drafting, Drafts, Proposer
 from serve_app.engine.sequence import Sequence
 from serve_app.types import Adapters
 
@@ -19,13 +19,8 @@ _TOO_LONG, _IN_TIME = 0.97, 1.0003  # balanced when one step in a hundred takes 
 # How much longer than its fair share a prompt may be held back: shares are forecasts.
 _PATIENCE = 1.5
 SlotEnds = Callable[[], Mapping[int, int]]
-# Drafts that are tried, and how many drafted rows one step may have in all.
-_DRAFTS = (1, 2, 3, 5, 7)
-MAX_DRAFTED_ROWS = 16
 # Prompt rows of one batch whose logits are wanted: each takes memory for the whole vocabulary.
 MAX_SCORED_ROWS = 32
-# What speculation must promise to be tried.
-_LEAST_GAIN = 0.05
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
 # Seconds of a prompt's pass in the background: what is lost when somebody comes and it is left.
@@ -74,15 +69,24 @@ class Scheduler:
         n_ctx_slot: int = 0,
         mixed: bool = False,
         leaves: bool = False,
+        proposer: Proposer | None = None,
     ) -> None:
         """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
         Without anything measured or without a bound, only `n_batch` limits the prompts. `leaves` says
-        whether a batch in the background ends when somebody comes."""
+        whether a batch in the background ends when somebody comes. `proposer` drafts besides lookup, which
+        `speculate` turns on: its passes run while a step is planned."""
         self._n_batch = n_batch
         self._costs = costs or CostModel(Profile())
         self._max_stall_s = max_stall_s
-        self._speculate = speculate and bool(self._costs)
-        self._n_ctx_slot = n_ctx_slot
+        self._drafting: Drafting | None = None
+        if (speculate or proposer is not None) and self._costs:
+            self._drafting = Drafting(
+                self._costs,
+                n_ctx_slot,
+                lookup=speculate,
+                proposer=proposer,
+                max_stall_s=max_stall_s,
+            )
         self._mixed = mixed
         self._leaves = leaves
         self._n_cells = 0
@@ -269,7 +273,9 @@ class Scheduler:
         if not decoding:
             return []
         n_past = self._depth(decoding)
-        drafting = self._drafting(decoding, n_past) if self._speculate else {}
+        drafting: Drafts = {}
+        if self._drafting is not None:
+            drafting = self._drafting.drafts(decoding, n_past, mixed=self._mixed)
         plain = [sequence for sequence in decoding if sequence.id not in drafting]
         parts = iter(plain)
         groups = [
@@ -298,30 +304,6 @@ class Scheduler:
         if between and self._slot_ends:
             between.difference_update(self._slot_ends())
         return self._costs.split(slots, n_past, frozenset(between))
-
-    def _drafting(self, decoding: list[Sequence], n_past: float) -> dict[str, tuple[int, ...]]:
-        """Whose drafts are worth a batch of their own, and the drafts: all of one length."""
-        share = MAX_INDEXED // len(decoding) + 1
-        drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot, share) for one in decoding}
-        if not any(drafts.values()):
-            return {}
-        best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
-        best: dict[str, tuple[int, ...]] = {}
-        for n_drafted in _DRAFTS:
-            group = [one for one in decoding if len(drafts[one.id]) >= n_drafted]
-            if not group or len(group) * n_drafted > MAX_DRAFTED_ROWS:
-                continue
-            rest = len(decoding) - len(group)
-            seconds = self._costs.verify_s(len(group), n_drafted, n_past)
-            seconds += self._costs.steps_s(rest, n_past) if rest else 0.0
-            rate = (rest + sum(one.proposer.expected(n_drafted) for one in group)) / seconds
-            if rate > best_rate:
-                best_rate = rate
-                best = {one.id: drafts[one.id][:n_drafted] for one in group}
-        for one in decoding:
-            if drafts[one.id] and one.id not in best:
-                one.proposer.unused()
-        return best
 
     # -- prompts ----------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ import yaml
 from serve_app.app import access, engine_options, ingress_options, resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.errors import ConfigError
 from serve_app.ingress.http.limits.bodies import BodyLimits
 from serve_app.placement.machine import Machine
@@ -286,3 +288,31 @@ def test_a_projector_takes_of_the_models_memory(tmp_path: Path) -> None:
 def test_what_is_no_projector_is_refused(source: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         resolve(schema.parse({"models": [model(engine={}, projector=source)]}).models, HERE)
+
+
+def draft_of(path: object) -> dict[str, Any]:
+    return {"draft": {"source": {"path": str(path)}}}
+
+
+def test_a_draft_takes_of_the_models_memory() -> None:
+    (free,) = schema.parse({"models": [model(engine={})]}).models
+    (drafted,) = schema.parse({"models": [model(engine=draft_of(BUILTIN_MODEL))]}).models
+    assert drafted.engine.draft is not None
+    here = Machine(topology(((i,), 0) for i in range(2)), None, 2**28, 2**28)
+    without, beside = (resolve([one], here)[0] for one in (free, drafted))
+    assert (without.draft, beside.draft) == (None, drafted.engine.draft.source)
+    assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
+
+
+def test_a_draft_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"models \(m\): engine.draft: .*no file"):
+        resolve(schema.parse({"models": [model(engine=draft_of("/nowhere.gguf"))]}).models, HERE)
+
+
+def test_a_draft_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "random.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "q8_0")
+    with pytest.raises(
+        ConfigError, match=r"random\.gguf has another vocabulary: it has 512 tokens"
+    ):
+        resolve(schema.parse({"models": [model(engine=draft_of(path))]}).models, HERE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,8 @@ from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.scheduler.batch import Batch
-from serve_app.engine.scheduler.scheduler import MAX_DRAFTED_ROWS, Scheduler
+from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
+from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
@@ -230,7 +232,7 @@ SLOW = Profile(
 )
 
 
-def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: bool) -> Scheduler:
+def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) -> Scheduler:
     made = Scheduler(256, CostModel(SLOW), max_stall_s, n_ctx_slot=N_CTX_SLOT, **changed)
     for sequence in sequences:
         made.add(sequence)

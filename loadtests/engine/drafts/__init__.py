@@ -1,0 +1,1 @@
+"""The ceiling of draft models: what one that always agrees gains."""

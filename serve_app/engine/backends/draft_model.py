@@ -1,0 +1,150 @@
+"""The draft model of the real backend: another GGUF file, with a context of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from serve_app.engine.autotune import modes, profile_cache
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.profiler import Profiler
+from serve_app.engine.backends.base import MemoryUse, Row
+from serve_app.engine.options import EngineOptions
+from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
+from serve_app.errors import ConfigError
+from serve_app.llama import library
+from serve_app.llama.context import Context
+from serve_app.llama.model import Model
+from serve_app.llama.threads import Threads
+
+logger = logging.getLogger("corral.engine")
+
+N_CTX = 512
+"""Tokens that each slot of a draft model holds, if the engine's hold more."""
+_LEAST_CTX = 64
+_N_BATCH = 256
+# The part of the time for profiling that it gets, and seconds that are enough.
+_PROFILING, _ENOUGH_S = 0.15, 3.0
+# llama.cpp's own bound: files of one family are padded to sizes that differ a little.
+_MOST_PADDED = 128
+
+
+class LlamaDraft:
+    """A model that proposes tokens for another one. Raises ConfigError if it cannot be loaded, or cannot
+    propose for that one."""
+
+    def __init__(self, target: Model, path: Path, options: EngineOptions, threads: Threads) -> None:
+        model = Model(path, load_mode=options.load_mode)
+        check_draft(target, model)
+        self.n_ctx = max(_LEAST_CTX, min(N_CTX, options.n_ctx_slot))
+        if 0 < model.window < self.n_ctx:
+            raise ConfigError(
+                f"engine.draft: {path.name} looks back on {model.window} tokens only, and could not take "
+                "back what it proposed."
+            )
+        self.n_batch = max(_N_BATCH, options.n_slots)
+        self._model = model
+        self._n_vocab = min(target.n_vocab, model.n_vocab)
+        self._context = Context(
+            model,
+            n_seq_max=options.n_slots,
+            n_ctx_slot=self.n_ctx,
+            n_batch=self.n_batch,
+            n_outputs=max(options.n_slots, MAX_DRAFTED_ROWS),
+            threads=options.threads,
+            threads_batch=options.threads_batch,
+            flash_attn=True,
+            kv_unified=True,
+        )
+        self._context.use_threads(threads)
+        self._context.warm_up()
+        self.profile = self._measure(options)
+
+    def _measure(self, options: EngineOptions) -> Profile:
+        if options.profile_limit_s <= 0:
+            return Profile()
+        folder = options.profile_folder
+        name = profile_cache.key(
+            draft=self._model.fingerprint().hex(),
+            llama_cpp=library.version(),
+            threads=(options.threads, options.threads_batch, options.numa),
+            slots=(options.n_slots, self.n_ctx),
+            limit_s=options.profile_limit_s,
+        )
+        known = profile_cache.load(folder, name) if folder else None
+        if known is not None:
+            return known.profile
+        limit_s = min(_ENOUGH_S, _PROFILING * options.profile_limit_s)
+        profiler = Profiler(
+            self._context,
+            n_slots=options.n_slots,
+            n_ctx_slot=self.n_ctx,
+            n_batch=self.n_batch,
+            can_rewind=False,  # nothing is copied
+        )
+        for _ in profiler.essentials(limit_s / 2):
+            pass
+        profiler.rest(limit_s / 2)
+        if folder:
+            mode = modes.Mode(flash_attn=True, kv_unified=True)
+            profile_cache.save(folder, name, modes.Choice(mode, "draft", profiler.profile))
+        logger.info("Measured the draft model %s.", self._model.path.name)
+        return profiler.profile
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """See DraftModel.decode."""
+        self._context.decode(rows)
+
+    def most_likely(self, row: int) -> int:
+        """See DraftModel.most_likely."""
+        return int(self._context.logits(row)[: self._n_vocab].argmax())
+
+    def truncate(self, seq_id: int, n_past: int) -> None:
+        """See DraftModel.truncate."""
+        self._context.truncate(seq_id, n_past)
+
+    @property
+    def memory(self) -> MemoryUse:
+        """What it holds, beside the other model."""
+        context = self._context
+        return MemoryUse(
+            weights_bytes=self._model.n_bytes,
+            cache_bytes=context.layout.cache_bytes,
+            cache_bytes_per_slot=context.cache_bytes_per_seq,
+            cache_bytes_per_token=context.layout.per_token,
+            compute_bytes=context.compute_bytes,
+        )
+
+    def close(self) -> None:
+        """Free the context."""
+        self._context.close()
+
+
+def check_draft(target: Model, draft: Model) -> None:
+    """Raises ConfigError if the draft cannot propose for the target. Vocabularies are enough."""
+    if not (target.can_rewind and target.is_causal):
+        raise ConfigError(
+            f"engine.draft: {target.path.name} cannot take back tokens that were wrong, as its layers are "
+            "recurrent or it makes embeddings only. Leave out the draft."
+        )
+    if not (draft.can_rewind and draft.is_causal):
+        raise ConfigError(
+            f"engine.draft: {draft.path.name} cannot take back what it proposed, as its layers are "
+            "recurrent or it makes embeddings only."
+        )
+    if target.vocabulary_key == draft.vocabulary_key:
+        return
+    reason = f"it has {draft.n_vocab} tokens, and {target.path.name} {target.n_vocab}"
+    differ = abs(target.n_vocab - draft.n_vocab) > _MOST_PADDED
+    if not differ:
+        n_shared = min(target.n_vocab, draft.n_vocab)
+        strange = (i for i in range(n_shared) if target.text_of(i) != draft.text_of(i))
+        i = next(strange, None)
+        if i is None:
+            return
+        reason = f"its token {i} is {draft.text_of(i)!r}, that of {target.path.name} {target.text_of(i)!r}"
+    raise ConfigError(
+        f"engine.draft: {draft.path.name} has another vocabulary: {reason}. A draft is a smaller model "
+        "of the same family."
+    )
