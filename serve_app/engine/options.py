@@ -135,6 +135,7 @@ class EngineOptions:
         refused = {
             "adapters": bool(self.adapters),
             "projector": self.projector is not None,
+            "engine.draft": self.draft is not None,
             "engine.kv_unified": self.kv_unified is not None,
             "engine.flash_attn: false": self.flash_attn is False,
             "engine.context_shift": self.context_shift,

@@ -18,7 +18,14 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import Profiler
-from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Projector, Row, State
+from serve_app.engine.backends.base import (
+    DraftModel,
+    EmbeddingShape,
+    MemoryUse,
+    Projector,
+    Row,
+    State,
+)
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError, NotSupportedError
 from serve_app.folders import cache_folder
@@ -51,6 +58,7 @@ class OpenVinoBackend:
     """
 
     projector: Projector | None = None
+    draft: DraftModel | None = None
     can_rewind = True
     forgets = False
     fills_gaps = False
