@@ -31,6 +31,10 @@ class LocalClient:
         finally:
             self._engine.abort(request.id)
 
+    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """See EngineClient."""
+        return self._engine.picture_tokens(sizes)
+
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:

@@ -29,6 +29,7 @@ from serve_app.errors import (
     PromptTooLongError,
     TextTooLongError,
 )
+from serve_app.llama.vision.tiles import Tile
 from serve_app.progress import Report
 from serve_app.types import PICTURE, GenerationRequest, RequestRecord, TokenDelta
 
@@ -143,6 +144,15 @@ class Engine:
         """What is known of a request, live or ended lately, by its id, its answer's or its HTTP
         request's; empty if it is unknown."""
         return self._loop.explain(wanted)
+
+    def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """How many tokens pictures of these widths and heights have in a prompt. Raises
+        InvalidRequestError."""
+        projector = self._loop.projector
+        if projector is None:
+            raise InvalidRequestError("This model reads text only: it has no projector.", "model")
+        parts = [part for size in sizes for part in projector.layout(*size)]
+        return sum(part.n_tokens if isinstance(part, Tile) else len(part) for part in parts)
 
     def stats(self) -> EngineStats:
         """The engine as of its last step."""

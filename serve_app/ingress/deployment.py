@@ -254,6 +254,14 @@ class HandleClient:
         found, missing = await self._ask_all("explain", wanted)
         return Answers(tuple(record for one in found for record in one.records), missing)
 
+    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """See EngineClient."""
+        async with self._loading(), _translated():
+            answer: int | CorralError = await self._handle.picture_tokens.remote(sizes)
+        if isinstance(answer, CorralError):
+            raise answer
+        return answer
+
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:

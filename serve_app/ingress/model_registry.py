@@ -84,6 +84,9 @@ class EngineClient(Protocol):
     async def fetching(self) -> Sequence[FetchingReplica]:
         """The replicas that fetch their model now. Nothing if nobody knows in time."""
 
+    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """How many tokens pictures of these widths and heights have. Raises CorralError."""
+
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:

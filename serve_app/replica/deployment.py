@@ -238,6 +238,13 @@ class EngineReplica:
             latencies=self._engine.latencies(),
         )
 
+    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int | CorralError:
+        """See Engine.picture_tokens. What goes wrong is returned."""
+        try:
+            return self._engine.picture_tokens(sizes)
+        except CorralError as error:
+            return error
+
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction | CorralError | None:

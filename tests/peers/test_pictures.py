@@ -171,6 +171,8 @@ def test_pictures_are_seen_alike(seeing: Pair, name: str) -> None:
     assert (theirs.status, ours.status) == (200, 200), (theirs.body, ours.body)
     usages = [one.body["usage"]["prompt_tokens"] for one in (theirs, ours)]
     assert usages[1] == usages[0]
+    counts = seeing.ask("POST", "/v1/chat/completions/input_tokens", {"messages": CHATS[name]})
+    assert [one.body["input_tokens"] for one in counts] == usages
     found = list(zip(steps(theirs.body), steps(ours.body), strict=True))
     assert len(found) == N_TOKENS
     for one, other in found:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from serve_app.ingress.anthropic.protocol import CountTokensRequest, MessagesRequest
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import Chat
+from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.workers.worker import Models
@@ -28,7 +28,7 @@ def messages(models: Models, body: bytes) -> Messages:
     return Messages(preparation.chat(model, asked.as_chat(), 1, "messages"), shown)
 
 
-def count_tokens(models: Models, body: bytes) -> int:
+def count_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/messages/count_tokens. Raises CorralError."""
     asked = parsed(CountTokensRequest, body)
-    return preparation.n_tokens(find(models, asked.model), asked.as_chat(), "messages")
+    return preparation.length(find(models, asked.model), asked.as_chat(), "messages")

@@ -42,4 +42,5 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
         """The tokens of the prompt that a message would be answered from."""
-        return {"input_tokens": await bodies.read(request, preparation.count_tokens)}
+        found = await bodies.read(request, preparation.count_tokens)
+        return {"input_tokens": await generation.n_tokens(models, found)}

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
 from serve_app.errors import CorralError
-from serve_app.ingress.generation.preparation import Generation
+from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.http import request_context
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.sampling import SamplingParams
 from serve_app.types import Accepted, GenerationRequest, TokenDelta
 
 Deltas = AsyncGenerator[tuple[int, TokenDelta]]
 """The deltas of several sequences as they come, each with its sequence's index."""
 _Items = AsyncGenerator[tuple[int, Accepted | TokenDelta]]
+
+
+async def n_tokens(models: Mapping[str, ServedModel], found: PromptLength) -> int:
+    """All of a prompt's, its pictures' included. Raises CorralError."""
+    if not found.sizes:
+        return found.n_tokens
+    return found.n_tokens + await find(models, found.model).engine.picture_tokens(found.sizes)
 
 
 def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:

@@ -131,6 +131,18 @@ def _adapters(model: KnownModel, params: GenerationParams) -> Adapters:
     return active(model.adapters[i]._replace(scale=scale) for i, scale in scales.items())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptLength:
+    """How long a prompt is."""
+
+    model: str
+    """Its id."""
+    n_tokens: int
+    """Of its words."""
+    sizes: tuple[tuple[int, int], ...]
+    """Widths and heights of its pictures: only an engine knows how many tokens these are."""
+
+
 def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
     """The engine's parameters. Of a token that `logit_bias` names twice, the last counts. Raises
     InvalidRequestError."""
@@ -184,17 +196,13 @@ def pictured_chat(
     return pictures.placed(chat_prompt(model, body), urls, prompt_field)
 
 
-def n_tokens(model: KnownModel, body: ChatCompletionRequest, prompt_field: str) -> int:
-    """How many the prompt would have. Raises InvalidRequestError."""
-    if any(message.pictures for message in body.messages):
-        raise InvalidRequestError(
-            "Only an engine counts the tokens of pictures: ask for an answer of one token, and look at its "
-            "usage."
-            if model.sees
-            else pictures.refusal(prompt_field).message,
-            prompt_field,
-        )
-    return len(chat_prompt(model, body))
+def length(model: KnownModel, body: ChatCompletionRequest, prompt_field: str) -> PromptLength:
+    """How long the prompt would be. Raises InvalidRequestError."""
+    if not model.sees and any(message.pictures for message in body.messages):
+        raise InvalidRequestError(pictures.refusal(prompt_field).message, prompt_field)
+    prompt, seen = pictured_chat(model, body, prompt_field)
+    sizes = tuple((one.width, one.height) for one in seen)
+    return PromptLength(model.id, len(prompt) - len(seen), sizes)
 
 
 def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:

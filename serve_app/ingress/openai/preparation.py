@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import Chat, Generation
+from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import find
@@ -55,10 +55,10 @@ def chat(models: Models, body: bytes) -> ChatCompletion:
     return ChatCompletion(found, asked.n_logprobs is not None, asked.verbose)
 
 
-def input_tokens(models: Models, body: bytes) -> int:
+def input_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
-    return preparation.n_tokens(find(models, asked.model), asked, "messages")
+    return preparation.length(find(models, asked.model), asked, "messages")
 
 
 def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...]]:

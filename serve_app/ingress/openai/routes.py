@@ -81,7 +81,8 @@ def _add_generation(
     @app.post("/chat/completions/input_tokens")
     async def input_tokens(request: Request) -> InputTokens:
         """How many tokens the prompt of such a chat has."""
-        return InputTokens(input_tokens=await bodies.read(request, preparation.input_tokens))
+        found = await bodies.read(request, preparation.input_tokens)
+        return InputTokens(input_tokens=await generation.n_tokens(models, found))
 
 
 def _add_models(app: FastAPI, models: Mapping[str, ServedModel]) -> None:

@@ -91,16 +91,14 @@ ROUTES = {
         streams=True,
     ),
     "chat_completions": Route(d.ChatCompletion, ChatCompletionRequest, _CHAT, streams=True),
-    "input_tokens": Route(InputTokens, ChatCompletionRequest, _CHAT, asks_engine=False),
+    "input_tokens": Route(InputTokens, ChatCompletionRequest, _CHAT),
     "responses": Route(
         d.Response,
         ResponsesRequest,
         {"input": "Tell me a story.", "max_output_tokens": 32},
         streams=True,
     ),
-    "response_input_tokens": Route(
-        InputTokens, ResponsesRequest, {"input": "Tell me a story."}, asks_engine=False
-    ),
+    "response_input_tokens": Route(InputTokens, ResponsesRequest, {"input": "Tell me a story."}),
     "get_response": Route(d.Response, streams=True),
     "delete_response": Route(d.DeletedResponse, asks_engine=False),
     "cancel_response": Route(d.Response, asks_engine=False),
@@ -110,7 +108,6 @@ ROUTES = {
         dict[Literal["input_tokens"], int],
         CountTokensRequest,
         {"messages": [_ASKED]},
-        asks_engine=False,
     ),
     "embeddings": Route(d.Embeddings, EmbeddingsRequest, {"input": ["A fox.", "A brave fox."]}),
     "embedding": Route(list[d.LlamaEmbedding], LlamaEmbeddingRequest, {"content": "A fox."}),

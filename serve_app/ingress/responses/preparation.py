@@ -10,7 +10,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from serve_app.ingress.generation import preparation, sampling_fields
-from serve_app.ingress.generation.preparation import Chat
+from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.json_body import loads, parsed
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.responses import items
@@ -55,7 +55,7 @@ def response_after(models: Models, body: bytes) -> Response:
     return _response(models, parsed(ResponsesRequest, body), before)
 
 
-def input_tokens(models: Models, body: bytes) -> int | After:
+def input_tokens(models: Models, body: bytes) -> PromptLength | After:
     """POST /v1/responses/input_tokens: how many the prompt would have. Raises CorralError."""
     asked = parsed(ResponsesRequest, body)
     if asked.previous_response_id is not None:
@@ -63,7 +63,7 @@ def input_tokens(models: Models, body: bytes) -> int | After:
     return _input_tokens(models, asked, [])
 
 
-def input_tokens_after(models: Models, body: bytes) -> int:
+def input_tokens_after(models: Models, body: bytes) -> PromptLength:
     """The same behind a conversation: see `with_conversation`. Raises CorralError."""
     before, body = _conversation(body)
     return _input_tokens(models, parsed(ResponsesRequest, body), before)
@@ -113,9 +113,9 @@ def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) ->
     return Response(found, _told(asked, found.generation.sampling), kept, asked.obfuscates)
 
 
-def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> int:
+def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PromptLength:
     chat = asked.as_chat(_ITEMS.validate_python(before))
-    return preparation.n_tokens(find(models, asked.model), chat, "input")
+    return preparation.length(find(models, asked.model), chat, "input")
 
 
 def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:

@@ -93,8 +93,8 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, runs: R
     async def response_input_tokens(request: Request) -> InputTokens:
         """How many tokens the prompt of such a response has."""
         read = _Reader(bodies, runs, await bodies.pieces(request))
-        n_tokens = await read(preparation.input_tokens, preparation.input_tokens_after)
-        return InputTokens(input_tokens=n_tokens)
+        found = await read(preparation.input_tokens, preparation.input_tokens_after)
+        return InputTokens(input_tokens=await generation.n_tokens(runs.models, found))
 
     stored.add(app, models, bodies, runs)
 

@@ -70,6 +70,15 @@ def test_the_second_question_about_a_picture_costs_its_words(seeing: Corral) -> 
     assert seeing.stats()["encoded_tiles"] == 2
 
 
+def test_the_tokens_of_pictures_are_counted(seeing: Corral) -> None:
+    content = [{"type": "image_url", "image_url": {"url": url("red")}}] * 2
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "Which?"}]}]
+    body = {"model": "seeing", "messages": messages}
+    counted = seeing.http.post("/v1/chat/completions/input_tokens", json=body).json()
+    asked = seeing.http.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()
+    assert counted["input_tokens"] == asked["usage"]["prompt_tokens"] > 2 * N_SEEN
+
+
 def test_a_picture_of_many_megabytes_is_read_in_a_worker(seeing: Corral) -> None:
     answer = ask(seeing, "seeing", url("green", (4096, 4096)), "What is it?")
     assert answer.usage.prompt_tokens > N_SEEN

@@ -218,6 +218,12 @@ class ScriptedEngine:
             self.left_early = True
             raise
 
+    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Ten for each pixel of their heights."""
+        if self.refusal is not None:
+            raise self.refusal
+        return sum(10 * height for _, height in sizes)
+
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 
 import pytest
 
+from serve_app.engine.metrics.stats import EngineStats
 from serve_app.engine.metrics.trace import Trace
 from serve_app.replica import metrics
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
+
+STATS = EngineStats(
+    n_slots=2,
+    n_ctx_slot=100,
+    threads=1,
+    threads_batch=1,
+    flash_attn=False,
+    kv_unified=False,
+    mode_reason="",
+    running=0,
+    waiting=0,
+    backlog_s=0.0,
+    draining=False,
+    steps=0,
+    prompt_tokens=0,
+    cached_tokens=0,
+    generated_tokens=0,
+)
 
 
 class Clock:
@@ -75,3 +95,12 @@ def test_boundaries_are_as_ray_takes_them() -> None:
     for ends in (GAP_BOUNDARIES_S, metrics._SECONDS):
         assert all(end > 0 for end in ends)
         assert list(ends) == sorted(set(ends))
+
+
+def test_time_for_pictures_is_counted_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[float] = []
+    made = ReplicaMetrics("m")
+    monkeypatch.setattr(made._encoding, "inc", lambda more, _: counted.append(more))
+    for seconds in (0.5, 0.5, 0.75):
+        made.update(replace(STATS, encode_s=seconds))
+    assert counted == [0.5, 0.25]

@@ -106,6 +106,7 @@ def test_a_pictures_rows_are_a_batch_of_their_own(causal: bool) -> None:
         inboxes = start(engine, asked("a", GOOD), asked("b", OTHER), request("c"))
         ends = [inbox.wait() for inbox in inboxes]
         assert engine.stats().encoded_tiles == 2
+        assert engine.picture_tokens([(8, 8), (9, 9)]) == 2 * (1 + N_SEEN + 1)
     assert_only_own_tokens_were_fed(backend)
     assert ends[0].usage.prompt_tokens == len("in ") + 1 + N_SEEN + 1 + len("what?\n")
     seen = [batch for batch in backend.batches if any(token < 0 for token, *_ in batch)]

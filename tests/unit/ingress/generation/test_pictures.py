@@ -14,11 +14,19 @@ from typing import Any
 import pytest
 
 from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.errors import CorralError, InvalidRequestError, MediaError, PicturesWantedError
+from serve_app.errors import (
+    CorralError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    MediaError,
+    PicturesWantedError,
+)
 from serve_app.ingress.anthropic import preparation as anthropic
+from serve_app.ingress.generation.generation import n_tokens
 from serve_app.ingress.generation.pictures import read
-from serve_app.ingress.generation.preparation import Generation
+from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.llama_server import preparation as llama_server
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama import preparation as ollama
 from serve_app.ingress.openai import preparation as openai
 from serve_app.ingress.responses import preparation as responses
@@ -26,6 +34,7 @@ from serve_app.ingress.workers import pictures
 from serve_app.ingress.workers.worker import LocalModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import PICTURE
+from tests.unit.ingress.harness import ScriptedEngine
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -163,11 +172,27 @@ def test_texts_are_the_same_tokens_around_a_picture() -> None:
     assert [percent if token == PICTURE else token for token in pictured] == list(plain)
 
 
-def test_tokens_of_pictures_are_not_counted_here() -> None:
-    part = {"type": "image_url", "image_url": url(file_of())}
-    body = json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
-    with pytest.raises(InvalidRequestError, match="Only an engine counts"):
-        openai.input_tokens(SEEING, body)
+def test_what_is_left_to_count_is_told_to_who_counts_pictures() -> None:
+    parts = [
+        {"type": "image_url", "image_url": url(file_of(size=size))} for size in ((8, 6), (5, 4))
+    ]
+    body = json.dumps({"messages": [{"role": "user", "content": [parts[0], *parts]}]}).encode()
+    found = openai.input_tokens(SEEING, body)
+    assert (found.model, found.sizes) == ("m", ((8, 6), (8, 6), (5, 4)))
+    whole = openai.chat(SEEING, body).chat.generation.prompts[0]
+    assert found.n_tokens == len(whole) - 3
+    with pytest.raises(InvalidRequestError, match="no projector"):
+        openai.input_tokens(BLIND, body)
+
+
+async def test_the_engine_counts_the_tokens_of_pictures() -> None:
+    engine = ScriptedEngine()
+    models = {"m": ServedModel("m", 512, TOKENIZER, engine)}
+    assert await n_tokens(models, PromptLength("m", 5, ())) == 5
+    assert await n_tokens(models, PromptLength("m", 5, ((8, 6), (8, 4)))) == 5 + 60 + 40
+    engine.refusal = EngineUnavailableError("none")
+    with pytest.raises(EngineUnavailableError):
+        await n_tokens(models, PromptLength("m", 5, ((8, 6),)))
 
 
 @pytest.mark.parametrize("kind", pictures.FORMATS)
