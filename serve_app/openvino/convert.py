@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from serve_app.errors import ConfigError
+from serve_app.openvino.readable import inexact, misread
 
 logger = logging.getLogger("corral.engine")
 
@@ -45,11 +46,27 @@ def converted(gguf: Path, fingerprint: bytes, folder: Path) -> Path:
     made = folder / f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}"
     with _alone(folder, made.name):
         if not (made / MODEL).is_file():
+            _check(gguf)
             began = time.monotonic()
             logger.info("Converting %s for OpenVINO. This is done once.", gguf.name)
             _convert(gguf, made)
             logger.info("Converted %s in %.0f s.", gguf.name, time.monotonic() - began)
     return made / MODEL
+
+
+def _check(gguf: Path) -> None:
+    if found := misread(gguf):
+        raise ConfigError(
+            f"{gguf.name} has {' and '.join(found)}, which OpenVINO's reader ignores: its texts would be "
+            "wrong. Use engine.backend: llama.cpp."
+        )
+    if formats := inexact(gguf):
+        logger.warning(
+            "OpenVINO rounds the offsets of %s: %s is less exact with it than with llama.cpp. Q4_0, Q6_K, "
+            "Q8_0 and F16 are not.",
+            " and ".join(formats),
+            gguf.name,
+        )
 
 
 def _convert(gguf: Path, made: Path) -> None:
