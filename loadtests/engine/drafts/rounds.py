@@ -1,0 +1,58 @@
+"""One round of `loadtests.engine.drafts`, in the process that has the engine. Not in `__main__`, which
+processes that are spawned do not import."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtests.common import asking
+from loadtests.engine import process
+from serve_app.engine import Engine, GenerationRequest, SamplingParams
+
+TIMEOUT_S = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One engine's round."""
+
+    tokens_per_s: float
+    """Generated, while all streams decode."""
+    proposed: int
+    right: int
+    draft_part: float
+    """Of the steps' time, what the draft model's passes took."""
+
+
+def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
+    """Over there: all streams at once."""
+    return asyncio.run(_run(process.engine(), n_streams, n_prompt, n_tokens))
+
+
+async def _run(engine: Engine, n_streams: int, n_prompt: int, n_tokens: int) -> Round:
+    before = engine.stats()
+    sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
+    requests = [
+        GenerationRequest(f"{time.monotonic()}-{i}", _prompt(i, n_prompt), sampling)
+        for i in range(n_streams)
+    ]
+    async with asyncio.timeout(TIMEOUT_S):
+        answers = await asyncio.gather(*map(asking.arrivals, engine.submit_many(requests)))
+    after = engine.stats()
+    arrivals: list[Sequence[float]] = [times for times, _ in answers]
+    begin, end = max(times[0] for times in arrivals), max(times[-1] for times in arrivals)
+    n_decoded = sum(sum(t > begin for t in times) for times in arrivals)
+    return Round(
+        n_decoded / (end - begin),
+        after.proposed_tokens - before.proposed_tokens,
+        after.accepted_proposed_tokens - before.accepted_proposed_tokens,
+        (after.draft_s - before.draft_s) / (after.step_s - before.step_s),
+    )
+
+
+def _prompt(i: int, n_tokens: int) -> tuple[int, ...]:
+    """Others in each stream, and the same in each round."""
+    return tuple(20 + (7 * i + 3 * n) % 200 for n in range(n_tokens))
