@@ -7,6 +7,7 @@ PagedAttention" (Kwon et al., 2023), section 4.3.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,11 +50,11 @@ class BlockTables:
     def extend(self, more: Mapping[int, int]) -> list[BlockCopy]:
         """Make room for so many tokens more of these sequences. Raises CacheFullError, and changes nothing,
         if there are too few blocks."""
-        if sum(self._n_needed(sequence, n) for sequence, n in more.items()) > len(self._free):
+        if self._n_needed(more) > len(self._free):
             raise CacheFullError("The KV cache has no room for this batch.")
         copies = []
         for sequence, n in more.items():
-            if self._writes_shared(sequence, n):
+            if self._writes_within(sequence, n) and self._n_users[self._tables[sequence][-1]] > 1:
                 copies.append(self._own_last(sequence))
             self._lengths[sequence] += n
             table = self._tables[sequence]
@@ -79,15 +80,21 @@ class BlockTables:
             self._n_users[block] += 1
         self._lengths[target] = self._lengths[source]
 
-    def _n_needed(self, sequence: int, n_tokens: int) -> int:
-        n_blocks = -(-(self._lengths[sequence] + n_tokens) // BLOCK)
-        n_new = n_blocks - len(self._tables[sequence])
-        return n_new + self._writes_shared(sequence, n_tokens)
+    def _n_needed(self, more: Mapping[int, int]) -> int:
+        """Free blocks that this takes."""
+        n_needed, left = 0, Counter[int]()
+        for sequence, n_tokens in more.items():
+            table = self._tables[sequence]
+            n_needed += -(-(self._lengths[sequence] + n_tokens) // BLOCK) - len(table)
+            is_within = self._writes_within(sequence, n_tokens)
+            if is_within and self._n_users[table[-1]] - left[table[-1]] > 1:
+                n_needed += 1
+                left[table[-1]] += 1  # the last of those that share it keeps it
+        return n_needed
 
-    def _writes_shared(self, sequence: int, n_tokens: int) -> bool:
-        """Whether the first of these tokens goes into a block that others have, too."""
-        is_within = self._lengths[sequence] % BLOCK > 0
-        return n_tokens > 0 and is_within and self._n_users[self._tables[sequence][-1]] > 1
+    def _writes_within(self, sequence: int, n_tokens: int) -> bool:
+        """Whether the first of these tokens goes into a block that has some."""
+        return n_tokens > 0 and self._lengths[sequence] % BLOCK > 0
 
     def _own_last(self, sequence: int) -> BlockCopy:
         table = self._tables[sequence]

@@ -200,7 +200,12 @@ class PagedContext:
     def save(self, seq_id: int) -> bytes:
         """The sequence's tokens as a state: its length and its blocks, layer by layer."""
         blocks, length = self._tables.blocks(seq_id), self._tables.length(seq_id)
-        parts = [length.to_bytes(8, "little"), *(cache[blocks].tobytes() for cache in self._caches)]
+        parts = [length.to_bytes(8, "little")]
+        for cache in self._caches:
+            saved = cache[blocks]
+            if length % BLOCK:
+                saved[-1, :, length % BLOCK :] = 0  # another sequence may have had that block
+            parts.append(saved.tobytes())
         return b"".join(parts)
 
     def restore(self, seq_id: int, state: bytes | memoryview) -> None:

@@ -82,6 +82,14 @@ def test_what_is_shared_takes_no_room() -> None:
     assert tables.n_free == 0
 
 
+def test_the_last_one_that_shares_a_block_keeps_it() -> None:
+    tables = BlockTables(2, 2)
+    tables.extend({0: 1})
+    tables.share(0, 1)
+    (copy,) = tables.extend({0: 1, 1: 1})
+    assert {tables.blocks(0)[0], tables.blocks(1)[0]} == {copy.source, copy.target}
+
+
 def test_a_full_cache_changes_nothing() -> None:
     tables = BlockTables(2, 3)
     tables.extend({0: BLOCK})
