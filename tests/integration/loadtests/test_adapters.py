@@ -11,6 +11,7 @@ from loadtests.engine.adapters import __main__ as adapters
 from loadtests.engine.adapters import bench
 
 
+@pytest.mark.long
 def test_every_way_has_its_speed_and_its_texts(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ async def test_the_same_token_always_follows(path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.long
 def test_the_benchmark_has_a_row_for_each_number_of_streams(path: Path) -> None:
     """In processes of their own, as `python -m` has them."""
     arguments = ["--streams", "1,2", "--tokens", "12", "--rounds", "1", "--threads", "1"]

@@ -123,6 +123,7 @@ def agreement(path: Path) -> float:
     return float(np.corrcoef(logits(ours).ravel(), logits(theirs).ravel())[0, 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "made",
     [
