@@ -1,0 +1,78 @@
+"""OpenVINO's kernels behind the whole server."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.conftest import Corral, model
+
+pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Corral]:
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    entry = model(None, "demo", n_slots=4, n_ctx_slot=512, backend="openvino")
+    started = Corral(directory, [entry])
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def client(server: Corral) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def say(client: openai.OpenAI, text: str) -> str:
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": text}],
+        temperature=0,
+        max_tokens=48,
+        stream=True,
+    )
+    return "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
+
+
+def test_streams_that_share_a_batch_are_right(server: Corral, client: openai.OpenAI) -> None:
+    capitals = {"Portugal": "Lisbon", "France": "Paris", "Italy": "Rome", "Japan": "Tokyo"}
+    with ThreadPoolExecutor(len(capitals)) as pool:
+        answers = dict(
+            zip(
+                capitals,
+                pool.map(lambda one: say(client, f"What is the capital of {one}?"), capitals),
+                strict=True,
+            )
+        )
+    assert {one: capitals[one] in answer for one, answer in answers.items()} == dict.fromkeys(
+        capitals, True
+    )
+    (replica,) = server.replicas()
+    assert "OpenVINO" in replica["engine"]["mode_reason"]
+
+
+def test_a_schema_holds(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="demo", prompt="A", max_tokens=8, extra_body={"regex": "(red|green)"}
+    )
+    assert answer.choices[0].text in {"red", "green"}
+
+
+def test_what_it_lacks_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.embeddings.create(model="demo", input="a")
+    assert refused.value.status_code == 501
+    assert say(client, "What is the capital of Portugal?")
