@@ -147,7 +147,7 @@ class Corral:
         assert by_itself, "some of its processes had to be killed"
 
 
-def model(path: Path | None, model_id: str, **engine: int) -> dict[str, Any]:
+def model(path: Path | None, model_id: str, **engine: int | str) -> dict[str, Any]:
     """One entry of `models`, of the built-in one if there is no path: half a core, so that several
     fit on a small machine."""
     return {
