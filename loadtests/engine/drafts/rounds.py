@@ -1,5 +1,7 @@
-"""One round of `loadtests.engine.drafts`, in the process that has the engine. Not in `__main__`, which
-processes that are spawned do not import."""
+"""One round of `loadtests.engine.drafts`, in the process that has the engine.
+
+Not in `__main__`, which spawned processes do not import.
+"""
 
 from __future__ import annotations
 
