@@ -115,7 +115,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Known:
-    """What the index was told of one slot."""
+    """The part of one slot that the index knows."""
 
     source: TokenArray | None = None
     group: str = ""

@@ -142,8 +142,8 @@ class SlotTable:
         background: bool = False,
     ) -> Choice | Wait:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
-        Its first `n_stored` tokens can also be had from outside the slots. What slots of other cache groups
-        hold counts as nothing.
+        Its first `n_stored` tokens can also be had from outside the slots. Slots of other cache
+        groups count as empty.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A

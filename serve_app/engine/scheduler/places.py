@@ -1,4 +1,5 @@
-"""Who may wait when the queue is full: fair among clients. Pure: no model, no threads, no clock."""
+"""Decides which requests may wait when the queue is full: fair among clients. Pure: no model, no
+threads, no clock."""
 
 from __future__ import annotations
 
