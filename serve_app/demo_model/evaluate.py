@@ -44,7 +44,7 @@ LONG = 1500
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model answered."""
+    """The model's answer."""
 
     text: str
     reason: FinishReason

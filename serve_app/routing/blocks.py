@@ -34,7 +34,7 @@ def chain(tokens: Sequence[int], group: str = SHARED_GROUP) -> Chain:
 
 
 def n_leading(wanted: Chain, held: Container[int]) -> int:
-    """How many of the first blocks are held. Who holds a block holds all before it."""
+    """How many of the first blocks are held. A replica that holds a block holds all blocks before it."""
     return bisect_left(wanted, True, key=lambda block: block not in held)
 
 
@@ -54,7 +54,7 @@ def pack(hashes: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> Chain:
-    """What `pack` made them of."""
+    """The chain that `pack` was given."""
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
