@@ -80,9 +80,9 @@ class HubOrigin:
 
 
 def find(wanted: HubName, folder: Path) -> RemoteModel:
-    """The model's files. The repository's listing is kept in that folder, in case that the server
-    does not answer later. Raises ConfigError, UnreachableError if the repository cannot be asked
-    and was not before."""
+    """The model's files. The repository's listing is kept in that folder, in case the server does
+    not answer later. Raises ConfigError, UnreachableError if the repository cannot be asked and was
+    not before."""
     listing = _listing(wanted, folder)
     files = {one["path"]: RemoteFile(**one) for one in listing["files"]}
     model = tuple(files[path] for path in names.chosen(files, wanted))

@@ -45,10 +45,10 @@ class Broadcaster:
     async def frames(
         self, seen: Callable[[Json], Json] = dict, holder: str = ""
     ) -> AsyncGenerator[Json]:
-        """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none
-        after the application's end. Whoever is slow gets all that changed meanwhile in one. `seen` is what
-        of a view is told. With more than `MAX_VIEWERS`, the first of the `holder` who has most is told no
-        more."""
+        """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most;
+        none after the application's end. A slow viewer gets all changes since its last frame in
+        one. `seen` is what of a view is told. With more than `MAX_VIEWERS`, the first of the
+        `holder` who has most is told no more."""
         viewer = object()
         looking = self._subscribe(viewer, holder)
         try:
