@@ -1,5 +1,4 @@
-"""The part of one slot's text that is in a draft model's cache. Pure: no model, no threads, no
-clock."""
+"""The part of one slot's text in a draft model's cache. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decides which request is next for a slot: fair among clients. Pure: no model, no threads, no
-clock."""
+"""Decides which request is next for a slot, fairly. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 
