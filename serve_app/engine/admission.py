@@ -188,8 +188,9 @@ class Admission:
             self._preempt(sequence, gave_way=True)
 
     def _is_held_back(self, sequence: Sequence) -> bool:
-        """Whether the slots that are idle are for others, who will probably be back at once. What is in the
-        background may have them, as it gives them back, unless the cache was too small for it."""
+        """Whether the slots that are idle are for others, who will probably be back at once.
+        Background requests may have them, since they give them back, unless the cache was too small
+        for them."""
         client, running = sequence.request.client, self._scheduler.running
         if sequence.request.background:
             return self._background_paused

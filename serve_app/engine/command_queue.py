@@ -43,7 +43,8 @@ class CommandQueue:
 
     Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
     caller's thread. A request that another engine had accepted is never refused for lack of room.
-    See `Places` for who is.
+    See `Places` for which requests are
+    refused when the queue is full.
     """
 
     def __init__(

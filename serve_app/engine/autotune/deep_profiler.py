@@ -132,8 +132,8 @@ class DeepProfiler:
         return falls or self._masked < 0 or any(doubtful(depth) for depth in depths)
 
     def essentials(self, limit_s: float) -> Iterator[None]:
-        """What tells one kind of attention from another, in about `limit_s`: a batch is run when the next
-        is asked for."""
+        """Measures the differences between kinds of attention, in about `limit_s`: each `next` runs
+        a batch."""
         self._trials.left_s = limit_s
         yield from self._round(self._trials.measure)
         for n_more in range(1, _ROUNDS + _DOUBTED_ROUNDS):

@@ -1,13 +1,13 @@
 """Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
 
-What every step computes is forecast for both kinds, by the profiles, before anything was learnt: so
-neither is favoured by what the engine has seen of the one that it has. A machine is busier at some
-moments of a start than at others, and the kinds are not measured in the same ones. So the yardstick
-is what costs the same with both, a short prompt of one sequence with nothing before it. The time
-that the other kind would have saved is the regret. The cache is to change when that, and what the
-other kind would save for the requests that are there, exceeds what the change costs. So no traffic,
-however it changes, makes the engine lose much more than if it had known it. Source: Borodin,
-Linial, Saks, "An optimal on-line algorithm for metrical task system", 1992.
+Every step is forecast for both kinds, by the profiles from before any learning. So the engine's
+experience with its present kind favours neither. A machine is busier at some moments of a start
+than at others, and the kinds are not measured in the same ones. So the yardstick is what costs the
+same with both, a short prompt of one sequence with nothing before it. The time that the other kind
+would have saved is the regret. The cache is to change when that, and what the other kind would save
+for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
+makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal
+on-line algorithm for metrical task system", 1992.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class DraftModel(Protocol):
 
     @property
     def profile(self) -> Profile:
-        """What batches cost; empty if that was not measured."""
+        """The cost of batches; empty if that was not measured."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises DecodeError if they cannot be decoded; some may be in the cache."""
@@ -192,7 +192,7 @@ class Backend(Protocol):
 
     @property
     def profile(self) -> Profile:
-        """What batches cost; empty if that was not measured."""
+        """The cost of batches; empty if that was not measured."""
 
     @property
     def other(self) -> tuple[Mode, Profile] | None:

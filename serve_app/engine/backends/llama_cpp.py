@@ -282,7 +282,7 @@ class LlamaBackend:
         return min(window, DEPTH, self._options.n_ctx_slot - ROOM) // ROOM * ROOM
 
     def _whole(self, mode: Mode, found: Profile, deep: Mapping[bool, DeepProfiler]) -> Profile:
-        """What was measured in that mode, besides. llama.cpp copies all of a slot's cells."""
+        """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""
         copy_s = found.copy_s * self._options.n_ctx_slot / self._n_profiled
         found = replace(found, copy_s=copy_s)
         if mode.flash_attn not in deep:

@@ -36,10 +36,10 @@ class FairQueue:
     """The sequences that wait for a slot. A client is what requests name; all that name none are one, and
     what a client has in the background is another one.
 
-    Background requests come last. Before that, a lower `priority` goes first, whatever was served.
-    Among equals the request goes first whose client has least due: what it was charged, what its
-    running requests will probably cost besides, and those of its requests that go before this one;
-    of clients with as much due, that of the one with fewer slots. So a client with one short
+    Background requests come last. Otherwise, a lower `priority` goes first, whatever was served.
+    Among equals, the request goes first whose client has least due: the seconds that it was charged,
+    and the probable cost of its running requests and of those that go before this one. Of clients
+    with as much due, the one with fewer slots goes first. So a client with one short
     request does not wait for all of another's.
     """
 

@@ -126,9 +126,9 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], *, takes_batches: bool)
 
     @app.get("/v1/live", response_model=None)
     async def live() -> Response:
-        """Server-sent events, one a second: the first is all that replicas do, the others are what changes,
-        as JSON merge patches. They end after a minute; a viewer who stays asks again. What is in slots,
-        operators are told only."""
+        """Server-sent events, one a second: the first is all that replicas do, the others are what
+        changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. Only
+        operators get the contents of slots."""
         caller = request_context.current()
         seen = dict if caller.is_operator else without_requests
         frames = broadcaster.frames(seen, caller.holder)

@@ -76,8 +76,8 @@ class Board:
         now: float,
         wall_s: float,
     ) -> None:
-        """What each model's replicas told at this moment, which of them run and told nothing, and how many
-        are in which of Serve's states."""
+        """Takes each model's statistics of replicas at this moment, the replicas that run and did
+        not answer, and the number in each of Serve's states."""
         told = {stats.replica_id for of_model in found.values() for stats in of_model}
         for model, of_model in found.items():
             for stats in of_model:

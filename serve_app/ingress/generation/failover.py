@@ -117,9 +117,9 @@ class _Life:
         return None
 
     def go_on(self) -> None:
-        """Be what the next replica is asked for. It has an id of its own: the last one may linger where
-        it was. A seeded draw is another one, as the same numbers again would favour the same words. What
-        is told of the prompt comes with the first token."""
+        """Be what the next replica is asked for. It has an id of its own: the last one may linger
+        where it was. A seeded draw is another one, as the same numbers again would favour the same
+        words. News of the prompt comes with the first token."""
         self._n_failovers += 1
         sampling = self._asked.sampling
         if sampling.seed is not None:

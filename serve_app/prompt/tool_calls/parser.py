@@ -33,9 +33,9 @@ class TaggedCall:
 
 
 class CallParser:
-    """Splits a text that arrives in pieces into content and calls. What is found does not depend on how the
-    text is cut, and nothing is lost but line ends around calls, and what a format has between them: what
-    looks like a call and is none comes back as the content that it is. Not thread-safe.
+    """Splits a text that arrives in pieces into content and calls. The result does not depend on
+    how the text is cut. Nothing is lost except line ends around calls, and a format's own texts
+    between them: text that looks like a call and is none comes back as content. Not thread-safe.
 
     With `in_pieces`, calls are CallPieces, and a call's arguments are told as they come. Parts of a
     call that were returned are not taken back: if it is cut short or goes wrong, its arguments stay
