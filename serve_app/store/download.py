@@ -1,4 +1,4 @@
-"""Downloads a file in pieces, several at once. A download that was cut off continues later.
+"""Downloads a file in pieces, several at once. What is there when a process dies is there for the next one.
 
 Beside the file, while it is not whole, lie `NAME.part`, as long as the file, and `NAME.pieces`, a byte for
 each piece: 1 once it is on the disk. The file has its own name only when it is whole and checked.
@@ -28,11 +28,11 @@ _DONE = b"\1"
 logger = logging.getLogger("corral.store")
 
 OnBytes = Callable[[int], None]
-"""Gets the number of bytes that are newly there; negative if they were lost. Any thread."""
+"""Is told how many more bytes are there; negative if they are not any more. Any thread."""
 
 
 class DamagedError(ConfigError):
-    """The bytes are not those that the origin had promised."""
+    """What came is not what the origin had promised."""
 
 
 def n_present(folder: Path, file: RemoteFile) -> int:
@@ -88,7 +88,7 @@ def fetch(origin: Origin, file: RemoteFile, folder: Path, on_bytes: OnBytes) -> 
 
 
 def disk_error(folder: Path, error: OSError) -> ConfigError:
-    """The error if the disk does not take a file."""
+    """What it means that the disk does not take a file."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ConfigError(
             f"The disk of {folder} is full. What has been downloaded stays there, and the download goes on "
