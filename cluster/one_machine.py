@@ -43,7 +43,7 @@ two CPUs takes some 1,500 a second that leave at once, and then does nothing els
 
 
 def environment_of(name: str) -> dict[str, str]:
-    """What a file of this folder sets: `one-machine.env` or `haproxy.env`."""
+    """The variables that a file of this folder sets: `one-machine.env` or `haproxy.env`."""
     lines = (HERE / name).read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -63,7 +63,7 @@ def has_keys(config: Path) -> bool:
 
 
 def _at(document: Any, *names: str) -> Any:
-    """What stands there; None if nothing does."""
+    """The value there; None if nothing does."""
     for name in names:
         document = document.get(name) if isinstance(document, Mapping) else None
     return document

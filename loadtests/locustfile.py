@@ -4,10 +4,10 @@ Closed loop: --users people, of kinds by --mix, ask, read, think and ask again. 
 requests come at random moments (Poisson), so many a second, whether or not earlier ones are answered, and
 their times count from when they should have been sent. Either follows --shape over --run-time.
 
-Rows are by type: TTFT, ITL and E2E in milliseconds; TOKENS/S of each user's stream (in the same columns);
-GOOD are the answers within --slo-ttft and --slo-itl, REFUSED those with 429, ABORTED those whose user left.
-Only E2E rows have failures. "Aggregated" adds up different things: do not read it. What a file of --journal
-holds, each request with its end, is what the reports are made of.
+Rows are by type: TTFT, ITL and E2E in milliseconds; TOKENS/S of each user's stream (in the same
+columns); GOOD are the answers within --slo-ttft and --slo-itl, REFUSED those with 429, ABORTED
+those whose user left. Only E2E rows have failures. "Aggregated" adds up different things: do not
+read it. The reports are made from the file of --journal, which has each request with its end.
 
 With --processes N, N workers share the users, or the arrivals, of one process: the same ones with the same
 --seed. Each worker writes a journal of its own, the file's name with its number behind it.
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Run:
-    """What all users of a process share while a test runs."""
+    """The common state of all users of a process while a test runs."""
 
     def __init__(self, environment: Environment) -> None:
         assert environment.parsed_options is not None

@@ -109,7 +109,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def access(ingress: IngressConfig) -> Access:
-    """Who may come in, by the configuration and by what stands before the ingress."""
+    """The access rules, by the configuration and by the proxy before the ingress."""
     hidden = ingress.ui == "auto" and _proxy_hides_strangers()  # loopback means nothing then
     return Access(
         ingress.api_key_file,
@@ -324,8 +324,9 @@ def _memory_report(memory_bytes: int, n_replicas: int) -> str:
 
 
 def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
-    """What Ray reserves for a replica, unless the deployment says otherwise: a core for each thread.
-    Raises ConfigError for threads that cannot have a CPU each; the replica looks again, on its node."""
+    """The CPUs that Ray reserves for a replica, unless the deployment says otherwise: a core for
+    each thread. Raises ConfigError for threads that cannot have a CPU each; the replica looks
+    again, on its node."""
     engine, given = model.engine, model.deployment.ray_actor_options.num_cpus
     threads, cpus = max(engine.threads or 0, engine.threads_batch or 0), here.n_cpus
     complaint = None
@@ -375,8 +376,8 @@ def _draft_source(model: ModelConfig) -> ModelSource | None:
 def _with_draft(
     needs: ModelNeeds, target: Model, model: ModelConfig, downloads: DownloadsConfig
 ) -> ModelNeeds:
-    """What is needed beside its draft model, if it has one. Raises ConfigError if that cannot propose for
-    it."""
+    """The target's needs with those of its draft model, if it has one. Raises ConfigError if that
+    cannot propose for it."""
     source = _draft_source(model)
     if source is None:
         return needs

@@ -57,7 +57,7 @@ class CorralError(Exception):
 
     @property
     def message(self) -> str:
-        """What went wrong, for the person who sent the request."""
+        """The description of the error for the person who sent the request."""
         return str(self.args[0])
 
     @property
@@ -173,7 +173,7 @@ class PicturesWantedError(InvalidRequestError):
 
 
 class PreviousResponseError(InvalidRequestError):
-    """The response that the request goes on from is not kept for this client, or not any more."""
+    """The previous response is not stored for this client, or no longer."""
 
     code = "previous_response_not_found"
 
@@ -251,7 +251,7 @@ class ModelNotFoundError(CorralError):
 
 
 class RequestNotFoundError(CorralError):
-    """No request of that id is known here, or not any more."""
+    """No request of that id is known here, or it is forgotten by now."""
 
     status = 404
     type = "invalid_request_error"
@@ -259,7 +259,7 @@ class RequestNotFoundError(CorralError):
 
 
 class ResponseNotFoundError(CorralError):
-    """No response of that id is kept for this client, or not any more."""
+    """No response of that id is stored for this client, or no longer."""
 
     status = 404
     type = "invalid_request_error"

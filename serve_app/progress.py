@@ -21,7 +21,7 @@ _EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is being done, and how much of it is."""
+    """The present stage of the work, and its progress."""
 
     name: str
     """"loading" or "measuring"."""

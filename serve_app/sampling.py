@@ -91,14 +91,14 @@ class ReasoningBudget:
     """Whether the text begins within the reasoning."""
     opening: tuple[int, ...]
     closing: tuple[int, ...]
-    """What the model ends its reasoning with."""
+    """The tokens that the model ends its reasoning with."""
     forced: tuple[int, ...]
-    """What ends it when the budget is used up."""
+    """The tokens that end it when the budget is used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Triggers:
-    """What a grammar waits for: see `serve_app.llama.triggers`."""
+    """The texts that a grammar waits for: see `serve_app.llama.triggers`."""
 
     tokens: tuple[int, ...] = ()
     patterns: tuple[str, ...] = ()
@@ -282,9 +282,10 @@ class SamplingParams:
     max_tokens: int | None = None
     """None means up to the end of the slot's context; 0 only computes the prompt."""
     grammar: str | None = None
-    """What the text must match, as llguidance serialises grammars; see `serve_app.prompt.grammars`."""
+    """The grammar that the text must match, as llguidance serialises it; see
+    `serve_app.prompt.grammars`."""
     triggers: Triggers | None = None
-    """What the grammar begins with, wherever that appears; None: it begins with the text."""
+    """The texts that the grammar begins with, wherever they appear; None: it begins with the text."""
     preserved_tokens: tuple[int, ...] = ()
     """Control tokens that are told as texts."""
     reasoning: ReasoningBudget | None = None

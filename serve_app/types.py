@@ -41,7 +41,7 @@ class AdapterUse(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What an engine calls it."""
+        """The engine's name for it."""
         return f"{self.id}@{self.version}" if self.version else self.id
 
 
@@ -53,7 +53,7 @@ _ADAPTED = "\0"
 
 
 def adapters_of(content_group: str) -> str:
-    """What a content group says of adapters: equal for those of one step, and empty without any."""
+    """The adapters' part of a content group: equal for those of one step, and empty without any."""
     _, separator, used = content_group.partition(_ADAPTED)
     return separator + used
 
@@ -132,13 +132,13 @@ class GenerationRequest:
     background: bool = False
     """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
     adapters: Adapters = ()
-    """Its LoRA adapters. What they leave in the KV cache is of no use with others."""
+    """Its LoRA adapters. KV computed with them is of no use with others."""
     pictures: tuple[Picture, ...] = ()
     """Those in its prompt, in order."""
 
     @property
     def account(self) -> str:
-        """What it costs is charged there: a client's background owes nothing to its other requests."""
+        """The account that its costs are charged to: a client's background requests have their own."""
         return account(self.client, background=self.background)
 
     @property
@@ -218,7 +218,7 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What an engine remembers of a request."""
+    """An engine's record of a request."""
 
     id: str
     http_id: str
@@ -243,14 +243,14 @@ class FetchingReplica:
     replica_id: str
     node_id: str
     stage: str
-    """What it does, as `serve_app.progress.Stage.name`."""
+    """Its present stage, as `serve_app.progress.Stage.name`."""
     done: float
     """The part of it that is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecords:
-    """What one engine replica remembers of a request."""
+    """One engine replica's records of a request."""
 
     replica_id: str
     records: tuple[RequestRecord, ...]
@@ -335,7 +335,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class SlotAction:
-    """What was done with one slot, because somebody asked for it."""
+    """The result of a requested action on one slot."""
 
     slot_id: int
     n_tokens: int
@@ -346,7 +346,7 @@ class SlotAction:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """What one engine replica tells about itself."""
+    """One engine replica's state and statistics."""
 
     replica_id: str
     node_id: str

@@ -4,12 +4,12 @@
         [--users 2] [--think 4] [--user-prompt 96] [--user-answer 48] [--line-prompt 128]
         [--line-answer 64] [--threads N]
 
-One engine, in a process of its own, is measured in turns. In `batch` it has lines only, as many as it
-takes in. In `people` it has users only, who ask, read the answer, think and ask again, four questions to a
-conversation. In `both` it has the same users, and lines behind them. What people leave is the time in which
-none of them waits for an answer or for more of one; of that the batch uses its speed in `both` over its
-speed in `batch`. With --batched-bench, llama.cpp's own tool computes lines of the same size in every round,
-with as many at once as it is fastest with.
+One engine, in a process of its own, is measured in turns. In `batch` it has lines only, as many as
+it takes in. In `people` it has users only, who ask, read the answer, think and ask again, four
+questions to a conversation. In `both` it has the same users, and lines behind them. People leave
+the time in which none of them waits for an answer or for more of one. The batch uses a part of it:
+its speed in `both` over its speed in `batch`. With --batched-bench, llama.cpp's own tool computes
+lines of the same size in every round, with as many at once as it is fastest with.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def tell(number: int, way: str, found: Window) -> None:
 
 
 def shape_of(settings: argparse.Namespace) -> Shape:
-    """What `add_arguments` has read."""
+    """The shape that `add_arguments` has read."""
     return Shape(
         n_slots=settings.slots,
         users=settings.users,

@@ -1,4 +1,4 @@
-"""Compares a batch with what one would write without batches: clients in a loop, at llama-server.
+"""Compares a batch with the usual way without batches: clients in a loop, at llama-server.
 
     python -m loadtests.batch.against_clients --model PATH [--seconds 40] [--rounds 3] [--slots 16]
         [--clients 16] [--shared-words 0]

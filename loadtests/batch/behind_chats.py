@@ -1,4 +1,4 @@
-"""What a batch gets beside people who chat, and what they lose by it.
+"""Measures the speed of a batch beside people who chat, and their loss by it.
 
     python -m loadtests.batch.behind_chats --model PATH [--users 2] [--think 3] [--seconds 60] [--rounds 3]
         [--slots 16] [--json FILE]
@@ -8,9 +8,9 @@ Starts what `make serve` runs, with batches. Each round has three parts of that 
 nobody has sent before, reads the stream, thinks for as long as --think says, and asks again. Lines of the
 batch are such requests, too, but for 32 to 96 tokens, so that they get out of step.
 
-The parts of the day that users leave are those in which the engine computes nothing while they are alone.
-What the batch gets of them is its tokens/s beside the users, divided by its tokens/s alone and by that
-share. Users' latencies are compared with those of the same round without the batch.
+The parts of the day that users leave are those in which the engine computes nothing while they are
+alone. The batch's part of them is its tokens/s beside the users, divided by its tokens/s alone and
+by that share. Users' latencies are compared with those of the same round without the batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """What users saw in one part."""
+    """The users' figures of one part."""
 
     ttft_p95_s: float
     gap_p99_s: float
@@ -156,7 +156,7 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What happened in one part of a round."""
+    """The figures of one part of a round."""
 
     tokens_per_s: float
     """Of all."""
@@ -186,7 +186,7 @@ def part(clients: Clients, n_users: int, think_s: float, seconds: float) -> Part
 
 
 def users(answers: list[Answer]) -> Users:
-    """What they saw."""
+    """The users' figures."""
     ttfts = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     gaps = [gap for answer in answers for gap in answer.gaps_s]
     return Users(percentile(ttfts, 95), percentile(gaps, 99), len(answers))

@@ -1,4 +1,4 @@
-"""What a batch and the people beside it got out of a machine. Pure: no engine, no clock."""
+"""The figures of a batch and of the people beside it on one machine. Pure: no engine, no clock."""
 
 from __future__ import annotations
 

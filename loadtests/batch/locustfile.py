@@ -51,7 +51,7 @@ def line(number: int, words: random.Random, model: str, max_tokens: int) -> dict
 
 
 def wrong(batch: dict[str, Any], output: str, n_lines: int) -> str:
-    """What is wrong with how a batch ended; nothing if each line was answered exactly once."""
+    """The problem with the end of a batch; nothing if each line was answered exactly once."""
     if batch["status"] != "completed":
         return f"The batch is {batch['status']}: {json.dumps(batch.get('errors'))}"
     if batch["request_counts"] != {"total": n_lines, "completed": n_lines, "failed": 0}:

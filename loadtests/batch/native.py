@@ -55,7 +55,7 @@ def _arguments(model: Path, shape: Shape, sizes: Sequence[int], threads: int) ->
 
 
 def parse(output: str) -> dict[int, float]:
-    """What its lines of JSON tell: generated tokens a second of the whole run, by lines at once."""
+    """The figures in its lines of JSON: generated tokens a second of the whole run, by lines at once."""
     rows: list[dict[str, Any]] = [
         json.loads(line) for line in output.splitlines() if line.startswith("{")
     ]

@@ -1,4 +1,4 @@
-"""Who asks what, and people who chat: the same ones for an engine and for a server."""
+"""Questions, and people who chat: the same ones for an engine and for a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def n_ctx_slot(self) -> int:
-        """What a slot must hold."""
+        """The tokens that a slot must hold."""
         talk = self.user_turns * (self.user_prompt + self.user_answer)
         return max(talk, self.line_prompt + self.line_answer) + 8
 

@@ -59,14 +59,14 @@ def peak_bytes(pid: int | str = "self") -> int:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """The processor's name."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
     return next(names, platform.machine())
 
 
 def machine_and_model(model: Path) -> dict[str, Any]:
-    """What all figures depend on. `model_mb` is in units of 10^6 bytes."""
+    """The facts that all figures depend on. `model_mb` is in units of 10^6 bytes."""
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
@@ -76,7 +76,7 @@ def machine_and_model(model: Path) -> dict[str, Any]:
 
 
 def machine(model: Path, threads: int) -> dict[str, Any]:
-    """What an engine's figures depend on."""
+    """The facts that an engine's figures depend on."""
     return machine_and_model(model) | {
         "llama_cpp_python": version("llama-cpp-python"),
         "threads": threads,

@@ -26,7 +26,7 @@ FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_ms", "itl_p99_ms
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What one burst of requests got."""
+    """The results of one burst of requests."""
 
     answers: tuple[Answer, ...]
     wall_s: float

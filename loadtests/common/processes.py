@@ -56,7 +56,7 @@ def tagged(directory: Path, name: str = "") -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """What a process calls itself; empty if it has ended."""
+    """A process's command line; empty if it has ended."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
         return words.decode(errors="replace")

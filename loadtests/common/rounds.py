@@ -28,7 +28,7 @@ def in_turns(
     *,
     warm_up: bool = True,
 ) -> list[dict[Way, Measured]]:
-    """What each round found of each way, in the order of `ways`. `measure(number, way)` is called for every
+    """Each round's results by way, in the order of `ways`. `measure(number, way)` is called for every
     way in the rounds 1 to `n_rounds`, and before them in round 0, which is to warm up and is left out.
     Raises what it raises."""
     found = []

@@ -104,7 +104,7 @@ def serve_command(*arguments: str | Path) -> list[str | Path]:
 
 
 def make_serve_command(config: Path) -> list[str | Path]:
-    """What `make serve` runs."""
+    """The command that `make serve` runs."""
     return [sys.executable, "-m", "cluster.one_machine", config]
 
 
@@ -153,7 +153,7 @@ def start(
     command: Sequence[str | Path], directory: Path, settings: Mapping[str, str] = NO_SETTINGS
 ) -> subprocess.Popen[bytes]:
     """Start a server with signals at their defaults, `directory` as the tag of its processes and these
-    environment variables, in no other Ray cluster. What it prints goes to `directory/log`."""
+    environment variables, in no other Ray cluster. Its output goes to `directory/log`."""
     ours = {processes.TAG: str(directory), "RAY_USAGE_STATS_ENABLED": "0"}
     environment = os.environ | ours | dict(settings)
     environment.pop("RAY_ADDRESS", None)  # somebody's cluster

@@ -51,7 +51,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.answer_id: str | None = None
-        """What the server calls the answer."""
+        """The server's id of the answer."""
         self.error_code = ""
         """Of an error that ended the stream: its code, or else its type."""
         self._rest = b""
@@ -78,7 +78,7 @@ class Reader:
         return len(self._pieces) - before
 
     def answer(self) -> Answer:
-        """What has come so far."""
+        """The answer so far."""
         usage = self._usage
         return Answer(
             pieces_s=tuple(self._pieces),

@@ -89,7 +89,7 @@ MAX_USERS, MAX_SLOTS = 256, 64
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one invocation measures."""
+    """The settings of one invocation."""
 
     model: Path
     workloads: tuple[str, ...]
@@ -132,7 +132,7 @@ class Record:
 def requests(
     side: str, url: str, words: Words, number: int, point: tuple[str, int]
 ) -> list[dict[str, Any]]:
-    """What the users of a round's burst send to that side's server."""
+    """The requests of a round's burst to that side's server."""
     prompts = enumerate(draw_prompts(list(words.tokens), number, *point))
     if side in NATIVE:
         return [request(prompt, i) for i, prompt in prompts]
@@ -203,7 +203,7 @@ def by_point(
 
 
 def facts(settings: Settings) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The facts that the figures depend on."""
     found = machine_and_model(settings.model) | {
         "versions": {name: version(name) for name in ("corral", "llama-cpp-python", "ray")},
         "sizes": asdict(settings.sizes),

@@ -1,4 +1,4 @@
-"""What running streams and a long prompt cost each other over HTTP: Corral beside llama-server.
+"""Measures how streams and a long prompt slow each other over HTTP, in Corral and llama-server.
 
     python -m loadtests.compare.frontier --model PATH [--bounds 100,250,500,1000] [--batches 32,64,128,512]
         [--streams 2] [--words 1200] [--slots 4] [--rounds 5] [--threads N] [--corral corral|bare]
@@ -83,7 +83,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one invocation measures."""
+    """The settings of one invocation."""
 
     model: Path
     bounds: tuple[int, ...]
@@ -113,7 +113,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one side did in one round, in seconds."""
+    """One side's times in one round, in seconds."""
 
     ttft_s: float
     """From sending the long prompt to its first text."""

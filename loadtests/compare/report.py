@@ -71,7 +71,8 @@ def answered(rounds: Sequence[Round], side: str) -> str:
 
 
 def warnings(one: Round, wanted: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """What makes this round no fair comparison; `wanted` are each user's prompt and answer tokens."""
+    """The reasons why this round is no fair comparison; `wanted` are each user's prompt and answer
+    tokens."""
     for side, burst in one.items():
         asked = sum(answer for _, answer in wanted)
         if burst.tokens < asked:

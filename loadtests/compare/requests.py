@@ -1,4 +1,4 @@
-"""What the users of `loadtests.compare` send: prompts, in bodies that each kind of server understands."""
+"""The requests of `loadtests.compare`'s users: prompts, in bodies that each kind of server understands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKLOADS = {"shared": (512, 32), "independent": (0, 128)}
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What prompts are made of, and what would end an answer."""
+    """The words of prompts, and the tokens that would end an answer."""
 
     tokens: Mapping[int, str]
     """Tokens that are a blank and letters, with their texts: one after the other, in whatever order, they
@@ -45,7 +45,7 @@ def read_words(path: str | os.PathLike[str]) -> Words:
 
 
 def seed(number: int, workload: str, users: int) -> str:
-    """What the prompts of a round's burst are drawn with."""
+    """The seed of the prompts of a round's burst."""
     return f"{SEED} {number} {workload} {users}"
 
 

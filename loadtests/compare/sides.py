@@ -37,7 +37,7 @@ NATIVE = SIDES[:6]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What every side gets, by Corral's names; the rest is each one's default."""
+    """The settings of every side, by Corral's names; each side has its own defaults for the rest."""
 
     threads: int
     n_slots: int = 16
@@ -53,7 +53,7 @@ def is_url(side: str) -> bool:
 
 
 def first_model(url: str) -> str:
-    """What the server there calls its first model. Raises BenchmarkError if it does not say."""
+    """The name of the server's first model. Raises BenchmarkError if it does not say."""
     try:
         name: str = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:

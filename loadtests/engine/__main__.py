@@ -59,7 +59,7 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one invocation measures."""
+    """The settings of one invocation."""
 
     model: Path
     modes: tuple[str, ...]
@@ -87,7 +87,7 @@ class Settings:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What the figures depend on."""
+        """The facts that the figures depend on."""
         return machine(self.model, self.threads) | {
             "prompt_tokens": self.prompt_tokens,
             "max_tokens": self.max_tokens,

@@ -39,7 +39,7 @@ class BatchedBench:
         return parse(output, peak)
 
     def _start(self, arguments: Sequence[str]) -> tuple[str, int]:
-        """What the process writes, and the most memory that it had, in bytes."""
+        """The process's output, and the most memory that it had, in bytes."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen([self._binary, *arguments], stdout=out, stderr=log)
             try:

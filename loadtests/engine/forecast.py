@@ -53,10 +53,10 @@ class Batch:
     depth: int
     forecast_s: float
     before_s: float
-    """What was forecast with what was known before the machine got slower."""
+    """The forecast by the measurements from before the machine got slower."""
     seconds: float
     again_s: float
-    """What the same batch took right after that: nobody can forecast better."""
+    """The time of the same batch right after that: no forecast can be better."""
 
     @property
     def noise(self) -> float:

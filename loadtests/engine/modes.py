@@ -148,7 +148,7 @@ MODES: dict[str, Callable[[Path, EngineOptions], Runner]] = {
 
 
 class _Meter:
-    """What this process uses from here on, and when it was made."""
+    """This process's use of time from here on, and its start."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode

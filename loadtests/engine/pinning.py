@@ -89,7 +89,7 @@ def measure(settings: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def _cores(way: str, share: int, n_replicas: int) -> list[set[int]]:
-    """What each replica may run on."""
+    """The cores that each replica may run on."""
     cores = sorted(os.sched_getaffinity(0))
     if way == FREE:
         return [set(cores)] * n_replicas

@@ -39,7 +39,7 @@ def engine() -> Engine:
 
 
 def opened() -> Any:
-    """What this process has opened; None if nothing."""
+    """The files that this process has opened; None if nothing."""
     return _opened
 
 

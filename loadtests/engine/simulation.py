@@ -27,7 +27,7 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What one engine gets to do."""
+    """The work of one engine."""
 
     clients: int
     slots: int
@@ -125,7 +125,7 @@ class Simulation:
             await self._read(request, self._engine.submit(request), sent_s)
 
     async def _batches(self) -> None:
-        """Who waits longest is in the next batch, as far as there are slots."""
+        """The requests that have waited longest are in the next batch, as far as there are slots."""
         waiting = deque((0.0, deque(requests)) for requests in self._clients)
         while waiting:
             n = min(self._engine.options.n_slots, len(waiting))

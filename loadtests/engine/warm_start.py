@@ -47,7 +47,7 @@ def _ttft(prompt: Prompt) -> float:
 
 
 def _export() -> list[tuple[Payload, int]]:
-    """What the engine would give to a new one, and how many of the tokens are wanted."""
+    """The prefixes that the engine would give to a new one, and how many of the tokens are wanted."""
     prefixes = process.engine().prefixes
     wanted = hottest(prefixes.offers(2), [], prefixes.budget_bytes)
     lent = [

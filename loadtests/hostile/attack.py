@@ -1,4 +1,4 @@
-"""What an attack is, and what its neighbours must not notice."""
+"""Attacks, and the limits of their effect on other users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ with API keys."""
 
 MIB = 2**20
 MOST_BODY_BYTES = 8 * MIB
-"""What a request may have, as docs/security.md says."""
+"""The most bytes of a request, as docs/security.md says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class Attack:
     name: str
     family: str
     what: str
-    """What it does."""
+    """The description of the attack."""
     expects: str
-    """What a server does that holds."""
+    """The behaviour of a server that holds."""
     act: Callable[[Scene], None]
     server: str = KEYED
     seconds: float = 12.0
     """The longest that it may take."""
     bars: Bars = field(default_factory=Bars)
     beside: Callable[[Scene], None] | None = None
-    """What goes on in the calm before it; nothing, if None."""
+    """The load in the calm before it; nothing, if None."""
     is_short: bool = False
     """Whether it is in the short form."""

@@ -20,7 +20,7 @@ _PART = 2**16
 
 
 def call(function: Callable[[], T], seconds: float) -> T | None:
-    """What the function returns in such a process; None if it takes longer, and is ended, or dies.
+    """The function's result in such a process; None if it takes longer, and is ended, or dies.
 
     Attackers compute, too: on their own machines, and not on the server's."""
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""What honest users saw in a part of a run, from their journal. Pure."""
+"""Honest users' figures in a part of a run, from their journal. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What has been written so far."""
+    """The lines written so far."""
 
     sent: int
     outcomes: Sequence[Outcome]
@@ -33,7 +33,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What honest users saw in a stretch of time. Times are in seconds; None where nothing was measured."""
+    """Honest users' figures in a stretch of time. Times are in seconds; None where nothing was measured."""
 
     answers: int
     """Complete ones, of those that were asked for in it."""
@@ -60,7 +60,7 @@ def read(lines: Iterable[str]) -> Journal:
 
 
 def seen(journal: Journal, begin_s: float, end_s: float, *, and_later: bool = False) -> Seen:
-    """What was seen between these two moments, since the epoch. A request belongs to the moment that it was
+    """The figures between these two moments, since the epoch. A request belongs to the moment that it was
     sent, a gap and a failure to that of their end; `and_later`, failures that ended later, too, if their
     requests were sent before `end_s`."""
     own = [one for one in journal.outcomes if begin_s <= one.start_s < end_s]

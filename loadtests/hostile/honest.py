@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def question(name: str, rng: random.Random) -> Ask:
-    """What a user asks next, which nobody has asked before."""
+    """A user's next question, which was never asked before."""
     words = " ".join(rng.choices(WORDS, k=WORDS_ASKED))
     body = {
         "model": DEMO,

@@ -113,7 +113,7 @@ def _bounded(act: Callable[[Scene], None], scene: Scene, seconds: float) -> None
 
 
 def _acted(act: Callable[[Scene], None], scene: Scene) -> tuple[Counter[str], list[str]]:
-    """What the attacker got, and found."""
+    """The attacker's answers by status, and the problems that it found."""
     try:
         act(scene)
     except Exception as error:

@@ -29,7 +29,7 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request got."""
+    """The answer to one request."""
 
     status: int
     body: bytes
@@ -72,7 +72,7 @@ class Scene:
         self.answers: Counter[str] = Counter()
         """How many requests ended so: by status, with the error's code."""
         self.problems: list[str] = []
-        """What was found that should not be."""
+        """The problems that were found."""
 
     @property
     def port(self) -> int:
@@ -99,7 +99,7 @@ class Scene:
                 self.problems.append(problem)
 
     def headers(self, key: str | None) -> dict[str, str]:
-        """What shows that key, where there are keys."""
+        """The headers that show that key, if there are keys."""
         return {"Authorization": f"Bearer {self._keys[key]}"} if key and self._keys else {}
 
     def get(self, path: str, key: str | None = "mallory", **headers: str) -> Answer:
@@ -186,7 +186,7 @@ class Scene:
         return socket.create_connection(("127.0.0.1", self.port), timeout=max(0.1, self.left_s()))
 
     def raw(self, sent: bytes, wait_s: float = 1.0, *, half_close: bool = False) -> bytes:
-        """What comes back for these bytes, until the server closes or says nothing for so long."""
+        """The answer to these bytes, until the server closes or is silent for so long."""
         got = bytearray()
         with suppress(OSError), self.connect() as wire:
             wire.settimeout(wait_s)

@@ -17,7 +17,7 @@ HELD, HURT = "held", "hurt"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one attack."""
+    """The result of one attack."""
 
     attack: Attack
     seconds: float
@@ -26,9 +26,9 @@ class Result:
     """The honest users just before it."""
     during: Seen
     answers: Mapping[str, int]
-    """What the attacker got: requests by status and code."""
+    """The attacker's answers: requests by status and code."""
     problems: Sequence[str]
-    """What the attack itself found."""
+    """The problems that the attack itself found."""
     died: Sequence[str]
     """Processes that served others."""
     memory_before_mib: float
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def reasons(self) -> list[str]:
-        """What is wrong, the worst first; nothing if the server held."""
+        """The problems, the worst first; nothing if the server held."""
         return [*self._broken(), *self._slower(), *self._large(), *self.problems]
 
     @property
@@ -74,7 +74,7 @@ class Result:
         return found
 
     def _slower(self, times: float = 1.0) -> list[str]:
-        """What took longer than so many times what it may take."""
+        """The times that were longer than so many times their limits."""
         bars, calm, during = self.attack.bars, self.calm, self.during
         found = []
         if _above(during.ttft_p95_s, calm.ttft_p95_s, bars.ttft_factor, TTFT_NOISE_S, times):

@@ -12,7 +12,7 @@ from pathlib import Path
 from loadtests.common.processes import command_line, tagged
 
 SERVING = ("ServeReplica", "ProxyActor", "ServeController", "raylet", "gcs_server")
-"""What the names of processes hold that serve everybody."""
+"""Parts of the names of processes that serve all requests."""
 SAMPLE_EVERY_S = 0.4
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -43,8 +43,8 @@ def died(before: Mapping[int, str], after: Mapping[int, str]) -> list[str]:
 
 
 def memory_mib(directory: Path) -> float:
-    """What all of its processes have resident. A process that was forked, and calls itself as its parent,
-    shares the most of it with that one: only its own pages count."""
+    """The resident memory of all of its processes. A process that was forked, and calls itself as
+    its parent, shares the most of it with that one: only its own pages count."""
     named = {pid: command_line(pid) for pid in tagged(directory)}
     total = 0.0
     for pid, name in named.items():

@@ -1,4 +1,4 @@
-"""Measures what the admission window (`batch_wait_timeout_s`) costs a lone request and gains a burst.
+"""Measures what `batch_wait_timeout_s` costs a lone request, and what a burst gains by it.
 
     python -m loadtests.load.admission --model PATH [--windows 0,2,5,10] [--rounds 3]
 

@@ -33,7 +33,7 @@ _TERM = re.compile(r"(ttft|itl|e2e)_(p50|p95|p99)=(\d+(?:\.\d+)?)(ms|s)")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a configuration holds."""
+    """The number of users that a configuration holds."""
 
     name: str
     users: int
@@ -92,7 +92,7 @@ def measure(
     limit: int,
     name: str,
 ) -> Held:
-    """What this server holds."""
+    """The number of users that this server holds."""
     tried: dict[int, Mapping[str, float | None]] = {0: {}}
 
     def holds(users: int) -> bool:

@@ -59,14 +59,14 @@ SCENARIOS = {
 
 
 def load_of(name: str, capacity: int, seconds: int | None, model: str) -> Load:
-    """What a scenario asks of a server that holds so many users."""
+    """A scenario's load for a server that holds so many users."""
     scenario = SCENARIOS[name]
     users = max(3, round(scenario.users * capacity))
     return Load(users, seconds or scenario.seconds, scenario.mix, scenario.think_s, model=model)
 
 
 def problems(name: str, result: Result) -> list[str]:
-    """What is wrong, in words; nothing, if the verdict is good."""
+    """The problems, in words; nothing, if the verdict is good."""
     found = [*_books(result, counted=name != "kill")]
     books = result.accounts
     if not books.complete:
@@ -110,8 +110,8 @@ def _answered_late(result: Result) -> bool:
 
 
 def growth(samples: Sequence[Sample]) -> list[str]:
-    """What a soak's last quarter holds more of than its second; the first is warming up. The memory of
-    kept prefixes, which has a bound of its own, does not count."""
+    """The resources that a soak's last quarter holds more of than its second; the first is warming
+    up. The memory of kept prefixes, which has a bound of its own, does not count."""
     quarter = len(samples) // 4
     if not quarter:
         return ["too short to see whether anything grows"]
@@ -134,7 +134,7 @@ def _own_mib(one: Sample) -> float:
 
 
 def verdict(name: str, result: Result) -> str:
-    """What happened, in a few lines."""
+    """The verdict, in a few lines."""
     found = problems(name, result)
     figures = result.figures()
     lines = [

@@ -41,7 +41,7 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of the server, in the words of the locustfile."""
+    """The load on the server, in the words of the locustfile."""
 
     users: int
     run_s: int
@@ -77,12 +77,12 @@ class Load:
 
 
 Strikes = Sequence[tuple[float, Callable[[], object]]]
-"""What is done to a server meanwhile, each after so many seconds."""
+"""The faults for a server meanwhile, each after so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a load."""
+    """The result of a load."""
 
     load: Load
     sent: list[str]
@@ -95,8 +95,8 @@ class Result:
     client_share: float
     """Of one core, what the client used."""
     other_cores: float | None
-    """What processes that are neither the server nor the client used meanwhile; None if the server was not
-    started here, or something was done to it, which may take its counts along."""
+    """The cores that other processes than the server and the client used meanwhile; None if the
+    server was not started here, or something was done to it, which may take its counts along."""
     idle_after_s: float | None
     """When the server had nothing to do any more, from the end of the load; None: not in GRACE_S."""
 
@@ -106,7 +106,7 @@ class Result:
         return accounts(self.sent, self.outcomes)
 
     def figures(self) -> dict[str, float | None]:
-        """What users got."""
+        """The users' figures."""
         return figures(self.outcomes, self.wall_s, self.load.slo)
 
     def document(self) -> dict[str, Any]:

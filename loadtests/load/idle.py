@@ -22,14 +22,14 @@ from loadtests.common.servers import NO_SETTINGS, exit_on_sigterm, serve_run
 from loadtests.load.observer import cpu_s
 
 _SETTLE_S = 15.0
-"""What the start has put off is done by then."""
+"""The work that the start has put off is done by then."""
 _MODEL = {"id": "corral-demo", "source": {"builtin": True}}
 _TITLE = re.compile(r"ray::[^ ]+|ray-dashboard-\w+")
 _PYTHON = re.compile(r"[^ ]*python[\d.]*(?: -\w)*? (?:-m )?(?P<program>[^- ][^ ]*)")
 
 
 def short_name(command: str) -> str:
-    """What a process is called here: the title that it gave itself, Python's module or script, or its
+    """A process's short name: the title that it gave itself, Python's module or script, or its
     program."""
     if title := _TITLE.match(command):
         return title[0]

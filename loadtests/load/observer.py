@@ -59,7 +59,7 @@ def sample(target: Target, model: str, at_s: float) -> Sample | None:
 
 
 def engines_of(stats: Mapping[str, Any], model: str) -> list[dict[str, Any]]:
-    """What each replica's engine says; of the first model, if none is named. None of another server."""
+    """The state of each replica's engine; of the first model, if none is named. None of another server."""
     models = stats["models"]
     named = [entry for entry in models if entry["id"] == model] or models[:1]
     return [replica["engine"] for entry in named for replica in entry["replicas"]]

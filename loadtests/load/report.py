@@ -33,7 +33,7 @@ JSON, MARKDOWN, HTML = "report.json", "report.md", "report.html"
 
 
 def facts(target: Target) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The facts that the figures depend on."""
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
@@ -87,7 +87,7 @@ def write(document: dict[str, Any], folder: Path) -> None:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What to do."""
+    """The command line's settings."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.load.report", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)

@@ -44,7 +44,7 @@ TIMELINE = {
 }
 MOST_PLACES = 60
 MOST_OTHER_CORES = 0.2
-"""What processes that do not belong to the measurement may use before the reader is warned."""
+"""The cores that other processes may use before the reader is warned."""
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 14px sans-serif; margin: 1em; overflow-wrap: anywhere }
@@ -201,7 +201,7 @@ def _row(run: Run) -> list[object]:
 
 
 def _notes(document: Document) -> Iterator[str]:
-    """What to know before one believes the figures."""
+    """Notes that readers need to judge the figures."""
     runs = document["runs"]
     share = max((run["client_share"] for run in runs), default=0.0)
     yield f"The client used {share:.0%} of a core at most."

@@ -53,7 +53,7 @@ class Row:
 
 
 def rows(result: Result, nodes: Sequence[tuple[float, int]], start_s: float) -> list[Row]:
-    """What a run's samples and requests say, EVERY_S seconds in each row. `nodes` are (time, worker nodes),
+    """The rows of a run's samples and requests, EVERY_S seconds in each. `nodes` are (time, worker nodes),
     `start_s` is when the run began, both since the epoch."""
     load, found = result.load, list[Row]()
     for at_s in range(0, load.run_s, EVERY_S):

@@ -1,4 +1,4 @@
-"""Many streams at once, whose readers are slow: whether all are complete, and what each costs in memory.
+"""Many streams at once, whose readers are slow: whether all are complete, and the memory of each.
 
     python -m loadtests.load.slow_readers [--streams 2000] [--tokens 100] [--bytes-per-s 2000]
 

@@ -17,7 +17,7 @@ ENDS = (COMPLETE, REFUSED, ABORTED, FAILED)
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a user should get, in seconds."""
+    """The times that a user should get, in seconds."""
 
     ttft_s: float
     itl_s: float
@@ -111,8 +111,9 @@ def accounts(sent: Sequence[str], outcomes: Sequence[Outcome]) -> Accounts:
 
 
 def figures(outcomes: Sequence[Outcome], wall_s: float, slo: Slo) -> dict[str, float | None]:
-    """What users got in `wall_s` seconds; None where nothing was measured. A goodput counts the complete
-    answers that meet the SLO, `good_share` their share of all requests that their users did not leave."""
+    """The users' figures in `wall_s` seconds; None where nothing was measured. A goodput counts the
+    complete answers that meet the SLO, `good_share` their share of all requests that their users
+    did not leave."""
     good = sum(outcome.meets(slo) for outcome in outcomes)
     stayed = sum(outcome.end != ABORTED for outcome in outcomes)
     done = [o for o in outcomes if o.end == COMPLETE]

@@ -30,7 +30,7 @@ class Target:
     directory: Path | None = None
 
     def stats(self) -> dict[str, Any]:
-        """What it says of itself; of a server that is not Corral, no models. Raises httpx.HTTPError."""
+        """The server's statistics; without models if it is not Corral. Raises httpx.HTTPError."""
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         answer = httpx.get(f"{self.url}/v1/stats", headers=headers, timeout=10)

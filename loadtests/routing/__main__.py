@@ -5,7 +5,7 @@
 
 The replicas, the clients and the time are simulated (`replica`, `simulation`): half of
 the replicas compute at the speed of a measured machine with a 0.6B model, a quarter at half of it, a
-quarter at a third. What is not simulated is the decision: it is the code that Ray Serve runs, with reports
+quarter at a third. The decision is not simulated: it is the code that Ray Serve runs, with reports
 that are up to 1.3 seconds old and several routers that do not know of each other. Every client sends its
 next request when the last one was answered. A prompt is one of --prefixes common beginnings of 1,024
 tokens, drawn by Zipf's law with that exponent, and 128 tokens of its own.

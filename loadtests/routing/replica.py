@@ -23,7 +23,7 @@ _STALL_S, _MOST_ROWS = 0.25, 512
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of how many replicas."""
+    """The requests, and the number of replicas."""
 
     replicas: int = 64
     slots: int = 16
@@ -124,7 +124,8 @@ class Replica:
         return step_s, ended
 
     def _admit(self) -> None:
-        """Whoever finds a slot starts from the longest kept prefix, unless that is being computed."""
+        """A request that finds a slot starts from the longest kept prefix, unless that is being
+        computed."""
         computing = {one.prompt.chain for one in self.running if one.n_missing}
         passed = deque[Asked]()
         while self.waiting and len(self.running) < self.n_slots:
@@ -147,7 +148,7 @@ class Replica:
         self.waiting.extendleft(reversed(passed))
 
     def report(self) -> Report:
-        """What a router gets to know."""
+        """The report for routers."""
         token_s = (_STEP_S / self.n_slots + _ROW_S) * self.slower
         prompt_token_s = _PROMPT_TOKEN_S * self.slower
         live = [*self.running, *self.waiting]

@@ -1,4 +1,4 @@
-"""What Serve's controller carries for one model's replicas at rest, by the real sizes of its messages.
+"""The traffic of Serve's controller for one model's replicas at rest, by the real sizes of its messages.
 
     python -m loadtests.routing.traffic [--replicas 100,1000] [--ingresses 4] [--json FILE]
 
@@ -6,7 +6,7 @@ Nothing is started. The objects that Ray Serve 2.60 sends are made as it makes t
 does; how often they go follows from its settings. All replicas are busy, hold as many prefixes as they may
 report, and neither come nor go. Two ways are compared: reports that go through the controller
 (`record_routing_stats`, as Corral once had it, and a handle to themselves in all engines), and reports that
-go over channels. What Ray's calls add to their arguments is not counted.
+go over channels. The bytes that Ray's calls add to their arguments do not count.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _through_the_controller(report: Report) -> dict[str, Any]:
 
 
 def _members(rng: random.Random, n: int, *, with_reports: bool) -> UpdatedObject:
-    """What a subscriber gets when anything has changed."""
+    """The message to a subscriber when anything has changed."""
     infos = []
     for i in range(n):
         replica_id = ReplicaID(_hex(rng, 8), _ENGINES)
@@ -228,7 +228,7 @@ def after(sizes: Sizes, n_ingresses: int) -> dict[str, float]:
 
 
 def _metrics(sizes: Sizes, n_handles: int) -> dict[str, float]:
-    """What is the same for both: health, and what autoscaling goes by."""
+    """The common part: health, and the figures for autoscaling."""
     pressure = sizes.pressure / RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S
     return {
         "health and pressure": sizes.n * (sizes.healthy / DEFAULT_HEALTH_CHECK_PERIOD_S + pressure),

@@ -53,7 +53,7 @@ FORMATS = ("Q4_0", "Q4_K_M", "IQ4_XS", "Q8_0")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one invocation measures."""
+    """The settings of one invocation."""
 
     model: Path
     formats: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a format costs: perplexity on a text, and how often it finds the same next token as the original."""
+"""The quality of a format: perplexity, and how often its next token is the original's."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every variant has to do."""
+    """The load for every variant."""
 
     sequences: tuple[int, ...]
     """How many run at once, one number after the other."""
@@ -32,7 +32,7 @@ class Load:
 
     @property
     def n_ctx_slot(self) -> int:
-        """What a slot holds."""
+        """The tokens that a slot holds."""
         return self.prompt_tokens + self.max_tokens + 1
 
     def visits(self, n_variants: int) -> int:

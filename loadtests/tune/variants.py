@@ -1,4 +1,4 @@
-"""What is compared: files of several formats, then ways to serve one of them. Pure."""
+"""The variants: files of several formats, then ways to serve one of them. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Variant:
     """AS_GIVEN, or llama.cpp's name of a format."""
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from Corral's defaults: fields of `engine` in the configuration."""
+    """Differences from Corral's defaults: fields of `engine` in the configuration."""
 
     @property
     def name(self) -> str:

@@ -47,7 +47,7 @@ logger = logging.getLogger("corral.batch")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is the same for all parts."""
+    """The common settings of all parts."""
 
     model: ResolvedModel
     reading: Reading
@@ -61,7 +61,7 @@ class _Asked(NamedTuple):
     question: Question | str
     """Or what is wrong with it."""
     prefix: bytes
-    """What its prompt begins with."""
+    """The beginning of its prompt."""
 
 
 class Answerer:
@@ -96,7 +96,7 @@ class Answerer:
         self._places = asyncio.Semaphore(_LINES_PER_SLOT * options.n_slots)
 
     def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[int]]:
-        """Answer one part and write it. What was done, as one row."""
+        """Answer one part and write it. Returns the counts of its work, as one row."""
         lines = [bytes(line) for line in batch["lines"][0]]
         answering = self._answer(str(batch["name"][0]), lines)
         done = asyncio.run_coroutine_threadsafe(answering, self._loop).result()

@@ -1,4 +1,4 @@
-"""What a row asks, and what its line of the output says. Pure."""
+"""The request of a row, and its line of the output. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reading:
     """For each request, as `max_tokens`."""
 
     def question(self, row: Any) -> Question:
-        """What this row asks. Raises ValueError that says what is wrong with it."""
+        """The request of this row. Raises ValueError that says what is wrong with it."""
         if not isinstance(row, dict):
             raise ValueError("The row is not a JSON object.")
         return self._of_request(row) if self.column is None else self._of_column(row, self.column)
@@ -87,7 +87,7 @@ def parsed(line: bytes) -> Any:
 
 
 def _short(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table wants of an answer."""
+    """The columns that a table gets of an answer."""
     usage = answer.get("usage") or {}
     if "data" in answer:
         vectors = [one["embedding"] for one in answer["data"]]

@@ -22,7 +22,7 @@ _BLOCK_BYTES = 1
 
 @dataclass(slots=True)
 class Done:
-    """What this run has done so far."""
+    """The work that this run has done so far."""
 
     lines: int = 0
     errors: int = 0
@@ -52,7 +52,7 @@ def inputs(given: Path) -> dict[str, int]:
 
 
 def about(files: Mapping[str, int], work: Work, n_lines: int) -> dict[str, Any]:
-    """What the output depends on."""
+    """A description of all that the output depends on."""
     reading = work.reading
     source = work.model.source
     model_file = [] if source.path is None else [str(source.path.expanduser())]

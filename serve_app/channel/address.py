@@ -27,7 +27,7 @@ class Address:
     port: int
     """For all others."""
     secret: str = field(repr=False)
-    """What proves that a connection comes from who was sent this."""
+    """Proves that a connection comes from the receiver of this address."""
 
 
 def connected(address: Address, node_id: str) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What goes over a channel: frames, each a length and a MessagePack value.
+"""The frames of a channel, each a length and a MessagePack value.
 
 The first frame is a `Hello`. Every other one is a list of items, what a step has brought to each call, or
 a report, what the replica says of itself: bytes that only its maker and its reader understand.
@@ -19,11 +19,11 @@ from serve_app.types import TokenDelta
 Item = tuple[int, TokenDelta | None]
 """The number of a call, and what came for it: None says that the engine has taken the request."""
 WELCOME = b"+"
-"""What a listener answers to a Hello that it believes."""
+"""A listener's answer to a Hello that it accepts."""
 MOST_HELLO_BYTES = 1024
 _LENGTH = struct.Struct("<I")
 _BYTES = (b"\xc4", b"\xc5", b"\xc6")
-"""What a MessagePack value that is bytes begins with."""
+"""The first bytes of MessagePack values that are bytes."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -35,7 +35,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _encoded(value: object) -> bytes:
-    """What MessagePack has no type for. Errors are pickled: both ends are of one deployment."""
+    """Encodes values that MessagePack has no type for. Errors are pickled: both ends are of one
+    deployment."""
     if isinstance(value, CorralError):
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     raise NotImplementedError(type(value).__name__)
@@ -58,7 +59,7 @@ def frame(value: Hello | list[Item] | bytes) -> bytes:
 
 
 def items(body: bytes) -> list[Item]:
-    """What a frame's body holds. Raises msgspec.MsgspecError if that is something else."""
+    """The items of a frame's body. Raises msgspec.MsgspecError if that is something else."""
     return _items.decode(body)
 
 
@@ -80,7 +81,7 @@ class FrameBuffer:
 
     @property
     def n_bytes(self) -> int:
-        """What waits for the rest of its frame."""
+        """The number of bytes that wait for the rest of their frame."""
         return len(self._data)
 
     def add(self, data: bytes) -> Iterator[bytes]:

@@ -29,9 +29,9 @@ _NOTHING = TokenDelta("", ())
 
 
 class Call:
-    """What comes for one call: an async iterator for one reader. Event loop only.
+    """The items that arrive for one call: an async iterator for one reader. Event loop only.
 
-    The acceptance is first, then deltas. What has piled up comes as one delta. It ends with the delta
+    The acceptance is first, then deltas. Deltas that have piled up come as one. It ends with the delta
     that carries `end`. If the call fails or the request ends in an error, that is raised, after what came
     before.
     """
@@ -104,8 +104,8 @@ class Hearing(Protocol):
 class Listener:
     """Where one ingress replica hears from engine replicas. Event loop only.
 
-    It has a Unix socket for those on its own node, and a port for all others. Who connects must know the
-    secret, which crosses Serve's handle with each request, and nothing else.
+    It has a Unix socket for those on its own node, and a port for all others. A connection must
+    know the secret, which crosses Serve's handle with each request, and nothing else.
     """
 
     def __init__(

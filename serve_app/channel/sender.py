@@ -27,8 +27,8 @@ _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 class Channel:
     """One connection to an ingress. `push` and `flush` are for any thread, all else for the event loop.
 
-    What a slow reader has not taken yet stays here, one delta for each call. When the connection breaks,
-    every call that is open fails, and what is pushed later is dropped.
+    Deltas that a slow reader has not taken yet stay here, merged into one for each call. When the
+    connection breaks, every call that is open fails, and what is pushed later is dropped.
     """
 
     def __init__(self, connection: socket.socket, lost: Callable[[Channel], None]) -> None:
@@ -49,7 +49,7 @@ class Channel:
 
     def open_call(self, number: int) -> asyncio.Future[SequenceEnd]:
         """A call that is answered here. The future has its request's end when that was pushed. It fails
-        with ChannelBrokenError if the connection breaks. Whoever is done with the call closes it."""
+        with ChannelBrokenError if the connection breaks. Close the call when it is done."""
         call = self._calls[number] = self._loop.create_future()
         if self._is_broken:
             call.set_exception(_broken())
@@ -121,7 +121,7 @@ class Channel:
             self._unsent = self._unsent[self._connection.send(self._unsent) :]
 
     def _next(self) -> list[frames.Item] | bytes:
-        """What the next frame holds."""
+        """The items of the next frame."""
         report, self._report = self._report, None
         return self._first_items() if report is None else report
 

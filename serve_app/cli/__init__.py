@@ -1,1 +1,1 @@
-"""The `corral` command. What a command needs is imported when it runs, so that `corral --help` is quick."""
+"""The `corral` command. A command imports its modules when it runs, so that `corral --help` is quick."""

@@ -23,7 +23,7 @@ HELP = """\
 
 @dataclass
 class Conversation:
-    """What was said so far, and with whom."""
+    """The messages so far, and the model."""
 
     model: str
     system: str | None = None

@@ -88,7 +88,7 @@ class Client:
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """What the server says of an error, in any protocol's form."""
+    """The server's error message, in any protocol's form."""
     try:
         body = json.loads(error.read())
         found = body["error"]

@@ -15,7 +15,7 @@ from serve_app.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `corral serve` and `corral config` take. None leaves a size to Corral."""
+    """The options of `corral serve` and `corral config`. None leaves a size to Corral."""
 
     models: tuple[str, ...] = ()
     host: str = "127.0.0.1"

@@ -21,7 +21,8 @@ _SHOWN_EVENTS = 5
 
 
 def merged(target: Json, patch: Json) -> Json:
-    """A JSON merge patch (RFC 7396) applied to an object; neither is changed. What is null is not there."""
+    """A JSON merge patch (RFC 7396) applied to an object; neither is changed. A value of null
+    removes the field."""
     result = dict(target)
     for key, value in patch.items():
         if value is None:
@@ -93,7 +94,7 @@ def statistics(view: Json) -> Table:
 
 
 def screen(view: Json) -> RenderableType:
-    """What `corral top` shows."""
+    """The screen of `corral top`."""
     slots = _table("model", "replica", "slots")
     for key, one in _replicas(view):
         slots.add_row(one["model"], key, _slots(one["slots"].values()))

@@ -1,4 +1,4 @@
-"""What MODEL means on the command line: a file, a Hugging Face repository, a URL, or nothing."""
+"""The meanings of MODEL on the command line: a file, a Hugging Face repository, a URL, or nothing."""
 
 from __future__ import annotations
 

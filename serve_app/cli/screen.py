@@ -1,4 +1,4 @@
-"""What `corral serve` says: bars on a terminal, lines elsewhere, and a summary when it serves."""
+"""The output of `corral serve`: bars on a terminal, lines elsewhere, and a summary when it serves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Screen(AbstractContextManager["Screen"]):
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, name: str) -> None:
-        """What is done now, of unknown length; it takes the place of the step before."""
+        """Shows the present step, of unknown length, in place of the one before."""
         if not self._console.is_terminal:
             self._say_once(f"{name} ...")
         elif "step" in self._bars:
@@ -94,7 +94,7 @@ class Screen(AbstractContextManager["Screen"]):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the summary is about."""
+    """The facts of the summary."""
 
     host: str
     port: int

@@ -48,7 +48,7 @@ STEPS = {
 
 @dataclass
 class _Progress:
-    """What is known of the start."""
+    """The known state of the start."""
 
     answers: bool = False
     """Whether the address does."""
@@ -257,7 +257,7 @@ class _Server:
         return {str(model["id"]): int(model["meta"]["n_ctx_train"]) for model in models}
 
     def _keep_log(self, lines: IO[bytes]) -> None:
-        """What the server's processes print goes to a file that is begun anew when it is large."""
+        """Writes the server's output to a file, which is begun anew when it is large."""
         self._served.log.parent.mkdir(parents=True, exist_ok=True)
         handler = RotatingFileHandler(
             self._served.log, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8"
@@ -327,7 +327,7 @@ def _any_key(key_file: Path | None) -> str | None:
 
 
 def _problem(message: str) -> str:
-    """What Serve says of a failed start, without the tracebacks."""
+    """Serve's messages about a failed start, without the tracebacks."""
     _, _, told = message.rpartition(" failed with exception:\n")
     lines = [line for line in told.splitlines() if line.strip()]
     for line in reversed(lines):

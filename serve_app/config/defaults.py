@@ -1,4 +1,4 @@
-"""What a model's requests have where they say nothing."""
+"""The defaults of a model's requests."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ _PART = r"(\d+(?:\.\d+)?)([smh])"
 
 
 def seconds(value: object) -> object:
-    """What the text stands for; anything else as it is. Raises ValueError for another text."""
+    """The seconds that the text stands for; any other value as it is. Raises ValueError for another
+    text."""
     if not isinstance(value, str):
         return value
     if not re.fullmatch(f"(?:{_PART})+", value):

@@ -33,7 +33,7 @@ class ResolvedModel:
     sizing: str
     """Why there are so many, and what each has of the machine, for people."""
     num_cpus: float
-    """What Ray reserves for each replica, unless the deployment says otherwise."""
+    """The CPUs that Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float
     max_load_s: float = 120.0
     """Longest time that a request waits for the model to be loaded."""

@@ -184,7 +184,7 @@ class EngineConfig(_Section):
     """Whether tokens are drafted from a request's own text and verified together, where that is
     measured to be faster. Greedy text stays the same, except for rounding."""
     draft: DraftConfig | None = None
-    """A draft model. What it proposes is verified together, where that is measured to be faster. Default:
+    """A draft model. Its proposals are verified together, where that is measured to be faster. Default:
     none."""
     context_shift: bool = False
     """Whether a request with `max_tokens` that fills its context goes on. It then drops half of the
@@ -205,7 +205,7 @@ class Autoscaling(AutoscalingConfig):
 
 
 class RayActorOptions(_Section):
-    """What Ray reserves for one replica."""
+    """The resources that Ray reserves for one replica."""
 
     num_cpus: NonNegativeFloat | None = None
     """CPUs, hyper-threads counted. Default: for an engine, those of `engine.threads` cores or of a NUMA
@@ -249,7 +249,7 @@ class DeploymentConfig(_Section):
     max_replicas_per_node: PositiveInt | None = None
     """Most replicas of this deployment on one node. Default: no limit."""
     ray_actor_options: RayActorOptions = RayActorOptions()
-    """What Ray reserves for one replica, below."""
+    """The resources that Ray reserves for one replica, below."""
 
     @model_validator(mode="after")
     def _one_way_to_scale(self) -> DeploymentConfig:
@@ -260,7 +260,7 @@ class DeploymentConfig(_Section):
 
 @takes_sampling(Api.OPENAI)
 class DefaultsConfig(_Section):
-    """What requests have where they say nothing: every sampling parameter by its name, and these."""
+    """The defaults of requests: every sampling parameter by its name, and these."""
 
     max_tokens: PositiveInt | None = None
     """Most tokens of an answer."""

@@ -42,7 +42,7 @@ _FULL_LAYERS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What sizing must know of a model."""
+    """The properties of a model that sizing must know."""
 
     n_ctx_train: int
     """Tokens."""
@@ -107,7 +107,7 @@ class ModelNeeds:
 
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
-    """What a KV cache takes, in bytes: layers with a window have cells for that and for a batch."""
+    """The bytes that a KV cache takes: layers with a window have cells for that and for a batch."""
 
     full: float
     """Of a token, in layers that see everything."""
@@ -238,7 +238,7 @@ def bounded(options: EngineOptions, shares: Iterable[str], memory_bytes: int) ->
 def _left(
     config: EngineConfig, needs: ModelNeeds | None, memory_bytes: int, n_replicas: int
 ) -> int:
-    """What the weights leave of one replica's part."""
+    """The memory that the weights leave of one replica's part."""
     if needs is None:
         return memory_bytes // n_replicas
     shared = needs.shared_bytes(config.load_mode)

@@ -2,7 +2,7 @@
 
     python -m serve_app.demo_model.evaluate [--model FILE] [--cases 200] [--show]
 
-What is asked was not in the training text: see `corpus.source`. Earlier turns of a conversation are
+The questions were not in the training text: see `corpus.source`. Earlier turns of a conversation are
 the corpus's own. Answers count as right only if they are the right words, or the right JSON. The
 exit status is 1 if a score is below what is asked of the model.
 """
@@ -44,7 +44,7 @@ LONG = 1500
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model answered."""
+    """The model's answer."""
 
     text: str
     reason: FinishReason

@@ -1,4 +1,4 @@
-"""What the GGUF files that Corral writes have in common.
+"""The common parts of the GGUF files that Corral writes.
 
 Qwen3's architecture, a byte-level BPE vocabulary, and the chat template of `template`.
 """

@@ -43,7 +43,7 @@ TYPES: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
-"""What the matrices can be stored as: the tensor's type and the file's. Norms are always F32."""
+"""The types that matrices can be stored as: the tensor's and the file's. Norms are always F32."""
 
 _WORDS = """
     the of and to a in is it you that he was for on are with as his they be at one have this from

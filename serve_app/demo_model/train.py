@@ -30,7 +30,7 @@ from serve_app.demo_model.template import CHAT_TEMPLATE, CONTROL_TOKENS
 from serve_app.prompt.chat_template import ChatTemplate
 
 SHAPE = ModelShape("corral-demo", 6, 256, 768, 4, 2, 64, 3072, 2048)
-"""What is trained: 5.5 million parameters, 5.9 MB as Q8_0."""
+"""The trained model: 5.5 million parameters, 5.9 MB as Q8_0."""
 
 TOKENS_PER_STEP = 8192
 _CURRICULUM = ((0.65, (512,)), (1.0, (512, 2048, 1024, 2048)))

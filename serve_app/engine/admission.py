@@ -1,4 +1,4 @@
-"""Who gets a slot, and who loses one."""
+"""Decides which request gets a slot, and which loses one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ logger = logging.getLogger("corral.engine")
 
 
 class Admission:
-    """Moves sequences from the queue into slots, and back where another client's turn has come or the cache
-    is full. What is in the background gives its slots back to whoever comes. Decoder thread only."""
+    """Moves sequences from the queue into slots, and back where another client's turn has come or
+    the cache is full. Background requests give their slots back to any other request. Decoder
+    thread only."""
 
     def __init__(
         self,
@@ -164,8 +165,8 @@ class Admission:
     # -- when somebody else needs a slot ----------------------------------------------------------
 
     def _step_back(self) -> None:
-        """Have as many sequences in the background lose their slots as others lack. What they have in the
-        cache is stored, unless that takes too long."""
+        """Have as many sequences in the background lose their slots as others lack. Their part of
+        the cache is stored, unless that takes too long."""
         waiting = self._waiting.unordered
         n_lacking = sum(not (one.request.background or one.finished) for one in waiting)
         n_lacking -= self._cache.table.n_idle
@@ -187,8 +188,9 @@ class Admission:
             self._preempt(sequence, gave_way=True)
 
     def _is_held_back(self, sequence: Sequence) -> bool:
-        """Whether the slots that are idle are for others, who will probably be back at once. What is in the
-        background may have them, as it gives them back, unless the cache was too small for it."""
+        """Whether the slots that are idle are for others, who will probably be back at once.
+        Background requests may have them, since they give them back, unless the cache was too small
+        for them."""
         client, running = sequence.request.client, self._scheduler.running
         if sequence.request.background:
             return self._background_paused

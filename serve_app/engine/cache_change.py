@@ -127,7 +127,7 @@ class CacheChange:
         return Alive(max(0, sequence.n_pending - 1), n_tokens, n_shared, n_left)
 
     def _idle_cells(self, n_alive: int) -> float:
-        """What will be left of what idle slots have when so many requests have slots."""
+        """The number of cells that idle slots will keep when so many requests have slots."""
         idle = [slot.n_past - slot.n_shared for slot in self._cache.table.slots if slot.idle]
         n_taken = max(0, n_alive - len(self._scheduler.running))
         return sum(idle) * max(0, len(idle) - n_taken) / max(1, len(idle))
@@ -208,7 +208,8 @@ class CacheChange:
 
 
 def _load(batches: SequenceOf[Batch], n_cells: int) -> Load:
-    """What a step computes. It is rounded where it grows with every step: most are like the one before."""
+    """The rows and cells that a step computes. It is rounded where it grows with every step: most
+    are like the one before."""
     n_decoding, n_past = 0, 0.0
     prompts: list[tuple[int, float]] = []
     for batch in batches:

@@ -26,7 +26,7 @@ from serve_app.types import GenerationRequest, RequestRecord, account
 
 @dataclass(frozen=True, slots=True)
 class PendingCommands:
-    """What other threads asked for since the last step."""
+    """The commands of other threads since the last step."""
 
     submitted: list[Sequence]
     texts: list[Texts]
@@ -42,7 +42,9 @@ class CommandQueue:
     """Where other threads leave commands, and where admission is decided.
 
     Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
-    caller's thread. What another engine had accepted is never one too many. See `Places` for who is.
+    caller's thread. A request that another engine had accepted is never refused for lack of room.
+    See `Places` for which requests are
+    refused when the queue is full.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class Command:
         self.future: Future[Any] = Future()
 
     def run(self, cache: KVCacheManager) -> None:
-        """Decoder thread: do it, once. What it raises, `future` raises."""
+        """Decoder thread: do it, once. `future` raises its exception."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:

@@ -117,10 +117,11 @@ def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
 class EmbeddingQueue:
     """The texts that wait, and batches over them. Decoder thread only.
 
-    What is in the background comes last, and only while no other sequence runs. Before that, the text goes
-    first whose client has least due: what it was charged, and its texts before this one. A
-    client's requests take turns, text by text, so that a long list does not hold a short one up. A text
-    that is longer than a batch goes on in the next one, if the model's tokens see only those before them.
+    Background requests come last, and only while no other sequence runs. Before that, the text goes
+    first whose client has least due: what it was charged, and its texts before this one. A client's
+    requests take turns, text by text, so that a long list does not hold a short one up. A text that
+    is longer than a batch goes on in the next one, if the model's tokens see only those before
+    them.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class EmbeddingQueue:
             self._waiting.sort(key=lambda text: text.turn)
 
     def step(self, running: Sequence[EngineSequence]) -> None:
-        """Compute a batch, if any text waits and those of `running` do not go before it: beside them,
-        within its share of the stall budget by the cost model. Whoever ends is told by `deliver`."""
+        """Compute a batch, if any text waits and those of `running` do not go before it: beside
+        them, within its share of the stall budget by the cost model. `deliver` reports each end."""
         for request in [one for one in self._live if one.future.cancelled()]:
             self._leave(request)
         self._waiting = [text for text in self._waiting if text.owner in self._live]

@@ -141,7 +141,7 @@ class Engine:
         self._loop.abort(request_id)
 
     def explain(self, wanted: str) -> list[RequestRecord]:
-        """What is known of a request, live or ended lately, by its id, its answer's or its HTTP
+        """The records of a request, live or ended lately, by its id, its answer's or its HTTP
         request's; empty if it is unknown."""
         return self._loop.explain(wanted)
 
@@ -163,7 +163,7 @@ class Engine:
         return self._loop.latencies.recent()
 
     def holdings(self) -> Holdings:
-        """What prompts could start from, as of its last step."""
+        """The prefixes that prompts could start from, as of its last step."""
         return self._loop.holdings
 
     def check_health(self, now: float | None = None) -> None:

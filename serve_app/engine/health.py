@@ -37,7 +37,8 @@ class RunningBatch:
 
 
 class Progress:
-    """What the decoder thread computes. It alone may call `computing`; any thread may read `batch`.
+    """The batch that the decoder thread computes. It alone may call `computing`; any thread may
+    read `batch`.
 
     Profiling, and slots that are saved and restored, are none of its batches: nothing forecasts them.
     """

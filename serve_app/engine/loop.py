@@ -120,11 +120,11 @@ class DecoderLoop:
 
     @property
     def holdings(self) -> Holdings:
-        """What prompts could start from, as of one of its last steps."""
+        """The prefixes that prompts could start from, as of one of its last steps."""
         return self._published.view.holdings
 
     def explain(self, wanted: str) -> list[RequestRecord]:
-        """What is known of that request: see `RequestRecord.belongs_to`."""
+        """The records of that request: see `RequestRecord.belongs_to`."""
         states = {slot.request_id: slot.state for slot in self.stats.slots}
         found = {
             record.id: replace(record, state=states.get(record.id, record.state))
@@ -183,7 +183,7 @@ class DecoderLoop:
                 self._disk_tier.close()
 
     def _rest(self) -> None:
-        """What is put off until nobody is there: one piece of it."""
+        """Does one piece of the work that waits until there are no requests."""
         if self._cache_change.pays_at_rest() and not self._draining:
             self._change_cache()
         self._cache.store_ahead()

@@ -84,7 +84,7 @@ class EngineOptions:
     slot_folder: Path | None = None
     """Where slots are saved to and restored from, when somebody asks for it; None refuses that."""
     slot_folder_max_bytes: int = 2**32
-    """What all files in it may take."""
+    """The most bytes that all files in it may take."""
 
     adapters: tuple[AdapterFile, ...] = ()
     """LoRA adapters that requests may ask for."""
@@ -130,7 +130,7 @@ class EngineOptions:
             raise ConfigError("engine.max_waiting must not be negative.")
 
     def _check_openvino(self) -> None:
-        """What that backend cannot do is refused by name."""
+        """Options that this backend does not support are refused by name."""
         formats = {self.cache_type_k, self.cache_type_v} - {"f16"}
         refused = {
             "adapters": bool(self.adapters),

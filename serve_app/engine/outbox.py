@@ -1,4 +1,4 @@
-"""What sequences are to be told at the end of a step."""
+"""The events that sequences get at the end of a step."""
 
 from __future__ import annotations
 

@@ -89,14 +89,14 @@ class Sequence:
         """After a context shift: how many first tokens are in the cache as if they had been computed
         anew, for others to start from."""
         self.waits: Wait | None = None
-        """What it was told when it could have had a slot."""
+        """The reason to wait that it got when a slot was free."""
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
         self.spent_s = 0.0
         """Seconds that the decoder worked for it, and those that it was to work in all."""
         self.expected_s = 0.0
         self.sampling_cost = SamplingCost()
-        """What picking a token takes with parameters of its kind."""
+        """The time that picking a token takes with parameters of its kind."""
         self.gave_way = False
         """Whether it waits because another client's request got its slot."""
         self.proposer = NgramProposer()
@@ -179,7 +179,7 @@ class Sequence:
 
     @property
     def sampler(self) -> Sampler:
-        """What picks its tokens. Only between the first admit and close."""
+        """The sampler that picks its tokens. Only between the first admit and close."""
         if self._sampler is None:
             raise RuntimeError(f"Sequence {self.id} has no sampler.")
         return self._sampler

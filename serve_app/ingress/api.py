@@ -140,9 +140,9 @@ def _add_middleware(
 def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
-        """Every replica that answers: its slots, queue and counters. `missing` names those that run and do
-        not answer in time; `fetching` says how far those are that download their model. What is in slots,
-        operators are told only."""
+        """Every replica that answers: its slots, queue and counters. `missing` names those that run
+        and do not answer in time; `fetching` says how far those are that download their model. Only
+        operators get the contents of slots."""
         told = dataclasses.asdict if request_context.current().is_operator else _told_to_all
         answers, fetching = await asyncio.gather(
             asyncio.gather(*(model.engine.stats() for model in models.values())),
@@ -162,8 +162,9 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
 
     @app.get("/v1/requests/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
-        """What a request waited for and how long, by its answer's id or its `x-request-id`: live, or one of
-        the last thousand of its replica. With API keys, one's own only, but for operators."""
+        """The waits of a request, with reasons and times, by its answer's id or its `x-request-id`:
+        live, or one of the last thousand of its replica. With API keys, one's own only, but for
+        operators."""
         answers = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
         records = [record for of_model in answers for record in of_model.found]
         missing = [replica_id for of_model in answers for replica_id in of_model.missing]
@@ -188,7 +189,7 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
 
 
 def _told_to_all(replica: ReplicaStats) -> dict[str, Any]:
-    """What a replica tells about itself, and nothing of single requests."""
+    """A replica's statistics, without single requests."""
     told = dataclasses.asdict(replica)
     slots = [{"id": slot["id"], "state": slot["state"]} for slot in told["engine"]["slots"]]
     return told | {"engine": told["engine"] | {"slots": slots}}

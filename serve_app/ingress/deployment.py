@@ -97,7 +97,7 @@ class HandleClient:
         self._max_load_s = max_load_s
         self._model_id, self._adapters = model_id, adapters
         self._load_s: float | None = None
-        """What loading took last."""
+        """The seconds that the last loading took."""
         self._n_loading = 0
         """How much waits for it."""
         self._handle = handle
@@ -213,7 +213,7 @@ class HandleClient:
             _leave(response)
 
     async def stats(self) -> Answers[ReplicaStats]:
-        """See EngineClient. Who asks meanwhile shares the next look."""
+        """See EngineClient. Callers that ask meanwhile share the next look."""
         return await self._stats.ask()
 
     async def _ask_stats(self, _: str) -> Answers[ReplicaStats]:
@@ -236,7 +236,7 @@ class HandleClient:
         return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
 
     async def fetching(self) -> Sequence[FetchingReplica]:
-        """See EngineClient. Who asks meanwhile shares the next look."""
+        """See EngineClient. Callers that ask meanwhile share the next look."""
         try:
             return await asyncio.wait_for(self._fetching.ask(), _STATS_TIMEOUT_S)
         except (RayError, OSError, TimeoutError):
@@ -247,7 +247,7 @@ class HandleClient:
         return await asyncio.to_thread(fetching.read, *named)
 
     async def explain(self, wanted: str) -> Answers[RequestRecord]:
-        """See EngineClient. Who asks for the same meanwhile shares the next look."""
+        """See EngineClient. Callers that ask for the same meanwhile share the next look."""
         return await self._explained.ask(wanted)
 
     async def _ask_explain(self, wanted: str) -> Answers[RequestRecord]:
@@ -275,7 +275,8 @@ class HandleClient:
         return answer
 
     async def _ask_all(self, method: str, *arguments: Any) -> tuple[list[Any], tuple[str, ...]]:
-        """What was answered, each with its `replica_id`, and who ran all the time and did not answer."""
+        """The answers, each with its `replica_id`, and the replicas that ran all the time and did
+        not answer."""
         running = broadcast.running(self._handle)
         found = await broadcast.ask_all(
             self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S
@@ -321,7 +322,7 @@ def _leave(response: Any) -> None:
 
 
 def _translate(error: Exception) -> CorralError:
-    """What went wrong behind the handle, in Corral's terms."""
+    """The error behind the handle, in Corral's terms."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, CorralError):
         return cause

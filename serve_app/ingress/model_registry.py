@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Answers(Generic[T]):
-    """What a model's replicas answered."""
+    """The answers of a model's replicas."""
 
     found: tuple[T, ...]
     missing: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class EngineClient(Protocol):
         """Have one no more that was loaded so. Raises CorralError."""
 
     async def stats(self) -> Answers[ReplicaStats]:
-        """What each replica tells about itself. Raises nothing because of a late one."""
+        """Each replica's state and statistics. Raises nothing because of a late one."""
 
     async def replica_states(self) -> dict[str, int]:
         """How many replicas are in which state, by Serve's names (`STARTING`, `RUNNING`, `STOPPING`).
@@ -93,7 +93,7 @@ class EngineClient(Protocol):
         """Save, restore or erase one replica's slot. Raises CorralError."""
 
     async def explain(self, wanted: str) -> Answers[RequestRecord]:
-        """What the replicas remember of a request. Raises nothing because of a late one."""
+        """The replicas' records of a request. Raises nothing because of a late one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ServedModel:
     """Its other names; `*` is all that no model has."""
     tags: Sequence[str] = ()
     defaults: ModelDefaults = NO_DEFAULTS
-    """What requests have where they say nothing."""
+    """The defaults of requests."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
     """LoRA adapters that it has, each with its scale where it is asked for by its name."""
@@ -176,12 +176,12 @@ M = TypeVar("M", bound=Named)
 
 
 def adapted_name(model_id: str, adapter: AdapterUse) -> str:
-    """What clients call a model with one of its adapters."""
+    """Clients' name for a model with one of its adapters."""
     return f"{model_id}:{adapter.id}"
 
 
 def active(adapters: Iterable[AdapterUse]) -> Adapters:
-    """What a request is computed with: in one order, and without those that change nothing."""
+    """The adapters that a request is computed with: in one order, and without those that change nothing."""
     return tuple(sorted(one for one in adapters if one.scale != 0))
 
 

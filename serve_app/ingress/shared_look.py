@@ -14,8 +14,8 @@ Found = TypeVar("Found")
 class SharedLooks(Generic[Found]):
     """Looks that are shared by all who ask the same question. Used in one event loop.
 
-    Whoever asks while a look is under way waits for the next one, with all others who do: nobody is told
-    what was before the question. A question is looked into once in `every_s` seconds at most.
+    Callers that ask while a look is under way share the next one: no caller gets a state from
+    before its question. A question is looked into once in `every_s` seconds at most.
     """
 
     def __init__(self, look: Callable[[str], Awaitable[Found]], every_s: float) -> None:
@@ -25,7 +25,7 @@ class SharedLooks(Generic[Found]):
         self._looking: dict[str, asyncio.Task[None]] = {}
 
     async def ask(self, question: str = "") -> Found:
-        """What a look finds that begins after this call. Raises what the look raises."""
+        """The result of a look that begins after this call. Raises what the look raises."""
         found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(question, []).append(found)
         if question not in self._looking:

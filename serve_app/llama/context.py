@@ -27,7 +27,7 @@ Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
 
 Pooling = Literal["none", "rank"]
-"""What llama.cpp makes of a text's vectors: nothing, or a reranking model's score."""
+"""llama.cpp's pooling of a text's vectors: none, or a reranking model's score."""
 
 State = bytes | memoryview
 """The saved state of a sequence."""
@@ -79,7 +79,7 @@ class Adapter:
         self.pointer: Any = found
         """llama.cpp's, as ctypes has it."""
         self.address = ctypes.cast(found, ctypes.c_void_p).value or 0
-        """What tells the pointer from others."""
+        """The address, which tells the pointer from others."""
         self.n_bytes = self.path.stat().st_size
         """Bytes of its file: nearly all of them are tensors."""
 
@@ -216,7 +216,7 @@ class Context:
         per_layer = per_token / max(1, model.n_cache_layers)
         layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
         self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
-        """What its cache takes."""
+        """The memory that its cache takes."""
         one_more = _padded(self.n_ctx_slot) * self.layout.per_token + self.layout.per_sequence
         one_more += min(model.window, self.n_ctx_slot) * self.layout.per_window_token
         of_one = self.layout.cache_bytes // params.n_seq_max
@@ -224,9 +224,9 @@ class Context:
         """Bytes of one sequence's cache; of a unified one, what one sequence more would add."""
 
     def become(self, *, flash_attn: bool, kv_unified: bool) -> None:
-        """Have another kind of attention and cache, with nothing in it. What was there is freed first, so
-        there are never two caches. Raises ConfigError if llama.cpp cannot allocate the new one: the context
-        is closed then, and may become another one. Not with `n_ctx`."""
+        """Have another kind of attention and cache, with nothing in it. The old context is freed
+        first, so there are never two caches. Raises ConfigError if llama.cpp cannot allocate the
+        new one: the context is closed then, and may become another one. Not with `n_ctx`."""
         self.close()
         self._make(flash_attn=flash_attn, kv_unified=kv_unified)
 

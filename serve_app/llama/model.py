@@ -343,7 +343,7 @@ class Model:
 
     @functools.cached_property
     def control_texts(self) -> tuple[str, ...]:
-        """What control tokens are written as, where they are recognised in texts."""
+        """The texts of control tokens that are recognised in texts."""
         kinds = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
         tokens = (
             token
@@ -374,9 +374,10 @@ class Model:
         return b"".join(self.piece(t, special=special) for t in tokens).decode(errors="replace")
 
     def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
-        """What keeps one sequence to a grammar, as llguidance serialises it; with `triggers`, from there.
-        The first takes a second for a large vocabulary, a new grammar milliseconds, without the GIL. Raises
-        InvalidRequestError if the grammar is none, or takes too much."""
+        """A constraint that keeps one sequence to a grammar, as llguidance serialises it; with
+        `triggers`, from there. The first takes a second for a large vocabulary, a new grammar
+        milliseconds, without the GIL. Raises InvalidRequestError if the grammar is none, or takes
+        too much."""
         with self._constraints:
             fresh = self._compiled[grammar].fresh()
         if triggers is None:
@@ -405,12 +406,12 @@ class Model:
 
     @property
     def rerank_template(self) -> str | None:
-        """What a reranking model reads, with `{query}` and `{document}` in it, if the file says so."""
+        """The template of a reranking model, with `{query}` and `{document}` in it, if the file has one."""
         return self.meta("tokenizer.chat_template.rerank")
 
     def encode_pair(self, query: str, document: str) -> list[int]:
-        """What a reranking model without a template reads: BOS query EOS SEP document EOS, as far as the
-        vocabulary wants those; llama-server's rules."""
+        """The tokens for a reranking model without a template: BOS query EOS SEP document EOS, as
+        far as the vocabulary wants those; llama-server's rules."""
         sep = llama_cpp.llama_vocab_sep(self._vocab)
         ends = [self.eos if self.eos is not None else sep]
         ends *= llama_cpp.llama_vocab_get_add_eos(self._vocab)

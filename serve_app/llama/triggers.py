@@ -56,7 +56,7 @@ class LazyConstraint(Constraint):
         return self._fault is None
 
     def _begun(self, token: int) -> str | None:
-        """What is there of the grammar's text, once it has begun."""
+        """The grammar's text so far, once it has begun."""
         piece = self._piece(token)
         if token in self._tokens:
             return piece.decode(errors="replace")

@@ -19,7 +19,7 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """What is to be copied before the sequence writes."""
+    """A block to copy before the sequence writes."""
 
     source: int
     target: int
@@ -39,7 +39,7 @@ class BlockTables:
         return self._lengths[sequence]
 
     def blocks(self, sequence: int) -> list[int]:
-        """What holds them. Do not change it."""
+        """The blocks that hold the sequence's tokens. Do not change it."""
         return self._tables[sequence]
 
     @property

@@ -20,7 +20,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one process, and those that it starts, may use of a machine."""
+    """The part of a machine that one process, and those that it starts, may use."""
 
     topology: Topology
     quota: float | None
@@ -28,7 +28,7 @@ class Machine:
     memory_bytes: int
     """See `available_memory`."""
     total_bytes: int
-    """What would be available if nobody used any."""
+    """The memory that would be available if nothing used any."""
 
     @property
     def n_cpus(self) -> int:
@@ -62,7 +62,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def oversubscription(threads: int, cores: int, whose: str) -> str | None:
-    """What is wrong with so many threads on so many cores, if anything."""
+    """The problem with so many threads on so many cores, if there is one."""
     if threads <= cores:
         return None
     return (
@@ -93,7 +93,8 @@ def _machine_memory(root: Path, name: str) -> int:
 
 
 def _cpuset_memory(root: Path) -> Iterator[int]:
-    """What is free, or holds pages of files, on the NUMA nodes that a cpuset allows, if it forbids some."""
+    """The bytes that are free, or hold pages of files, on the NUMA nodes that a cpuset allows, if
+    it forbids some."""
     nodes = {
         int(folder.name.removeprefix("node")): _node_memory(folder)
         for folder in (root / "sys/devices/system/node").glob("node[0-9]*")

@@ -19,7 +19,7 @@ class Place:
     """The outcome of `settle`."""
 
     lease: CoreLease | None
-    """What the process is pinned to; None if it runs wherever the kernel puts it."""
+    """The cores that the process is pinned to; None if it runs wherever the kernel puts it."""
     report: str
     """One line about that, with the reason if there is no lease."""
 

@@ -9,7 +9,7 @@ class ThrottleWatch:
     """Turns readings of `machine.throttled_s` into log lines, one a minute at most. One thread."""
 
     def __init__(self, throttled_s: float, now: float) -> None:
-        """What was withheld before `now` (seconds of any clock) is not told."""
+        """Time withheld before `now` (seconds of any clock) does not count."""
         self._told_s = throttled_s
         self._since = self._silent_until = now
 

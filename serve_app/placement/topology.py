@@ -1,9 +1,10 @@
 """The physical cores, hyper-threads and NUMA nodes that this process may run on.
 
-Source: the kernel's sysfs: cpu/online, cpu/cpu*/topology/thread_siblings_list and node/node*/cpulist, as
-in its admin-guide/cputopology.rst and ABI/stable/sysfs-devices-node; the affinity mask is that of
-/proc/thread-self/status. What is not there, as in some containers and on macOS, counts as one hyper-thread
-for each core and no known node. Nodes without CPUs, which only have memory, do not appear.
+Source: the kernel's sysfs: cpu/online, cpu/cpu*/topology/thread_siblings_list and
+node/node*/cpulist, as in its admin-guide/cputopology.rst and ABI/stable/sysfs-devices-node; the
+affinity mask is that of /proc/thread-self/status. Missing files, as in some containers and on
+macOS, mean one hyper-thread for each core and no known node. Nodes without CPUs, which only have
+memory, do not appear.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Topology:
 
 
 def read(root: Path = Path("/"), allowed: Set[int] | None = None) -> Topology:
-    """What is online of the allowed CPUs; default: `allowed_cpus`. `root` is where /proc and /sys are."""
+    """The allowed CPUs that are online; default: `allowed_cpus`. `root` is where /proc and /sys are."""
     system = root / "sys/devices/system"
     cpus = set(allowed_cpus(root) if allowed is None else allowed)
     online = _cpu_list(system / "cpu/online")

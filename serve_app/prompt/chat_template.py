@@ -159,7 +159,7 @@ class _GenerationTag(Extension):
     tags = frozenset(("generation",))  # type: ignore[assignment]  # Jinja's type is a set
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """What is within, in a scope of its own."""
+        """Parses the content, in a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -193,7 +193,7 @@ def _tojson(
 
 
 def _listed(value: object) -> list[object]:
-    """What filters such as `map` make, as llama-server takes it."""
+    """The list that filters such as `map` make, as in llama-server."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

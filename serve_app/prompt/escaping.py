@@ -29,8 +29,8 @@ class ControlTokenEscaper:
 
 
 class Escapes:
-    """One chat's escapes: digits, which no user foresees, and which templates leave what they are. What is
-    no character becomes `\\ufdd0` in JSON, or where a list is written out."""
+    """One chat's escapes: digits, which no user foresees, and which templates leave as they are.
+    A noncharacter becomes `\\ufdd0` in JSON, or where a list is written out."""
 
     def __init__(self, found: re.Pattern[str]) -> None:
         number = f"{secrets.randbelow(10**12):012}"

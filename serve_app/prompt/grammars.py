@@ -27,7 +27,7 @@ and 300 bytes for each character of one."""
 MAX_DEPTH = 64
 """Deepest nesting of a schema."""
 _SAID = frozenset(("$comment", "default", "description", "examples", "title"))
-"""What a schema says to people: it may be as long as the schema."""
+"""The fields of a schema for people: they may be as long as the schema."""
 _LONG_LITERAL = re.compile(rf'"(?:[^"\\\n]|\\.){{{MAX_LITERAL_CHARS + 1},}}"')
 _BYTES = LLTokenizer("byte")
 """A vocabulary that can write everything."""

@@ -19,7 +19,8 @@ DELIMITERS = (
     REASONING_CLOSE,
     *sorted({text for one in FORMATS for text in one.delimiters}),
 )
-"""What structures answers: reasoning, and calls of all formats. Control tokens in some vocabularies."""
+"""The texts that structure answers: reasoning, and calls of all formats. Control tokens in some
+vocabularies."""
 
 
 Part = str | Reasoning | ToolCall | CallPiece
@@ -34,7 +35,7 @@ class _State(Enum):
 
 
 class OutputParser:
-    """Splits an answer that arrives in pieces. What is found does not depend on how the text is cut;
+    """Splits an answer that arrives in pieces. The result does not depend on how the text is cut;
     nothing is lost but line ends around the tags of reasoning, and what `CallParser` says. Not
     thread-safe."""
 
@@ -49,7 +50,7 @@ class OutputParser:
         """Whether line ends are dropped, as they are the first thing behind a tag."""
 
     def feed(self, text: str) -> list[Part]:
-        """What is certain now, in order; no part is empty."""
+        """The parts that are certain now, in order; none is empty."""
         self._held += text
         if self._state is _State.BEGINNING:
             self._begin()

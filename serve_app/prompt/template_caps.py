@@ -1,4 +1,4 @@
-"""What a chat template can do, in llama-server's words (`chat_template_caps`): found by trying.
+"""A chat template's capabilities, in llama-server's words (`chat_template_caps`): found by trying.
 
 Source: llama.cpp, common/jinja/caps.cpp.
 """

@@ -102,7 +102,7 @@ class Tokenizer:
 
     @property
     def recommended(self) -> Mapping[str, Any]:
-        """What the model's file recommends for sampling, by the names of SamplingParams."""
+        """The sampling parameters that the model's file recommends, by the names of SamplingParams."""
         found = {
             ours: self._model.meta(f"general.sampling.{theirs}")
             for theirs, ours in _RECOMMENDED.items()
@@ -170,7 +170,7 @@ class Tokenizer:
         return self.pooling == "rank"
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
-        """What a reranking model reads: by its own template as in llama-server, or see
+        """The tokens for a reranking model: by its own template as in llama-server, or see
         `serve_app.llama.model.Model.encode_pair`. Control tokens written out in the texts stay text."""
         template = self._model.rerank_template
         if template is None:
@@ -222,8 +222,8 @@ class Tokenizer:
         return (*bos, prefix, *before_tokens, *said, suffix, *after_tokens, middle)
 
     def encode_infill_files(self, files: Iterable[tuple[str, str]]) -> tuple[int, ...]:
-        """What llama-server puts before such a prompt: other files, each a name and a text, and the names
-        of the repository and of the file itself, which nobody tells it."""
+        """The tokens that llama-server puts before such a prompt: other files, each a name and a
+        text, and the names of the repository and of the file itself, which nobody tells it."""
         repository, file = self._model.repository_tokens
         tokens = [] if repository is None else [repository, *self._plain("myproject\n")]
         for name, text in files:
@@ -276,10 +276,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         places: re.Pattern[str] | None = None,
     ) -> tuple[int, ...]:
-        """The tokens of a chat as `render_chat` writes it. What the template writes as control tokens
-        becomes control tokens; what messages, tools and `extra` write stays text. What `places` finds
-        becomes a negative token: -1 less the number that is its group. Raises InvalidRequestError like
-        `render_chat`."""
+        """The tokens of a chat as `render_chat` writes it. Only the template's own control tokens
+        become control tokens; those in messages, tools and `extra` stay text. A text that `places`
+        finds becomes a negative token: -1 less the number that is its group. Raises
+        InvalidRequestError like `render_chat`."""
         escapes = self._escaper.begin()
         if self._escaper.needed(messages, tools, extra):
             messages, tools = escapes.escape(list(messages)), escapes.escape(list(tools))
@@ -320,8 +320,8 @@ class Tokenizer:
         *,
         in_pieces: bool = False,
     ) -> OutputParser:
-        """What splits the answer to this prompt, of a chat with these tools; calls are told `in_pieces` or
-        whole. Reasoning stays in the content unless `thinks`."""
+        """A parser of the answer to this prompt, of a chat with these tools; calls come `in_pieces`
+        or whole. Reasoning stays in the content unless `thinks`."""
         form = self.tool_format
         calls = (
             form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
@@ -336,7 +336,7 @@ class Tokenizer:
     def reasoning_budget(
         self, prompt: Sequence[int], n_tokens: int, message: str
     ) -> ReasoningBudget | None:
-        """What bounds the reasoning of the answer to this prompt; `message` is what it ends with if the
+        """The bound of the reasoning in the answer to this prompt; `message` is what it ends with if the
         budget is used up. None if the model has no reasoning, or has it on a channel."""
         if not self.thinks or self.tool_format.has_channels:
             return None

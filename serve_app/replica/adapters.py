@@ -35,7 +35,7 @@ class ReplicaAdapters:
         self._freeing: set[asyncio.Task[None]] = set()
 
     async def catch_up(self) -> None:
-        """Load what others have. What cannot be loaded is left out, with a line in the log."""
+        """Load what others have. Adapters that cannot be loaded are left out, with a line in the log."""
         try:
             found = await asyncio.to_thread(self._all_loaded.read, self._model.id)
             for one in found:

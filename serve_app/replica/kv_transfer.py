@@ -34,7 +34,7 @@ _SHARED_BY = 2
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a source could send to a replica that starts."""
+    """The prefixes that a source could send to a replica that starts."""
 
     replica_id: str
     key: bytes
@@ -44,7 +44,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class TransferTarget:
-    """What a replica could take from one that ends."""
+    """The room that a replica has for the prefixes of one that ends."""
 
     replica_id: str
     key: bytes
@@ -187,7 +187,7 @@ class KVTransfer:
 
 
 class Tally:
-    """What went from replica to replica, for the log."""
+    """The amounts sent from replica to replica, for the log."""
 
     def __init__(self, done: str, way: str) -> None:
         self.done, self._way = done, way
@@ -216,8 +216,8 @@ class Tally:
 def plan_pull(
     offers: Iterable[Offer], held: Sequence[Prefix], room_bytes: int
 ) -> list[tuple[HotPrefix, str]]:
-    """What a new replica asks for, the hottest first, and the source that it asks: of several that have it,
-    the one with the smallest state."""
+    """The prefixes that a new replica asks for, the hottest first, each with its source: of several
+    that have it, the one with the smallest state."""
     n_begun, smallest = Counter[Prefix](), dict[Prefix, tuple[int, str]]()
     for offer in offers:
         for one in offer.prefixes:
@@ -231,8 +231,8 @@ def plan_pull(
 def plan_push(
     offered: Sequence[HotPrefix], targets: Iterable[TransferTarget]
 ) -> list[tuple[HotPrefix, str]]:
-    """What all targets lack of that, the hottest first, and the target that gets it: the one with the most
-    room left."""
+    """The offered prefixes that all targets lack, the hottest first, each with its target: the one
+    with the most room left."""
     lacks, room = [True] * len(offered), dict[str, int]()
     for target in targets:
         lacks = [all(both) for both in zip(lacks, target.lacks, strict=True)]

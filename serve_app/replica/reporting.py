@@ -20,8 +20,8 @@ _EVERY_S = 1.0
 class Reporting:
     """Tells every ingress what has changed, once a second, and a new one everything. Event loop only.
 
-    One that does not read is passed over, until it does. What the decoder has published last is read: it is
-    not disturbed.
+    One that does not read is passed over, until it does. It reads the state that the decoder
+    published last, and does not disturb it.
     """
 
     def __init__(self, engine: Engine, channels: Channels) -> None:

@@ -23,7 +23,7 @@ class Settled:
     reason: str
     """Why so many, in one line."""
     computing_cpus: tuple[int, ...] | None
-    """What the threads that compute keep to; None: all that the process may use."""
+    """The CPUs that the computing threads keep to; None: all that the process may use."""
 
 
 def settle_in(model: ResolvedModel, reserved: float, here: Machine | None = None) -> Settled:

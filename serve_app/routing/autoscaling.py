@@ -26,7 +26,7 @@ _CPU = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one replica has to do."""
+    """The work of one replica."""
 
     backlog_s: float
     """Seconds until all would be done."""
@@ -43,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class IngressLoad:
-    """What one ingress replica has to do."""
+    """The work of one ingress replica."""
 
     open_requests: float
     """Of as many as it takes."""

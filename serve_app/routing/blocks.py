@@ -16,9 +16,9 @@ MAX_BLOCKS = 2048
 """Most blocks that a replica reports: 64 Ki tokens in 8 KiB."""
 
 Chain = tuple[int, ...]
-"""A hash for each whole block of a prompt, made of the block's tokens and the hash before, and at first of
-the cache group: equal ones mean equal prompts of one group up to there. 32 bits are enough, as a collision
-costs no more than a worse choice."""
+"""A hash for each whole block of a prompt, made of the block's tokens and the hash before. The first one
+is made of the cache group, too, so equal hashes mean equal prompts of one group up to there. 32 bits are
+enough, because a collision costs no more than a worse choice."""
 
 
 def chain(tokens: Sequence[int], group: str = SHARED_GROUP) -> Chain:
@@ -34,7 +34,7 @@ def chain(tokens: Sequence[int], group: str = SHARED_GROUP) -> Chain:
 
 
 def n_leading(wanted: Chain, held: Container[int]) -> int:
-    """How many of the first blocks are held. Who holds a block holds all before it."""
+    """How many of the first blocks are held. A replica that holds a block holds all blocks before it."""
     return bisect_left(wanted, True, key=lambda block: block not in held)
 
 
@@ -54,7 +54,7 @@ def pack(hashes: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> Chain:
-    """What `pack` made them of."""
+    """The chain that `pack` was given."""
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 

@@ -64,7 +64,7 @@ def _unsubscribe(handle: DeploymentHandle[Any]) -> None:
 async def ask_all(
     handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float
 ) -> list[Any]:
-    """What the replicas answered within so many seconds, the first one first. Those that are late, or fail,
+    """The replicas' answers within so many seconds, the first one first. Those that are late, or fail,
     are left out. Raises nothing."""
     answers = _answers(handle, method, arguments, timeout_s)
     return [answer async for answer in answers]

@@ -26,7 +26,8 @@ _decoder = msgspec.msgpack.Decoder(Change)
 
 
 def change(before: Report | None, after: Report) -> bytes | None:
-    """What makes the one of the other; all of it if there was none before. None if they are equal."""
+    """The change that makes the one of the other; all of it if there was none before. None if they
+    are equal."""
     if before == after:
         return None
     figures, added, removed = {}, {}, {}

@@ -1,4 +1,4 @@
-"""What a replica says to the routers, and, through Serve's controller, to the autoscaler."""
+"""A replica's reports to the routers, and, through Serve's controller, to the autoscaler."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ _FOR_EVER_S = 1e9
 def pressure(
     stats: EngineStats, n_ctx: int | None, *, with_background: bool = False
 ) -> dict[str, float]:
-    """What `serve_app.routing.autoscaling` goes by; `n_ctx` as in the engine's options. What is in the
-    background counts if it is to have replicas of its own."""
+    """The figures that `serve_app.routing.autoscaling` uses; `n_ctx` as in the engine's options.
+    Background requests count if they are to have replicas of their own."""
     behind = with_background
     n_live = stats.running + stats.waiting
     n_behind = stats.background_running + stats.background_waiting

@@ -1,4 +1,4 @@
-"""What engine replicas say of themselves to the process of an ingress, which its routers read."""
+"""The engine replicas' reports to the process of an ingress, which its routers read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Reports:
         return replica_id in self._hearings
 
     def newest(self, replica_id: str) -> Heard | None:
-        """What that replica has said last over the channel that it has, if anything."""
+        """The replica's last report over its channel, if there is one."""
         hearing = self._hearings.get(replica_id)
         return None if hearing is None else hearing.heard
 

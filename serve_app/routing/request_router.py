@@ -92,7 +92,7 @@ async def attach(replica: RunningReplica, address: Address) -> None:
 
 
 def prompt_of(pending: PendingRequest | None) -> Prompt:
-    """What a call of `EngineReplica.generate` or `.embed` asks for; other calls ask for next to nothing."""
+    """The prompt of a call of `EngineReplica.generate` or `.embed`; other calls cost next to nothing."""
     if pending is None:
         return Prompt(0)
     group, asked = pending.metadata.internal_request_id, _argument(pending)

@@ -13,7 +13,7 @@ _TURN_S = 60.0
 _STAY_S = 15.0
 """A model that has just come is not called idle before it has said so."""
 _FORGET_S = 30.0
-"""What Serve has asked nothing of for so long is no deployment any more."""
+"""A deployment that Serve has not used for so long counts as gone."""
 
 
 @dataclass(slots=True)

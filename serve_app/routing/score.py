@@ -23,7 +23,7 @@ _HOLDERS = 4
 _OTHERS = 1.0
 """Weight of the time that a prompt takes from others, beside its own time to the first token."""
 _ALONE = 2.0
-"""What a token takes longer that has a step of its own, as part of what one takes among others."""
+"""The additional time of a token with a step of its own, as part of the time of one among others."""
 _FORGET_S = 10.0
 """After so long, what was sent counts as in the report, or as lost."""
 _UNMEASURED_S = 0.001
@@ -34,7 +34,8 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of itself. The defaults are what one that has not said anything is taken for."""
+    """A replica's report about itself. The defaults are what one that has not said anything is
+    taken for."""
 
     n_slots: int = 8
     n_live: int = 0
@@ -60,7 +61,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the decision knows of a request."""
+    """The properties of a request that the decision uses."""
 
     key: int
     """The hash of its id."""
@@ -90,24 +91,25 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a prompt would find at a replica."""
+    """The forecast for a prompt at a replica."""
 
     ttft_s: float
     missing: int
     """Prompt tokens to compute."""
     missing_s: float
     turns_s: float = 0.0
-    """What others wait for its steps, if it has adapters that nobody else there has."""
+    """The wait that its steps cause to others, if no other request there has its adapters."""
 
     @property
     def cost_s(self) -> float:
-        """What decides: computing what another replica holds takes time from those who come next, too."""
+        """The cost that decides: computing tokens that another replica holds takes time from the
+        next requests, too."""
         return self.ttft_s + _OTHERS * (self.missing_s + self.turns_s)
 
 
 @dataclass(slots=True)
 class ReplicaView:
-    """What a router knows of one replica: its last report, and what was sent since."""
+    """A router's knowledge of one replica: its last report, and what was sent since."""
 
     report: Report = field(default_factory=Report)
     at: float = 0.0
@@ -139,7 +141,7 @@ class ReplicaView:
             self.held.update(sent.prompt.chain)
 
     def forecast(self, prompt: Prompt, now: float) -> Forecast:
-        """What the prompt would find there."""
+        """The forecast for the prompt there."""
         report = self.report
         prompt_token_s = report.prompt_token_s or _UNMEASURED_S
         token_s = report.token_s or _UNMEASURED_S
@@ -186,11 +188,11 @@ class Fleet(Generic[ReplicaT]):
         return self._views[replica]
 
     def update(self, replicas: Iterable[ReplicaT]) -> None:
-        """These are the replicas. What the others said is forgotten."""
+        """These are the replicas. The reports of all others are forgotten."""
         self._views = {one: self._views.get(one) or ReplicaView() for one in replicas}
 
     def hear(self, replica: ReplicaT, report: Report, at: float) -> None:
-        """What one of them has said, and when it came. The same one again changes nothing."""
+        """Takes a report of one of them, and the time when it came. The same one again changes nothing."""
         view = self._views[replica]
         if report is not view.report:
             view.update(report, at)

@@ -93,8 +93,9 @@ class ModelsFolder:
             time.sleep(_LOOK_EVERY_S)
 
     def make_room(self, model: RemoteModel) -> None:
-        """Reserve what the model takes. What nobody has open goes for it, the least recently used first.
-        The caller is alone with the model. Raises ConfigError if it is not enough, and OSError."""
+        """Reserve what the model takes. Files that no process has open are deleted for it, the
+        least recently used first. The caller is alone with the model. Raises ConfigError if it is
+        not enough, and OSError."""
         folder = self.of(model)
         folder.mkdir(parents=True, exist_ok=True)
         with self._held(self._lock(".room"), fcntl.LOCK_EX):

@@ -1,4 +1,4 @@
-"""What a GGUF file begins with: metadata, vocabulary and the list of tensors, without the weights.
+"""The header of a GGUF file: metadata, vocabulary and the list of tensors, without the weights.
 
 Source: ggml's docs/gguf.md.
 """

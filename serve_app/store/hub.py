@@ -80,8 +80,9 @@ class HubOrigin:
 
 
 def find(wanted: HubName, folder: Path) -> RemoteModel:
-    """The model's files. What a repository has is kept in that folder, for when nobody answers. Raises
-    ConfigError, UnreachableError if the repository cannot be asked and was not before."""
+    """The model's files. The repository's listing is kept in that folder, in case the server does
+    not answer later. Raises ConfigError, UnreachableError if the repository cannot be asked and was
+    not before."""
     listing = _listing(wanted, folder)
     files = {one["path"]: RemoteFile(**one) for one in listing["files"]}
     model = tuple(files[path] for path in names.chosen(files, wanted))
@@ -185,7 +186,7 @@ def _info(wanted: HubName) -> Any:
 
 
 def _in_library(wanted: HubName) -> Listing | None:
-    """What Hugging Face's own cache holds of the repository."""
+    """The repository's files in Hugging Face's own cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -206,7 +207,7 @@ def _endpoint() -> str | None:
 
 
 def _refusal(repo: str, error: Any) -> str:
-    """What the Hub's refusal means. It answers 401 for repositories that do not exist, too."""
+    """The meaning of the Hub's refusal. It answers 401 for repositories that do not exist, too."""
     status = error.response.status_code
     if status == 401:
         return (

@@ -1,8 +1,9 @@
 """The LoRA adapters that were loaded while serving: what all replicas of an application are to have.
 
-They are kept where Ray's nodes keep what they share, one entry for each, and last as long as the cluster's
-head: a replica that comes later finds them. What is unloaded leaves an entry without an adapter, so that
-its number is not used again. All functions ask Ray's head, block meanwhile, and raise what that raises.
+They are kept where Ray's nodes keep what they share, one entry for each, and last as long as the
+cluster's head: a replica that comes later finds them. Unloading leaves an entry without an adapter,
+so that its number is not used again. All functions ask Ray's head, block meanwhile, and raise what
+that raises.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What somebody calls a model of a repository."""
+    """The name that a user gives for a model of a repository."""
 
     repo: str
     choice: str | None = None

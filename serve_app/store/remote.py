@@ -28,7 +28,7 @@ class RemoteFile:
     sha256: str | None = None
     """Of its content in hexadecimal digits, if the origin tells."""
     version: str = ""
-    """What its origin tells a changed file by, if it has no such sum."""
+    """The origin's mark of the file's version, if it has no such sum."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class RemoteModel:
     """All files of a model, the one to open first."""
 
     label: str
-    """What people know it by, the same for other versions."""
+    """Its name for people, the same for other versions."""
     files: tuple[RemoteFile, ...]
     origin: Origin
 
@@ -70,11 +70,11 @@ class RemoteModel:
 
 
 Listing = dict[str, Any]
-"""What was found at some time; `files` are the fields of `RemoteFile`s."""
+"""The files that were found at some time; `files` are the fields of `RemoteFile`s."""
 
 
 def kept(path: Path) -> Listing | None:
-    """What was kept there."""
+    """The listing that was kept there."""
     with suppress(OSError, ValueError):
         found: Listing = json.loads(path.read_text())
         return found

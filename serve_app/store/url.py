@@ -40,8 +40,8 @@ class UrlOrigin:
 
 
 def find(url: str, folder: Path) -> RemoteModel:
-    """The file there, with its other shards if it is the first of several. What is found is kept in that
-    folder, for when nobody answers. Raises ConfigError."""
+    """The file there, with its other shards if it is the first of several. The listing is kept in
+    that folder, in case the server does not answer later. Raises ConfigError."""
     first, *others = shards.names(url)
     file_system, path = _open(first)
     paths = [path, *(file_system._strip_protocol(other) for other in others)]

@@ -33,7 +33,7 @@ function startKey() {
   /** One dialog for all that wait for a key. @param {string} why */
   function ask(why) {
     asking ??= new Promise((resolve, reject) => {
-      byId("key-why").textContent = why || "This server wants an API key.";
+      byId("key-why").textContent = why || "This server requires an API key.";
       byId("key").value = "";
       byId("key-form").onsubmit = () => {
         api.setKey(byId("key").value.trim(), byId("key-remember").checked);
@@ -42,7 +42,7 @@ function startKey() {
       };
       dialog.onclose = () => {
         asking = null;
-        reject(new api.NoKeyError("Without an API key, this server does not answer."));
+        reject(new api.NoKeyError("This server does not answer without an API key."));
       };
       dialog.showModal();
     });
@@ -51,7 +51,7 @@ function startKey() {
 
   api.door.ask = ask;
   byId("key-cancel").onclick = () => dialog.close();
-  byId("key-button").onclick = () => ask("Another key, or none: forget it with an empty field.").catch(() => {});
+  byId("key-button").onclick = () => ask("Enter another key. To forget the present one, leave the field empty.").catch(() => {});
   showButton();
 }
 
@@ -79,4 +79,4 @@ startColours();
 startKey();
 startViews({ chat: new ChatPage(), compare: new ComparePage(), live: new LivePage() });
 document.documentElement.dataset.ready = "yes";
-addEventListener("offline", () => announce("The network is gone."));
+addEventListener("offline", () => announce("You are offline."));

@@ -1,7 +1,8 @@
-"""Sentences of the documents are short enough to read once."""
+"""Sentences of the documents and docstrings are short enough to read once, and begin with their subject."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,34 @@ MOST_WORDS = 45
 """Of a sentence. Half of them should have fewer than twenty."""
 
 
+MODULES = [
+    path
+    for path in sorted((ROOT / "serve_app").rglob("*.py"))
+    if path.relative_to(ROOT).parts[1] not in ("replica", "store")  # these have older texts
+]
+CLAUSE = re.compile(r"(What|Who|Whoever) (?!.*\?$)")
+"""The beginning of a sentence whose subject is a clause, unless it is a question."""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_are_short(page: Path) -> None:
     long = [one for one in sentences(page.read_text()) if n_words(one) > MOST_WORDS]
     assert long == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_are_short_and_begin_with_their_subject(module: Path) -> None:
+    found = [one for text in docstrings(module.read_text()) for one in sentences(text)]
+    assert [one for one in found if n_words(one) > MOST_WORDS] == []
+    assert [one for one in found if CLAUSE.match(one)] == []
+
+
+def test_docstrings_are_found_where_python_and_pydantic_find_them() -> None:
+    source = '"""M."""\nclass C:\n    """What c is.\n\n        indented\n    """\n    x = 1\n    """X."""\n'
+    source += 'def f(): "F."\nasync def g():\n    """Who?"""\n    return "no docstring"\n'
+    found = [one for text in docstrings(source) for one in sentences(text)]
+    assert sorted(found) == ["F.", "M.", "What c is.", "Who?", "X."]
+    assert [one for one in found if CLAUSE.match(one)] == ["What c is."]
 
 
 def test_sentences_are_found_in_prose_lists_and_tables() -> None:
@@ -42,6 +67,16 @@ def sentences(text: str) -> Iterator[str]:
     text = re.sub(r"<!-- begin (\w+):.*?<!-- end \1 -->", "", text, flags=re.S)
     for paragraph in _paragraphs(re.sub(r"`[^`]+`", "` `", re.sub(r"\]\([^)]*\)", "]", text))):
         yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z`*\[(]|llama)", paragraph)
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Of the module, its classes and functions, and below fields. Indented blocks, such as commands and
+    drawings, are left out."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(text := node.value.value, str):
+            yield re.sub(rf"^ {{{node.col_offset + 1},}}.*", "", text, flags=re.M)
 
 
 def n_words(sentence: str) -> int:

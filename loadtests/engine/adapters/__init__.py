@@ -1,1 +1,1 @@
-"""What it costs that requests of one engine have different adapters."""
+"""The cost of different adapters in the requests of one engine."""

@@ -70,8 +70,8 @@ def report(rounds: Sequence[dict[str, Run]]) -> str:
 
 
 def longest_allowed_s(run: Run, n_sets: int, max_stall_s: float | None) -> float:
-    """What a stream may wait beside the others: the bound on stalls, and a step of each other adapter, by
-    the longest that they have when they run apart."""
+    """The longest wait of a stream beside the others: the bound on stalls, and a step of each other
+    adapter, by the longest that they have when they run apart."""
     return (max_stall_s or 0.0) + (n_sets - 1) * max(run.gaps_s)
 
 

@@ -1,1 +1,1 @@
-"""What finding prefixes costs the decoder thread."""
+"""The cost of finding prefixes for the decoder thread."""

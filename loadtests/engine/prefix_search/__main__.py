@@ -3,11 +3,12 @@
     python -m loadtests.engine.prefix_search [--slots 1,8,32] [--tokens 8192,131072] [--stored 0,10000]
         [--rounds 5]
 
-All slots hold prompts of that length that differ in their last tokens only, so that nothing can be told
-apart early. Stored prefixes share their first half. A request is one that finds a prefix in a slot: it is
-placed, and later released; all slots are full before. A step has one prompt that waits for a prefix which
-is being computed, while all other slots generate, and makes the list of all that is held. What is done for
-a request beside the decoder thread is told apart. The model's part is left out: nothing is copied.
+All slots hold prompts of that length that differ in their last tokens only, so that nothing can be
+told apart early. Stored prefixes share their first half. A request is one that finds a prefix in a
+slot: it is placed, and later released; all slots are full before. A step has one prompt that waits
+for a prefix which is being computed, while all other slots generate, and makes the list of all that
+is held. Work for a request beside the decoder thread is reported separately. The model's part is
+left out: nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What picking tokens takes beside decoding: `python -m loadtests.engine.sampling`."""
+"""The time that picking tokens takes beside decoding: `python -m loadtests.engine.sampling`."""

@@ -1,4 +1,4 @@
-"""Measures what picking tokens takes in a step, beside decoding.
+"""Measures the time that picking tokens takes in a step, beside decoding.
 
     python -m loadtests.engine.sampling --model PATH [--sequences 1,16,32] [--rounds 5]
 

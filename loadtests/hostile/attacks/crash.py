@@ -19,7 +19,7 @@ from loadtests.hostile.setups import PRE_TOKENIZERS
 CHARACTERS = ("a", " ", "\n", "-", "中")
 LENGTHS = (30_000, 60_000, 1_000_000)
 NOT_SUPPORTED = 501
-"""What a model says that cannot do this for anybody, such as one without tokens for infills."""
+"""The status of a model that never supports this, such as one without tokens for infills."""
 
 Frame = Callable[[str], Any]
 """A request's fields around a text."""

@@ -1,4 +1,4 @@
-"""What answers must match, made to take long to compile, to follow or to parse."""
+"""Grammars and schemas that take long to compile, to follow or to parse."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ N_SLOW = 1000
 N_LARGE = 64
 N_READERS, N_VIEWERS, N_ASKERS = 40, 300, 32
 HELD_MIB = 256
-"""What bodies that are being read may take in all: half of those."""
+"""The most memory of all bodies that are being read: half of those."""
 RECEIVE_BUFFER = 4096
 _RESET = struct.pack("ii", 1, 0)
 """A connection that lingers for no time is reset: socket(7), `SO_LINGER`."""

@@ -1,4 +1,4 @@
-"""What only an operator should do or see, tried with an ordinary key."""
+"""An operator's actions and views, tried with an ordinary key."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _look(scene: Scene, path: str, body: bytes) -> None:
 
 
 def live(scene: Scene) -> bytes:
-    """What /v1/live says in its first seconds."""
+    """The first seconds of /v1/live."""
     until, got = time.monotonic() + LIVE_S, b""
     try:
         with scene.opened("GET", "/v1/live", None, "mallory", {}) as response:

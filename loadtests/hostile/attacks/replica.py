@@ -1,4 +1,4 @@
-"""What a replica that does not answer may not do to others."""
+"""Attacks that make one replica silent, which must not harm the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one key can learn of another's prompts, and how long a stream says nothing."""
+"""One key's attempts to learn another's prompts, and the longest silence of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TELLING = 0.7
 SILENCE_S, PING_S = 15.0, 1
 SLACK_S = 1.0
 BUSY_TOKENS = 1200
-"""Whoever waits behind such streams waits longer than SILENCE_S, and less than queues let anybody."""
+"""A request behind such streams waits longer than SILENCE_S, and less than queues allow."""
 LONG_S, SHORT_S = 40.0, 14.0
 NONE = Bars(ttft_factor=None, itl_factor=None, pause_s=None, memory_mib=None)
 _QUIET = Bars(ttft_factor=None, itl_factor=None)

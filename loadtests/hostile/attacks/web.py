@@ -21,7 +21,8 @@ HOSTS = (
     "0x7f.evil",
     "",
 )
-"""What browsers send if the server's name was bound anew, and what looks like loopback and is not."""
+"""Host names that browsers send after the server's name was bound anew, and names that look like
+loopback and are not."""
 FORWARDED = (
     {"X-Forwarded-For": "203.0.113.7"},
     {"X-Forwarded-For": "127.0.0.1, 203.0.113.7"},
@@ -67,7 +68,7 @@ def _proxies(scene: Scene) -> None:
 
 
 def _pages(scene: Scene) -> None:
-    """What a page may send without asking first: forms and plain text."""
+    """Requests that a page may send without asking first: forms and plain text."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     multipart = {"Content-Type": "multipart/form-data; boundary=a"}
     for kind in (_TEXT, form, multipart, {"Content-Type": ""}):

@@ -1,7 +1,7 @@
 """Sends one user's request and reads its stream; tells a journal and a listener what became of it.
 
 Runs on gevent. Each request has a connection of its own, so that none is ever sent twice by a client that
-finds a kept-alive one closed. What is reported while a stream runs costs microseconds: see
+finds a kept-alive one closed. Reports during a stream cost microseconds: see
 tests/integration/loadtests/test_load_client.py for what the client sustains.
 """
 
@@ -48,7 +48,7 @@ class _LeftError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a user got."""
+    """The result for a user."""
 
     text: str
     retry_after_s: float

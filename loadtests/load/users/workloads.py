@@ -56,7 +56,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is the same for all users of a run."""
+    """The common settings of all users of a run."""
 
     n_ctx: int
     """Tokens that a prompt and its answer may have together."""

@@ -21,7 +21,7 @@ NO_TOOL = "I cannot do that: I have no tool for it."
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a system prompt makes of every answer."""
+    """The effect of a system prompt on every answer."""
 
     name: str
     prompts: tuple[str, ...]

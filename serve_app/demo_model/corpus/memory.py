@@ -1,4 +1,4 @@
-"""What a user tells about himself, and is asked about later in the conversation."""
+"""Facts that users tell about themselves, and ask about later in the conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Attribute:
     ask: tuple[str, ...]
     answer: str
     missing: str
-    """What is said when it was never told."""
+    """The answer if the fact was never told."""
 
 
 def _of(values: tuple[str, ...]) -> Callable[[Source], str]:
@@ -144,7 +144,7 @@ ATTRIBUTES: dict[str, Attribute] = {
 
 @dataclass(slots=True)
 class Memory:
-    """What the user of one conversation has told so far."""
+    """The facts that the user of one conversation has told so far."""
 
     source: Source
     told: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the model is asked in one turn, with the right answer."""
+"""The questions of one turn, with the right answers."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Tool:
     ask: tuple[str, ...]
     draw: Callable[[Source], Arguments]
     result: Callable[[Source, Arguments], tuple[dict[str, Any], str]]
-    """What the function returns for these arguments, and what the assistant makes of it."""
+    """The function's result for these arguments, and the assistant's answer to it."""
 
     def described(self, source: Source) -> tuple[dict[str, Any], dict[str, str]]:
         """A description as an OpenAI tool, and the name of each parameter in it."""

@@ -34,7 +34,8 @@ class Speed:
 
 @dataclass(slots=True)
 class CopyBudget:
-    """What copies may take between two tokens of a stream: `max_stall_s`; None sets no bound."""
+    """The time that copies may take between two tokens of a stream: `max_stall_s`; None sets no
+    bound."""
 
     max_stall_s: float | None = None
     saves: Speed = field(default_factory=Speed)

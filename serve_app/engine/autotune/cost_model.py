@@ -39,9 +39,10 @@ class Profile:
     deep_decode_s: Mapping[int, float] = field(default_factory=dict)
     deep_prefill_s: Mapping[int, float] = field(default_factory=dict)
     copy_s: float = 0.0
-    """What copying one slot adds to the next batch."""
+    """The time that copying one slot adds to the next batch."""
     masked: float = 1.0
-    """What a token of other sequences costs in a unified cache, as a part of what one of its own does."""
+    """The cost of a token of other sequences in a unified cache, as a part of the cost of an own
+    one."""
 
 
 class CostModel:
@@ -224,7 +225,7 @@ class CostModel:
         self._prefill.learn(n_rows, n_past, seconds)
 
     def curve(self) -> dict[str, dict[int, float]]:
-        """What is known now, in milliseconds by number of rows, with nothing in the cache before them."""
+        """The times known now, in milliseconds by number of rows, with an empty cache."""
         return {
             "decode_ms": {n: round(1000 * self.decode_s(n), 1) for n in self._decode.measured},
             "prefill_ms": {

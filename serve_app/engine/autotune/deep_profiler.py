@@ -33,7 +33,7 @@ _Measure = Callable[[dict[int, float], Sequence[int], Callable[[int], float]], I
 
 
 class DeepContext(ProfiledContext, Protocol):
-    """What is needed of a context with a unified cache besides."""
+    """The further methods needed of a context with a unified cache."""
 
     def append(self, source: int, target: int) -> None:
         """Have sequence `target` attend to the cells of sequence `source`, besides its own."""
@@ -41,7 +41,7 @@ class DeepContext(ProfiledContext, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """What a depth adds to batches, in seconds."""
+    """The seconds that a depth adds to batches."""
 
     n_tokens: int = 0
     decode_s: Mapping[int, float] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class DeepProfiler:
 
     @property
     def depth(self) -> Depth:
-        """What was measured so far."""
+        """The measurements so far."""
         decode_s = _difference(self._deep_decode, self._decode)
         prefill_s = _difference(self._deep_prefill, self._prefill)
         masked = min(_MOST_MASKED, max(0.0, self._masked))
@@ -116,8 +116,9 @@ class DeepProfiler:
 
     @property
     def _masked(self) -> float:
-        """What a cell of others costs, as a part of what an own one does; 1 if it was not measured. Below 0
-        if something else computed meanwhile. A row has its part of all cells, the others' are masked."""
+        """The cost of other sequences' cells, as a part of the cost of own ones; 1 if it was not
+        measured. Below 0 if something else computed meanwhile. A row has its part of all cells, the
+        others' are masked."""
         n, whole_s = self._counts[-1], _difference(self._deep_decode, self._decode)
         if n not in self._turns_s or not whole_s.get(n):
             return 1.0
@@ -131,8 +132,8 @@ class DeepProfiler:
         return falls or self._masked < 0 or any(doubtful(depth) for depth in depths)
 
     def essentials(self, limit_s: float) -> Iterator[None]:
-        """What tells one kind of attention from another, in about `limit_s`: a batch is run when the next
-        is asked for."""
+        """Measures the differences between kinds of attention, in about `limit_s`: each `next` runs
+        a batch."""
         self._trials.left_s = limit_s
         yield from self._round(self._trials.measure)
         for n_more in range(1, _ROUNDS + _DOUBTED_ROUNDS):

@@ -19,7 +19,7 @@ _SAME, _NOISES = 0.12, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What a context can be made as."""
+    """The kind of attention and of cache that a context is made with."""
 
     flash_attn: bool
     kv_unified: bool

@@ -29,7 +29,7 @@ def key(**measured_with: object) -> str:
 
 
 def load(folder: Path, name: str) -> Choice | None:
-    """What was kept under that name; None if nothing was, or if the file is damaged."""
+    """The choice that was kept under that name; None if nothing was, or if the file is damaged."""
     path = folder / f"{name}.json"
     try:
         return _parse(json.loads(path.read_text()))

@@ -25,7 +25,8 @@ _TRIALS = 3
 
 
 class ProfiledContext(Protocol):
-    """What the profiler needs of a context; see `serve_app.engine.backends.base.Backend`."""
+    """The methods that the profiler needs of a context; see
+    `serve_app.engine.backends.base.Backend`."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass."""
@@ -74,7 +75,7 @@ class Profiler:
 
     @property
     def profile(self) -> Profile:
-        """What was measured so far."""
+        """The measurements so far."""
         return Profile(
             decode_s=self._decode,
             prefill_s=self._prefill,
@@ -119,7 +120,7 @@ class Profiler:
         return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot)]
 
     def _measure_copy(self) -> None:
-        """What a copied slot adds to the next batch."""
+        """Measures how much a copied slot adds to the next batch."""
         begin = min(int(_COPIED * self._n_ctx_slot), self._n_batch)
         row_s = min(seconds / n for n, seconds in self._prefill.items())
         possible = self._n_slots > 1 and self._can_rewind and begin > 0
@@ -167,7 +168,7 @@ def _prompt_rows(n_rows: int) -> list[Row]:
 
 
 class Measures(Protocol):
-    """What takes turns with others of its kind."""
+    """A measurement that takes turns with others of its kind."""
 
     @property
     def noise(self) -> float:

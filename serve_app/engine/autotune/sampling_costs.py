@@ -1,4 +1,4 @@
-"""What it takes to pick a token, by kind of parameters. Pure: no model, no clock.
+"""The time that picking a token takes, by kind of parameters. Pure: no model, no clock.
 
 The cost model knows what the forward pass takes. Picking from its logits comes on top, one sequence after
 the other: from some hundredths of a millisecond to more than ten, as the samplers are that a request uses.

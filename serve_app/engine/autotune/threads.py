@@ -19,7 +19,7 @@ _MOST_ROUNDS = 5
 
 
 class TimedContext(Protocol):
-    """What is needed of a context; see `serve_app.llama.context.Context`."""
+    """The methods needed of a context; see `serve_app.llama.context.Context`."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass."""

@@ -1,13 +1,13 @@
 """Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
 
-What every step computes is forecast for both kinds, by the profiles, before anything was learnt: so
-neither is favoured by what the engine has seen of the one that it has. A machine is busier at some moments
-of a start than at others, and the kinds are not measured in the same ones. So the yardstick is what costs
-the same with both, a short prompt of one sequence with nothing before it. What the
-other kind would have saved is the regret. The cache is to change when that, and what the other kind would
-save for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
-makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal on-line
-algorithm for metrical task system", 1992.
+Every step is forecast for both kinds, by the profiles from before any learning. So the engine's
+experience with its present kind favours neither. A machine is busier at some moments of a start
+than at others, and the kinds are not measured in the same ones. So the yardstick is what costs the
+same with both, a short prompt of one sequence with nothing before it. The time that the other kind
+would have saved is the regret. The cache is to change when that, and what the other kind would save
+for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
+makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal
+on-line algorithm for metrical task system", 1992.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _YARDSTICK_ROWS = 64
 
 
 class Load(NamedTuple):
-    """What a step computes."""
+    """The rows and cells that a step computes."""
 
     n_decoding: float = 0.0
     """Sequences that get their next token."""
@@ -61,9 +61,9 @@ class _Kind:
     mode: Mode
     costs: CostModel
     seconds: float = 0.0
-    """What the traffic of late takes with it."""
+    """The time that the recent traffic takes with it."""
     coming_s: float = 0.0
-    """What the requests take that were looked at last."""
+    """The time of the requests that were looked at last."""
 
     def forecast_s(self, load: Load) -> float:
         """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch."""
@@ -92,7 +92,7 @@ class Traffic:
         self._own = _Kind(own_mode, CostModel(measured))
         self._other = _Kind(other_mode, CostModel(_at_the_same_speed(found, measured)))
         self._load = Load()
-        """What the last steps computed, ..."""
+        """The loads of the last steps, ..."""
         self._n_alike = 0
         """... how many of them are not added up yet, ..."""
         self._step_s = 0.0, 0.0

@@ -39,7 +39,8 @@ class Vocabulary(Protocol):
 
     @property
     def vocabulary_key(self) -> bytes:
-        """What tells it from others; see `serve_app.llama.model.Model.vocabulary_key`."""
+        """A key that tells this vocabulary from others; see
+        `serve_app.llama.model.Model.vocabulary_key`."""
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes that the token stands for: not always whole characters, empty for control tokens, or
@@ -52,7 +53,8 @@ class Vocabulary(Protocol):
         """Token ids of a text; see `serve_app.llama.model.Model.tokenize`."""
 
     def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
-        """What keeps a sequence to a grammar; see `serve_app.llama.model.Model.constraint`."""
+        """A constraint that keeps a sequence to a grammar; see
+        `serve_app.llama.model.Model.constraint`."""
 
 
 class Sampler(Protocol):
@@ -71,13 +73,13 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a model needs, in bytes."""
+    """The memory that a model needs, in bytes."""
 
     weights_bytes: int
     cache_bytes: int
     """Of all slots' keys and values."""
     cache_bytes_per_slot: int
-    """What one slot more would add."""
+    """The bytes that one more slot would add."""
     cache_bytes_per_token: int
     """In layers that see everything."""
     compute_bytes: int
@@ -116,7 +118,7 @@ class EmbeddingShape:
 
 
 class Projector(Protocol):
-    """What makes embeddings of pictures; see `serve_app.llama.vision.projector.Projector`."""
+    """Makes embeddings of pictures; see `serve_app.llama.vision.projector.Projector`."""
 
     @property
     def causal(self) -> bool:
@@ -124,7 +126,7 @@ class Projector(Protocol):
 
     @property
     def fingerprint(self) -> bytes:
-        """What embeddings depend on, besides the picture."""
+        """A hash of all that embeddings depend on, besides the picture."""
 
     def layout(self, width: int, height: int) -> tuple[Part, ...]:
         """Any thread: what pictures of that size become in a prompt. Raises InvalidRequestError."""
@@ -153,7 +155,7 @@ class DraftModel(Protocol):
 
     @property
     def profile(self) -> Profile:
-        """What batches cost; empty if that was not measured."""
+        """The cost of batches; empty if that was not measured."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises DecodeError if they cannot be decoded; some may be in the cache."""
@@ -174,11 +176,11 @@ class Backend(Protocol):
 
     @property
     def memory(self) -> MemoryUse:
-        """What it holds."""
+        """The memory that it holds."""
 
     @property
     def mode(self) -> Mode:
-        """What kind of attention and cache it uses."""
+        """The kind of attention and of cache that it uses."""
 
     @property
     def mode_reason(self) -> str:
@@ -186,11 +188,11 @@ class Backend(Protocol):
 
     @property
     def threads(self) -> Threads:
-        """What it computes with."""
+        """The threads that it computes with."""
 
     @property
     def profile(self) -> Profile:
-        """What batches cost; empty if that was not measured."""
+        """The cost of batches; empty if that was not measured."""
 
     @property
     def other(self) -> tuple[Mode, Profile] | None:
@@ -202,8 +204,9 @@ class Backend(Protocol):
         """Seconds that `change` takes."""
 
     def change(self, reason: str) -> None:
-        """Have the other mode, for that reason: all slots are empty then. What was saved can still be
-        restored. Raises ConfigError if there is no memory for any cache; nothing may be decoded then."""
+        """Have the other mode, for that reason: all slots are empty then. States that were saved
+        can still be restored. Raises ConfigError if there is no memory for any cache; nothing may
+        be decoded then."""
 
     @property
     def can_rewind(self) -> bool:
@@ -221,7 +224,8 @@ class Backend(Protocol):
 
     @property
     def state_key(self) -> bytes:
-        """What saved states depend on: they can be restored where this is the same."""
+        """A key of all that saved states depend on: they can be restored wherever it is the
+        same."""
 
     def check_adapters(self, adapters: Adapters) -> None:
         """Any thread. Raises InvalidRequestError for adapters that it does not have."""
@@ -251,11 +255,11 @@ class Backend(Protocol):
 
     @property
     def projector(self) -> Projector | None:
-        """What pictures are seen with."""
+        """The projector, if the model reads pictures."""
 
     @property
     def draft(self) -> DraftModel | None:
-        """What proposes tokens."""
+        """The draft model, if there is one."""
 
     def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
         """Like `decode`, for rows of one slot that are part of one tile: `embeddings` are computed in the
@@ -278,7 +282,7 @@ class Backend(Protocol):
         """Whether `truncate` can."""
 
     def checkpoint(self, seq_id: int) -> State:
-        """What the slot could not have back of what it is now."""
+        """The part of the slot's present state that could not be restored later."""
 
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
         """Put a slot back to a checkpoint, of itself or another one, that had just its first `n_past`
@@ -306,7 +310,7 @@ class Backend(Protocol):
 
     @property
     def embedding(self) -> EmbeddingShape:
-        """What `embed` takes."""
+        """The limits of `embed`."""
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """A vector for each row, from a batch in a cache of its own; what it needs is made at the first

@@ -106,7 +106,7 @@ class LlamaDraft:
 
     @property
     def memory(self) -> MemoryUse:
-        """What it holds, beside the other model."""
+        """The memory that it holds, beside the other model."""
         context = self._context
         return MemoryUse(
             weights_bytes=self._model.n_bytes,

@@ -154,7 +154,7 @@ class FakeBackend:
                 raise InvalidRequestError(f"There is no adapter {one.id}.", "lora")
 
     def use_adapters(self, adapters: Adapters) -> None:
-        """What follows are batches with these."""
+        """The batches that follow have these."""
         if not {one.key for one in adapters} <= self.adapter_ids:
             raise DecodeError("scripted adapter is gone")
         self._adapters = adapters
@@ -216,7 +216,7 @@ class FakeBackend:
         return FakeSampler(self)
 
     def sample(self, row: int) -> int:
-        """What the script says follows that row."""
+        """The token that the script has after that row."""
         return self._script(self._at_row[row])
 
     def n_before(self, row: int) -> int:

@@ -52,7 +52,7 @@ class FakeDraft:
             raise DecodeError("scripted failure")
 
     def most_likely(self, row: int) -> int:
-        """What the script says follows that row."""
+        """The token that the script has after that row."""
         return self._script(self._at_row[row])
 
     def truncate(self, seq_id: int, n_past: int) -> None:

@@ -67,8 +67,8 @@ _ALONE = 0.75
 class LlamaBackend:
     """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded.
 
-    What the options leave open (flash attention, a split or a unified cache) is decided by measuring each
-    on this machine, or by what was measured at an earlier start.
+    If the options leave flash attention or the kind of cache open, each kind is measured on this
+    machine, now or at an earlier start.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class LlamaBackend:
         return choice, computed_s / (took_s * n_threads)
 
     def _try_threads(self, contexts: Sequence[Context]) -> Threads | None:
-        """What the contexts compute with from now on, if that is open."""
+        """The threads that the contexts compute with from now on, if that is open."""
         options = self._options
         if not tries_fewer(options):
             return None
@@ -282,7 +282,7 @@ class LlamaBackend:
         return min(window, DEPTH, self._options.n_ctx_slot - ROOM) // ROOM * ROOM
 
     def _whole(self, mode: Mode, found: Profile, deep: Mapping[bool, DeepProfiler]) -> Profile:
-        """What was measured in that mode, besides. llama.cpp copies all of a slot's cells."""
+        """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""
         copy_s = found.copy_s * self._options.n_ctx_slot / self._n_profiled
         found = replace(found, copy_s=copy_s)
         if mode.flash_attn not in deep:
@@ -298,7 +298,7 @@ class LlamaBackend:
     # -- changing ---------------------------------------------------------------------------------
 
     def change(self, reason: str) -> None:
-        """See Backend.change. What was learned is where the next start looks."""
+        """See Backend.change. The next start finds the costs that were learned."""
         began = time.perf_counter()
         choice = self._choice.turned(reason)
         try:

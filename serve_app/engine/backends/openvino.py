@@ -118,7 +118,7 @@ class OpenVinoBackend:
                 )
 
     def _profile(self, report: Report) -> Profile:
-        """What batches cost, as measured now or at an earlier start."""
+        """The cost of batches, as measured now or at an earlier start."""
         options = self._options
         if options.profile_limit_s <= 0:
             return Profile()
@@ -193,7 +193,7 @@ class OpenVinoBackend:
 
     @property
     def embedding(self) -> EmbeddingShape:
-        """What `embed` would take."""
+        """The limits that `embed` would have."""
         n_text = self._options.n_ctx_slot
         pooling = self.vocabulary.pooling_with(self._options.embedding_pooling)
         return EmbeddingShape(self._options.n_batch, 1, n_text, pooling, causal=True)
@@ -259,7 +259,7 @@ class OpenVinoBackend:
 
     @property
     def memory(self) -> MemoryUse:
-        """See Backend.memory. What OpenVINO computes in is not known."""
+        """See Backend.memory. The size of OpenVINO's work buffers is not known."""
         context = self._context
         return MemoryUse(
             weights_bytes=context.n_parameter_bytes,

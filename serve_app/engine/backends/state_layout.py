@@ -26,7 +26,7 @@ _KEYS, _VALUES = struct.Struct("<iQ"), struct.Struct("<iII")
 
 
 class Layout(NamedTuple):
-    """What kind of cache a state is of."""
+    """The kind of cache that a state is of."""
 
     n_streams: int
     transposed: bool

@@ -1,1 +1,1 @@
-"""What surrounds a decode: drafts before it; sampled tokens and their text after it."""
+"""The work around a decode: drafts before it; sampled tokens and their text after it."""

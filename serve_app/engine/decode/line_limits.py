@@ -21,8 +21,8 @@ class LineLimits:
         """That the line begins with; None in its middle, and in the first line."""
 
     def cut(self, text: str, elapsed_s: float) -> str | None:
-        """What is left of the newest text, so many seconds after the first token, if the sequence ends with
-        it; None if it goes on."""
+        """The rest of the newest text, so many seconds after the first token, if the sequence ends
+        with it; None if it goes on."""
         if not text:
             return None
         shown = self._indented(text) if self._n_indent else None

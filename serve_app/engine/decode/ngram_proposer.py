@@ -1,7 +1,7 @@
 """Prompt lookup: drafts tokens from a sequence's own text. Pure: no model, no threads, no clock.
 
-What followed the last three tokens the last time they occurred may follow again: in answers that quote,
-edit or repeat. Source: Saxena, "Prompt Lookup Decoding", 2023.
+The text that followed the last three tokens when they last occurred may follow again: in answers
+that quote, edit or repeat. Source: Saxena, "Prompt Lookup Decoding", 2023.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ logger = logging.getLogger("corral.engine")
 
 
 def sample(chunk: Chunk) -> list[Sampled] | CorralError:
-    """The tokens that follow: one, and one more for each drafted one that it confirms; none before the
-    prompt's end. What goes wrong is returned as the error: a grammar that allows no token, or a sampler
-    that breaks, which is no reason to end other sequences. Decoder thread only."""
+    """The tokens that follow: one, and one more for each drafted one that it confirms; none before
+    the prompt's end. A failure is returned, not raised, because it is no reason to end other
+    sequences: a grammar may allow no token, or a sampler may break. Decoder thread only."""
     try:
         return _sampled(chunk)
     except ConstraintError as error:

@@ -189,6 +189,6 @@ class Drafter:
         return True
 
     def take_spent(self) -> list[tuple[Sequence, float]]:
-        """What passes took since the last call, and for whom."""
+        """The seconds of passes since the last call, with the sequence of each."""
         spent, self.spent = self.spent, []
         return spent

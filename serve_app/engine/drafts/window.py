@@ -1,4 +1,4 @@
-"""What a draft model's cache has of one slot's text. Pure: no model, no threads, no clock."""
+"""The part of one slot's text in a draft model's cache. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slots have in the backend's cache, and how it gets there."""
+"""Puts the slots' tokens into the backend's cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SlotContents:
         self._copies = copies
 
     def n_bytes(self, slot: Slot, n_tokens: int) -> int:
-        """What storing a slot with so many tokens would take."""
+        """The bytes that storing a slot with so many tokens would take."""
         marks = sum(len(one.state) for one in self.checkpoints.of(slot.id))
         return self._backend.memory.state_bytes(n_tokens) + marks
 

@@ -66,8 +66,8 @@ class KVCacheManager:
 
     @property
     def prompts(self) -> list[HeldPrompt]:
-        """What prompts could start from: pinned, in slots, then stored; of each, what was used last first.
-        Nobody changes their tokens any more."""
+        """The prefixes that prompts could start from: pinned, in slots, then stored; in each, the
+        most recently used first. Nobody changes their tokens any more."""
         slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
         return [
             *(HeldPrompt(slot.group, slot.prompt) for slot in slots),
@@ -77,8 +77,9 @@ class KVCacheManager:
     # -- coming and going -------------------------------------------------------------------------
 
     def place(self, sequence: Sequence) -> Place | Wait | None:
-        """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
-        should wait for one that is being computed. What is lost by that is stored first.
+        """Put a sequence into an idle slot, with the longest prefix of its cache group there,
+        unless it should wait for one that is being computed. Tokens that lose their place are
+        stored first.
 
         While others generate, what would keep them waiting for too long is neither restored nor stored;
         None if it is only too much for this step."""
@@ -226,7 +227,8 @@ class KVCacheManager:
     # -- when somebody asks -----------------------------------------------------------------------
 
     def save(self, slot_id: int) -> StoredPrefix:
-        """What an idle slot has. Raises InvalidRequestError, EngineUnavailableError like all of these."""
+        """Stores the tokens of an idle slot. Raises InvalidRequestError, EngineUnavailableError
+        like all of these."""
         slot = self._at_rest(slot_id)
         return self._contents.save(slot, slot.idle_tokens)
 

@@ -35,7 +35,7 @@ class StoredPrefix:
 
 
 class _Kept(NamedTuple):
-    """What the tier knows of a prefix."""
+    """The tier's entry for a prefix."""
 
     entry: Entry
     prompt: HeldPrompt
@@ -43,7 +43,7 @@ class _Kept(NamedTuple):
 
 
 class Mirror(Protocol):
-    """Whoever wants to know what is stored; see `serve_app.engine.kv_cache.disk_tier`."""
+    """Receives the changes of what is stored; see `serve_app.engine.kv_cache.disk_tier`."""
 
     def add(self, prefix: StoredPrefix) -> None:
         """It was stored, or used again."""

@@ -1,9 +1,10 @@
 """The prefix index: who has how many of a prompt's first tokens. Pure: no model, no threads, no clock.
 
-A radix tree for each cache group. A node stands for a run of tokens that all entries below it share, of any
-length: so there are fewer than two nodes for an entry, runs are compared as bytes, and what is found is
-exact to the token. Whoever keeps its cache in blocks rounds that down. Source: Zheng et al., "SGLang:
-Efficient Execution of Structured Language Model Programs", 2023; it has one tree, and runs of whole pages.
+A radix tree for each cache group. A node stands for a run of tokens that all entries below it
+share, of any length: so there are fewer than two nodes for an entry, runs are compared as bytes,
+and what is found is exact to the token. An engine with a paged cache rounds that down. Source:
+Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2023; it has one
+tree, and runs of whole pages.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Match:
 
 
 class PrefixIndex:
-    """What all slots and stores of one engine have, by cache group and content. One thread.
+    """The tokens of all slots and stores of one engine, by cache group and content. One thread.
 
     To find what matches a prompt, or to add or remove an entry, takes microseconds for each node on its way
     and for every few thousand tokens, however many entries there are.

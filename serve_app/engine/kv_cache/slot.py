@@ -51,8 +51,8 @@ class Slot:
 
     @property
     def tokens(self) -> TokenArray:
-        """What others may start from: the tokens of its sequence, cached or not yet, up to a context
-        shift; those in the cache while it is idle."""
+        """The tokens that other sequences may start from: the tokens of its sequence, cached or not
+        yet, up to a context shift; those in the cache while it is idle."""
         if self.sequence is None:
             return self.idle_tokens
         tokens, n_exact = self.sequence.tokens, self.sequence.n_exact
@@ -115,7 +115,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Known:
-    """What the index was told of one slot."""
+    """The part of one slot that the index knows."""
 
     source: TokenArray | None = None
     group: str = ""
@@ -126,9 +126,9 @@ class SlotIndex:
     """Keeps one engine's slots in its prefix index, and finds there what they share with prompts. Decoder
     thread only.
 
-    A slot's entry has what it had when its array of tokens became another one. What a running sequence has
-    generated since then is looked at only if the entry is the beginning of a prompt: so a step costs
-    nothing here.
+    A slot's entry has what it had when its array of tokens became another one. Tokens that a
+    running sequence has generated since then are compared only if the entry is the beginning of a
+    prompt: so a step costs nothing here.
     """
 
     def __init__(self, slots: SequenceOf[Slot], index: PrefixIndex) -> None:

@@ -142,16 +142,17 @@ class SlotTable:
         background: bool = False,
     ) -> Choice | Wait:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
-        Its first `n_stored` tokens can also be had from outside the slots. What slots of other cache groups
-        hold counts as nothing.
+        Its first `n_stored` tokens can also be had from outside the slots. Slots of other cache
+        groups count as empty.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least
         half of what it holds: a few shared first tokens are not worth somebody's conversation. A
-        prefix that another slot, idle or busy, holds is copied into the idle slot that is next to most busy
-        ones of the same adapters (of a split cache, which computes consecutive slots together), or else the
-        least recently used; so is one that is stored. The slot with the id `wanted` is the one, if it is
-        idle. At least the prompt's last token is left to decode. There must be an idle slot. Only in the
-        `background` a prompt waits for what is computed there.
+        prefix that another slot, idle or busy, holds is copied into an idle slot, and so is one that
+        is stored. That is the slot next to most busy ones of the same adapters in a split cache,
+        which computes consecutive slots together, or else the least recently used. The slot with
+        the id `wanted` is the one, if it is idle. At least the prompt's last token is left to
+        decode. There must be an idle slot. Only in the `background` a prompt waits for what is
+        computed there.
         """
         prompt = packed(prompt)
         n_most = n_tokens(prompt) - 1

@@ -38,7 +38,7 @@ class RefusedFileError(Exception):
 
 
 def key_of(fingerprint: bytes) -> bytes:
-    """What a file is marked with, of all that its state depends on."""
+    """The mark of a file: a hash of all that its state depends on."""
     return blake2b(fingerprint, digest_size=KEY_BYTES).digest()
 
 
@@ -75,7 +75,8 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
 
 
 def _checkpoints(table: bytes, states: memoryview, n_tokens: int) -> tuple[Checkpoint, ...]:
-    """What a file has of them. Raises RefusedFileError if they are none of so many tokens."""
+    """Reads the checkpoints of a file. Raises RefusedFileError if they are none of so many
+    tokens."""
     marks, at = list[Checkpoint](), 0
     for n, size in _CHECKPOINT.iter_unpack(table):
         marks.append(Checkpoint(n, bytes(states[at : at + size])))

@@ -1,1 +1,1 @@
-"""What an engine tells about itself and its requests."""
+"""An engine's statistics, and the records of its requests."""

@@ -1,4 +1,4 @@
-"""What other threads read of the decoder loop: made when it may be wanted, and not in every step."""
+"""The decoder loop's state for other threads: made when it may be read, not in every step."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class SlotStats:
 
 @dataclass
 class Counts:
-    """What a decoder loop counts; see the fields of the same names in `EngineStats`. Its thread only."""
+    """A decoder loop's counters; see the fields of the same names in `EngineStats`. Its thread
+    only."""
 
     steps: int = 0
     batches: int = 0
@@ -124,7 +125,7 @@ class EngineStats:
     """Prefixes that lost their slot and are kept in memory."""
     stored_bytes: int = 0
     stored_bytes_limit: int = 0
-    """What they may take at most; it is not reserved."""
+    """The most bytes that they may take, which are not reserved."""
     checkpoints: int = 0
     """Of slots, and their bytes: see `serve_app.engine.kv_cache.checkpoints`."""
     checkpoint_bytes: int = 0
@@ -138,12 +139,12 @@ class EngineStats:
     cache_bytes: int = 0
     """Of all slots, pinned ones included."""
     cache_bytes_per_slot: int = 0
-    """What one slot more would cost."""
+    """The bytes that one more slot would take."""
     compute_bytes: int = 0
     """Buffers that batches are computed in."""
     step_time: dict[str, dict[int, float]] = field(default_factory=dict)
-    """What a batch costs, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's rows,
-    `verify_ms` by one sequence's rows with drafts."""
+    """The time of a batch, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's
+    rows, `verify_ms` by one sequence's rows with drafts."""
     threads_few: int = 0
     threads_reason: str = ""
     """Why so many."""
@@ -171,7 +172,7 @@ class EngineStats:
 
 
 class HeldPrompt(NamedTuple):
-    """What prompts of one cache group could start from."""
+    """A prefix that prompts of one cache group could start from."""
 
     group: str
     """See `serve_app.types.GenerationRequest.cache_group`; SHARED_GROUP for what is pinned."""
@@ -184,12 +185,12 @@ class Holdings:
     likes."""
 
     prompts: tuple[HeldPrompt, ...] = ()
-    """What is in the cache, stored, or will be computed; those worth most first."""
+    """The prefixes in the cache, stored, or about to be computed; those worth most first."""
     taken: tuple[str, ...] = ()
     """The requests that were taken in last, which statistics of the same moment include."""
     adapters: frozenset[str] = frozenset()
-    """What the requests that run or wait have of adapters, by `serve_app.types.adapters_of`: each of these
-    has steps of its own."""
+    """The adapters of the requests that run or wait, by `serve_app.types.adapters_of`: each of
+    these has steps of its own."""
 
 
 def _mib(n_bytes: int) -> str:

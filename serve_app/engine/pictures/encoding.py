@@ -46,7 +46,7 @@ class Failure(NamedTuple):
 
 
 class Embeddings:
-    """What tiles were encoded to, by their keys; the least recently used go when it has too many bytes."""
+    """The embeddings of tiles, by their keys; the least recently used go when it has too many bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -119,9 +119,9 @@ class Encoding:
                     self._counts.found_tiles += placed.embeddings is not None
 
     def step(self, running: Running, step_s: float, *, idle: bool) -> Failure | None:
-        """Encode a tile that somebody needs next, if there is one. The step before took `step_s`; if it
-        was `idle`, it had nothing to compute. Returns who cannot go on, if it failed. What `interlude`
-        calls, must not call this with effect: nothing happens then."""
+        """Encode a tile that somebody needs next, if there is one. The step before took `step_s`;
+        if it was `idle`, it had nothing to compute. Returns who cannot go on, if it failed.
+        `interlude` must not call this: nothing happens then."""
         wanted = None if self._is_encoding else next(_missing(running()), None)
         if wanted is None:
             return None
@@ -142,8 +142,8 @@ class Encoding:
     def _prepare(
         self, running: Sequence[EngineSequence], picture: Picture, patience_s: float
     ) -> Any:
-        """What is encoded of a picture; None if that is not there yet. The one needed after it is begun,
-        too. Raises CorralError."""
+        """The part of a picture that is encoded; None if that is not there yet. The one needed
+        after it is begun, too. Raises CorralError."""
         wanted = {one.picture.key: one.picture for _, one in _missing(running)}
         for key in self._prepared.keys() - wanted.keys():
             del self._prepared[key]

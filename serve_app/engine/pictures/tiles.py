@@ -31,7 +31,7 @@ class PlacedTile:
     causal: bool
     """Whether its rows may be computed in parts."""
     embeddings: NDArray[np.float32] | None = field(default=None, repr=False)
-    """What it was encoded to, as long as that is needed."""
+    """Its embeddings, as long as they are needed."""
 
     @property
     def end(self) -> int:

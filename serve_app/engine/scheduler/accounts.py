@@ -1,4 +1,4 @@
-"""What each client has had of the decoder, in measured seconds. Pure: no model, no threads, no clock.
+"""Each client's use of the decoder, in measured seconds. Pure: no model, no threads, no clock.
 
 A virtual token counter whose tokens are seconds: who has had least is served next. Source: Sheng et al.,
 "Fairness in Serving Large Language Models", OSDI 2024 (arXiv 2401.00588).

@@ -40,7 +40,7 @@ class AdapterTurns:
 
     @property
     def switch_s(self) -> float:
-        """What a batch takes longer than others if the one before had other adapters."""
+        """The additional time of a batch if the one before had other adapters."""
         return max(0.0, self._extra_s)
 
     def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
@@ -77,7 +77,8 @@ class AdapterTurns:
         return self._served_at.get(adapters, came)
 
     def price_s(self, before: Adapters) -> float:
-        """What the step that was chosen last costs besides, if the one before had those."""
+        """The additional cost of the step that was chosen last, if the one before had those
+        adapters."""
         return self.switch_s if before != self._current else 0.0
 
     def saw(self, n_rows: int, seconds: float, *, switched: bool) -> None:

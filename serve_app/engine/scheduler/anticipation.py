@@ -16,9 +16,10 @@ EXPECTED_S = 0.5
 
 
 class Anticipation:
-    """Who asks for one answer after the other has nothing waiting when its slot gets free. If a client that
-    has its share already took that slot, it would have to give it back a moment later, and the next first
-    token would wait for that. So the slot stays free for a while: half of the slots at most."""
+    """A client that asks for one answer after the other has nothing waiting when its slot gets
+    free. If a client that has its share already took that slot, it would have to give it back a
+    moment later, and the next first token would wait for that. So the slot stays free for a while:
+    half of the slots at most."""
 
     def __init__(self, n_slots: int) -> None:
         self._n_slots = n_slots

@@ -35,7 +35,7 @@ class Forecast:
     work_by_client: Mapping[str, float] = field(default_factory=dict)
     """Of it, what is each client's; and what each has in the background, by the names of the accounts."""
     background_s: float = 0.0
-    """What is in the background, in all."""
+    """The background's part of the backlog, in all."""
 
     def work_of(self, sequences: Iterable[Sequence]) -> float:
         """Seconds until these have ended, if there were no others."""

@@ -13,7 +13,7 @@ from serve_app.types import Adapters
 
 
 class Turn(NamedTuple):
-    """What one sequence gets to compute: its next tokens, and drafted ones behind them."""
+    """The tokens of one sequence in a step: its next ones, and drafted ones behind them."""
 
     sequence: Sequence
     n_rows: int
@@ -52,7 +52,7 @@ class Batch:
     adapters: Adapters = ()
     """All its sequences have these."""
     tile: PlacedTile | None = None
-    """What its rows are part of: then there is nothing else in it."""
+    """The tile that its rows belong to: then there is nothing else in it."""
     fillers: tuple[tuple[int, int], ...] = ()
     """Slots between those of the sequences, and positions of rows there that nobody wants and that are
     dropped again. Only beside decoding sequences."""

@@ -30,7 +30,7 @@ class _Rate(Protocol):
 
 
 class Proposer(Protocol):
-    """What proposes besides lookup; see `serve_app.engine.drafts.drafter.Drafter`."""
+    """Proposes tokens, besides lookup; see `serve_app.engine.drafts.drafter.Drafter`."""
 
     def __bool__(self) -> bool: ...
 

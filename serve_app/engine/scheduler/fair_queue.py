@@ -1,4 +1,4 @@
-"""Who is next for a slot: fair among clients. Pure: no model, no threads, no clock."""
+"""Decides which request is next for a slot, fairly. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.sequence import Sequence
 
 Cost = Callable[[int, int], float]
-"""What so many prompt tokens and so many generated ones cost, in seconds, or in any unit if nothing was
-measured."""
+"""The cost of so many prompt tokens and so many generated ones, in seconds, or in any unit if
+nothing was measured."""
 
 # Generated tokens that a request is taken to cost before it has ended.
 _EXPECTED_TOKENS = 128
@@ -23,7 +23,8 @@ class _Rank(NamedTuple):
     background: bool
     """Whether nobody waits for it."""
     is_new: bool
-    """Whoever lost a slot because the cache was full, or with another engine, goes before all others."""
+    """A request that lost its slot because the cache was full, or with another engine, goes before
+    all others."""
     priority: int
     due_s: float
     n_running: int
@@ -35,11 +36,11 @@ class FairQueue:
     """The sequences that wait for a slot. A client is what requests name; all that name none are one, and
     what a client has in the background is another one.
 
-    What is in the background comes last. Before that, a lower `priority` goes first, whatever was served.
-    Among equals the request goes first whose client has least due: what it was charged, what its running
-    requests will probably cost besides, and those of its requests that go before this one; of clients with
-    as much due, that of the one with fewer slots. So a client with one short request does not wait for all
-    of another's.
+    Background requests come last. Otherwise, a lower `priority` goes first, whatever was served.
+    Among equals, the request goes first whose client has least due: the seconds that it was charged,
+    and the probable cost of its running requests and of those that go before this one. Of clients
+    with as much due, the one with fewer slots goes first. So a client with one short
+    request does not wait for all of another's.
     """
 
     def __init__(self, cost: Cost, accounts: Accounts) -> None:
@@ -80,8 +81,8 @@ class FairQueue:
         return iter([sequence for _, sequence in sorted(ranked, key=lambda entry: entry[0])])
 
     def due_s(self, client: str, without: Sequence | None = None) -> float:
-        """What a client was charged, and what those of its requests that run will probably cost besides;
-        as if `without` did not run."""
+        """The seconds charged to a client, and those that its running requests will probably still
+        cost; as if `without` did not run."""
         running = (one for one in self._running if one.request.account == client)
         outstanding_s = sum(one.outstanding_s for one in running if one is not without)
         return self._accounts[client] + outstanding_s

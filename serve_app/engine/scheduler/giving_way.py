@@ -19,11 +19,11 @@ _QUANTUM_S = 2.0
 class GivingWay:
     """Finds who has to give way, one at a time.
 
-    A client that has at least two slots more than the one whose request is next gives one of them back,
-    unless it has less due all the same: then the other has had more for its slots. With one slot more, it
-    does so when it is ahead by a quantum, so that clients take turns where slots are fewer than they.
-    Slots so get equal, and nobody gives back what it would get again at once. What is in the background
-    gives way only to its like here; for all others it steps back without being asked.
+    A client that has at least two slots more than the one whose request is next gives one of them
+    back, unless it has less due all the same: then the other has had more for its slots. With one
+    slot more, it does so when it is ahead by a quantum, so that clients take turns where slots are
+    fewer than they. Slots so get equal, and nobody gives back what it would get again at once.
+    Background requests give way only to each other here; for all others they step back unasked.
     """
 
     def __init__(self) -> None:

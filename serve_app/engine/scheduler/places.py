@@ -1,4 +1,4 @@
-"""Who may wait when the queue is full: fair among clients. Pure: no model, no threads, no clock."""
+"""Decides which requests may wait in a full queue, fairly. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 

@@ -48,9 +48,10 @@ class Scheduler:
     stream begins; and a chunk ends where a prefix ends that others wait for, or where
     a checkpoint is to be made.
 
-    What is in the background gets on while there is nothing else. Beside others, only its decoding
-    sequences do, as many as cost these next to nothing; where all is in the background nobody waits between
-    two tokens, and a batch that takes long can be left (`leaves`): prompts may take `_LOST_S` of it then.
+    Background requests advance while there is nothing else. Beside others, only its decoding
+    sequences do, as many as cost these next to nothing; where all is in the background nobody waits
+    between two tokens, and a batch that takes long can be left (`leaves`): prompts may take
+    `_LOST_S` of it then.
 
     Sequences with different adapters take turns, by steps: see `AdapterTurns`.
 
@@ -237,8 +238,8 @@ class Scheduler:
         return [one for one in self._together if one.n_pending > 1 and not one.waits_to_see]
 
     def _without_held(self, now: float) -> list[Sequence]:
-        """Who may have the next turn: none of those whose prompts are done, while others of other adapters
-        catch up."""
+        """The sequences that may have the next turn: those with finished prompts wait while
+        sequences of other adapters catch up."""
         prompts, rest_s = self._prompts, self._catch_up_s()
         if not rest_s or len(prompts) == len(self._together):
             return self._together

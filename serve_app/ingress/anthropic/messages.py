@@ -119,7 +119,7 @@ class ToolUseBlock(Block):
 
 
 class ToolResultBlock(Block):
-    """What came of a call."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -142,7 +142,7 @@ class ToolResultBlock(Block):
 
 
 class ThinkingBlock(BaseModel):
-    """Reasoning of an earlier turn. What is redacted cannot be read; signatures are not looked at."""
+    """Reasoning of an earlier turn. Redacted thinking cannot be read; signatures are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -14,7 +14,7 @@ from serve_app.ingress.workers.worker import Models
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """What is left of the body of a request for a message."""
+    """The prepared request for a message."""
 
     chat: Chat
     shows_reasoning: bool

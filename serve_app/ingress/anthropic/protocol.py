@@ -83,7 +83,7 @@ class Thinking(RequestModel):
     type: Literal["enabled", "adaptive", "disabled"]
     """`adaptive` is for any model: whether it thinks is its own business."""
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """What reasoning may take, less than `max_tokens`."""
+    """The most tokens of reasoning, less than `max_tokens`."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""
 
@@ -100,7 +100,7 @@ class OutputFormat(RequestModel):
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
-    """What the answer's text validates against."""
+    """The schema of the answer's text."""
 
     def as_format(self) -> ResponseFormat:
         """The format as OpenAI has it."""
@@ -232,7 +232,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class AnthropicErrorBody(BaseModel):
-    """What went wrong, in Anthropic's words."""
+    """The error, in Anthropic's words."""
 
     type: str
     message: str

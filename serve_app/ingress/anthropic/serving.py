@@ -39,9 +39,9 @@ class MessageAnswer:
     _blocks: list[Json] = field(default_factory=list)
     """Those that are complete."""
     _open: Literal["text", "thinking", "tool_use"] | None = None
-    """What kind of block is not."""
+    """The kind of the open block."""
     _pieces: list[str] = field(default_factory=list)
-    """What it has so far."""
+    """Its pieces so far."""
     _called: Json = field(default_factory=dict)
     """A call's block, but for its input."""
 

@@ -12,7 +12,7 @@ from serve_app.ingress.http.request_context import Caller
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What it answered."""
+    """The answer."""
 
     status: int
     body: bytes

@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the one who works on it knows of a batch."""
+    """A batch, as its runner knows it."""
 
     id: str
     owner: str

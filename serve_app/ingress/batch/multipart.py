@@ -56,7 +56,7 @@ class Form:
         )
 
     def feed(self, piece: bytes) -> None:
-        """More of it has come. What follows the form's end is ignored."""
+        """More of it has come. Bytes after the form's end are ignored."""
         if self.complete:
             return
         try:

@@ -88,7 +88,7 @@ class DeletedFile(_Object):
 
 
 class LineError(_Object):
-    """What is wrong with a line of an input file."""
+    """The problem with a line of an input file."""
 
     code: str
     message: str

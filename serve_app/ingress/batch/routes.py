@@ -97,7 +97,7 @@ def _add_files(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/files/{file_id}/content", response_model=None)
     async def get_file_content(file_id: str) -> Response:
-        """What is in it."""
+        """The content of a file."""
         books = service.books
         found = await asyncio.to_thread(books.file, _owner(), file_id)
         headers = {"content-length": str(found.bytes)}

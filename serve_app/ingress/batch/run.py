@@ -20,7 +20,7 @@ EXPIRED = (
     "batch_expired",
     "This request could not be executed before the completion window expired.",
 )
-"""What lines get as an error that nobody could answer in time."""
+"""The error of lines that could not be answered in time."""
 MOST_ERRORS = 50
 """So many wrong lines are told of."""
 _PREFIX_BYTES = 512
@@ -48,7 +48,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one line is answered, as a line of the output file, or of the one with errors."""
+    """The answer to one line, as a line of the output file, or of the one with errors."""
 
     n: int
     good: bool
@@ -260,6 +260,6 @@ def _check(line: bytes, endpoint: str) -> tuple[str, bytes] | LineError:
 
 
 def prefix_of(body: Mapping[str, Any]) -> bytes:
-    """What a request's prompt begins with: in its order, requests that begin alike are neighbours."""
+    """The beginning of a request's prompt: sorted by it, requests that begin alike are neighbours."""
     names = ("model", "tools", "instructions", "messages", "prompt", "input")
     return orjson.dumps([body.get(name) for name in names])[:_PREFIX_BYTES]

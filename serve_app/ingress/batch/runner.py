@@ -167,7 +167,7 @@ class Runner:
 
 
 async def _until(rises: Callable[[], bool], asking: Coroutine[Any, Any, Told]) -> Told | None:
-    """What was told; None if the batch rose before that."""
+    """The answer; None if the batch rose before that."""
     task = asyncio.create_task(asking)
     try:
         while not (await asyncio.wait([task], timeout=_RISE_S))[0]:

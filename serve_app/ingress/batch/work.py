@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Asker(Protocol):
-    """What it needs of a Runner."""
+    """The methods that it needs of a Runner."""
 
     books: Books
     most_lines: int
@@ -99,7 +99,7 @@ class Work:
         await self._do(books.finish, batch.id, ended, made, await self._do(run.counts))
 
     async def _lines(self, run: Run) -> str:
-        """Ask for all lines that have no answer. What the batch ends as."""
+        """Ask for all lines that have no answer. The status that the batch ends with."""
         lines: asyncio.Queue[Line | None] = asyncio.Queue(_PAGE)
         n_askers = self._asker.most_lines
         n_lines, *n_ended = await self._do(run.counts)

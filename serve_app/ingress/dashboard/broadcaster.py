@@ -45,10 +45,10 @@ class Broadcaster:
     async def frames(
         self, seen: Callable[[Json], Json] = dict, holder: str = ""
     ) -> AsyncGenerator[Json]:
-        """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most; none
-        after the application's end. Whoever is slow gets all that changed meanwhile in one. `seen` is what
-        of a view is told. With more than `MAX_VIEWERS`, the first of the `holder` who has most is told no
-        more."""
+        """The whole board, and then what changes (see `difference`), `N_FRAMES` in all at most;
+        none after the application's end. A slow viewer gets all changes since its last frame in
+        one. `seen` is what of a view is told. With more than `MAX_VIEWERS`, the first of the
+        `holder` who has most is told no more."""
         viewer = object()
         looking = self._subscribe(viewer, holder)
         try:
@@ -126,9 +126,9 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], *, takes_batches: bool)
 
     @app.get("/v1/live", response_model=None)
     async def live() -> Response:
-        """Server-sent events, one a second: the first is all that replicas do, the others are what changes,
-        as JSON merge patches. They end after a minute; a viewer who stays asks again. What is in slots,
-        operators are told only."""
+        """Server-sent events, one a second: the first is all that replicas do, the others are what
+        changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. Only
+        operators get the contents of slots."""
         caller = request_context.current()
         seen = dict if caller.is_operator else without_requests
         frames = broadcaster.frames(seen, caller.holder)

@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class Page:
-    """ASGI middleware before API keys. Answers `/` and `/ui/...` if there is a page for who asks."""
+    """ASGI middleware before API keys. Answers `/` and `/ui/...` if the client may have the page."""
 
     def __init__(
         self, app: ASGIApp, switch: bool | Literal["auto"], network: NetworkPolicy

@@ -1,4 +1,4 @@
-"""What the replicas do, in the form in which viewers get it. Pure: no engine, no clock."""
+"""The replicas' present work, in the form that viewers get. Pure: no engine, no clock."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Board:
         now: float,
         wall_s: float,
     ) -> None:
-        """What each model's replicas told at this moment, which of them run and told nothing, and how many
-        are in which of Serve's states."""
+        """Takes each model's statistics of replicas at this moment, the replicas that run and did
+        not answer, and the number in each of Serve's states."""
         told = {stats.replica_id for of_model in found.values() for stats in of_model}
         for model, of_model in found.items():
             for stats in of_model:
@@ -203,7 +203,7 @@ def _point(grown: Mapping[str, float]) -> list[float] | None:
 
 def _slot(slot: Mapping[str, Any]) -> list[Any]:
     """A slot's state; its tokens in the cache that were found there, prefilled and generated; those of its
-    prompt that are missing. What an idle one keeps counts as found."""
+    prompt that are missing. Tokens that an idle slot keeps count as cached."""
     n_past, n_prompt = slot["n_past"], slot["n_prompt"]
     if slot["request_id"] is None:
         return [slot["state"], n_past, 0, 0, 0]
@@ -240,7 +240,8 @@ def _quantile(counts: Mapping[float, int], q: float) -> float | None:
 
 
 def difference(before: Json, after: Json) -> Json:
-    """What to change in `before` to get `after`: objects key by key, what is gone as null, all else whole.
+    """The changes that turn `before` into `after`: objects key by key, removed keys as null, all
+    else whole.
 
     As JSON merge patch (RFC 7396): a null in `after` means that it is not there."""
     changed: Json = {}

@@ -27,7 +27,7 @@ MAX_NUMBERS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What is left of the body of a request for vectors, in OpenAI's form."""
+    """The prepared request for vectors, from a body in OpenAI's form."""
 
     model: str
     texts: Texts

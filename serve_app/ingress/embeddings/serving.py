@@ -20,7 +20,7 @@ _INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an engine computed for a request, and how it is told."""
+    """An engine's results for a request, and the form of the answer."""
 
     model: str
     vectors: Vectors

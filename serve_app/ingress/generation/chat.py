@@ -10,13 +10,13 @@ from serve_app.types import TokenDelta
 
 
 def parser(model: ServedModel, chat: Chat, *, in_pieces: bool | None = None) -> OutputParser:
-    """What splits one answer to this chat. Calls come in pieces, in streams if nothing is said."""
+    """The parser of one answer to this chat. Calls come in pieces, in streams if nothing is said."""
     in_pieces = chat.generation.stream if in_pieces is None else in_pieces
     return model.tokenizer.output_parser(chat.prompt, chat.tools, chat.thinks, in_pieces=in_pieces)
 
 
 def parts(parser: OutputParser, delta: TokenDelta) -> list[Part]:
-    """What the delta's text is certain to be now; none of it is empty."""
+    """The parts of the delta's text that are certain now; none is empty."""
     found = parser.feed(delta.text)
     return found if delta.end is None else found + parser.finish()
 

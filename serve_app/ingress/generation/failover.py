@@ -26,7 +26,7 @@ Attempt = Callable[[GenerationRequest], AsyncGenerator[Accepted | TokenDelta]]
 """Runs a request on some replica, to its end. Raises CorralError."""
 
 LOST = (EngineFailedError, EngineClosedError, ModelReplacedError)
-"""What is raised when a replica cannot go on, and another may."""
+"""The errors of a replica that cannot go on, although another one may."""
 
 PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Before each new attempt. After as many that brought no token, the request fails: it may be what breaks
@@ -68,7 +68,7 @@ async def unbroken(
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
-    """What the first attempt returns whose replica is not lost meanwhile. Raises CorralError."""
+    """The result of the first attempt whose replica is not lost meanwhile. Raises CorralError."""
     for pause_s in pauses_s:
         try:
             return await attempt()
@@ -79,7 +79,7 @@ async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ..
 
 
 class _Life:
-    """What a request has been through."""
+    """The attempts of a request so far."""
 
     def __init__(self, request: GenerationRequest, pauses_s: tuple[float, ...]) -> None:
         self.request = self._asked = request
@@ -117,9 +117,9 @@ class _Life:
         return None
 
     def go_on(self) -> None:
-        """Be what the next replica is asked for. It has an id of its own: the last one may linger where
-        it was. A seeded draw is another one, as the same numbers again would favour the same words. What
-        is told of the prompt comes with the first token."""
+        """Be what the next replica is asked for. It has an id of its own: the last one may linger
+        where it was. A seeded draw is another one, as the same numbers again would favour the same
+        words. News of the prompt comes with the first token."""
         self._n_failovers += 1
         sampling = self._asked.sampling
         if sampling.seed is not None:

@@ -27,7 +27,7 @@ class Marks:
 
 
 def refusal(field: str) -> MediaError:
-    """What is said of pictures to models that read text only."""
+    """The error for pictures to models that read text only."""
     return MediaError(
         "Image input is not supported: this model reads text only, as it has no projector.", field
     )

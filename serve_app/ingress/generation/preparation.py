@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generation:
-    """What is left of a body when it was read: what the engine and the answer need."""
+    """A prepared body: the fields that the engine and the answer need."""
 
     model: str
     """Its id."""
@@ -62,7 +62,7 @@ class Chat:
     thinks: bool
     """Whether reasoning is split off."""
     prefill: str = ""
-    """What the request's last message, the assistant's, begins the answer with."""
+    """The beginning of the answer, from the request's last message, the assistant's."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -175,7 +175,7 @@ def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: s
 def _reasoning(
     model: KnownModel, body: ChatCompletionRequest, prompt: tuple[int, ...]
 ) -> ReasoningBudget | None:
-    """What bounds the answer's reasoning, if the request or the model's defaults say so."""
+    """The bound of the answer's reasoning, if the request or the model's defaults set one."""
     defaults, message = model.defaults, body.reasoning_budget_message
     n_tokens = body.reasoning_budget
     n_tokens = defaults.reasoning_budget if n_tokens is None or n_tokens < 0 else n_tokens
@@ -221,7 +221,7 @@ def chat_text(model: KnownModel, body: ChatCompletionRequest) -> str:
 def _rendered(
     model: KnownModel, body: ChatCompletionRequest, render: Callable[..., T]
 ) -> tuple[T, str]:
-    """What the tokenizer makes of the chat, and what the answer begins with."""
+    """The tokenizer's result for the chat, and the beginning of the answer."""
     turns, prefill = _prefill(body)
     messages = [message.for_template() for message in turns]
     placing: dict[str, Any] = {}
@@ -253,7 +253,7 @@ def _rendered(
 
 
 _PARTS = "\n\n"
-"""What llama-server puts between the parts of a message that is continued."""
+"""The text that llama-server puts between the parts of a message that is continued."""
 
 
 def _prefill(body: ChatCompletionRequest) -> tuple[Sequence[ChatMessage], str]:

@@ -17,7 +17,8 @@ Model = TypeVar("Model", bound=BaseModel)
 def takes_sampling(api: Api) -> Callable[[type[Model]], type[Model]]:
     """Give a request a field for each parameter that this API has. They may be missing, or null.
 
-    What is decorated becomes a subclass of the same name: pydantic adds no fields to a class that is made.
+    The decorated class becomes a subclass of the same name: pydantic adds no fields to a class that
+    is made.
     """
 
     def extended(model: type[Model]) -> type[Model]:

@@ -19,8 +19,8 @@ def tokenize_checked(
     encode: Callable[..., tuple[int, ...]],
     *args: Any,
 ) -> tuple[int, ...]:
-    """What `encode` makes of these arguments, which have so many characters. Raises PromptTooLongError for
-    more than can fit, before they are tokenized."""
+    """The tokens that `encode` makes of these arguments, which have so many characters. Raises
+    PromptTooLongError for more than can fit, before they are tokenized."""
     refuse_far_too_long(model, field, n_chars)
     return encode(*args)
 

@@ -1,1 +1,1 @@
-"""What every HTTP request passes: keys, limits, bodies, errors, server-sent events."""
+"""The stages of every HTTP request: keys, limits, bodies, errors, server-sent events."""

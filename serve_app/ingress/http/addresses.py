@@ -26,7 +26,7 @@ def host_name(header: str) -> str | None:
 
 
 def network_of(address: str) -> str:
-    """What one client can be taken to have: an IPv4 address, or the /64 of an IPv6 one."""
+    """The network that counts as one client: an IPv4 address, or the /64 of an IPv6 one."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -70,11 +70,11 @@ class KeyFile(BaseModel):
 RETRY_S = 1
 """The shortest time that a refused client is told to wait."""
 FORGIVEN_S = 5
-"""Who has stayed away for so long besides is as good as new."""
+"""A key's debt is forgotten after so many further seconds without a request."""
 
 
 class Account:
-    """What a key uses. Only in the ingress's event loop, and for its replica only.
+    """The present use of a key. Only in the ingress's event loop, and for its replica only.
 
     The tokens of a minute are a bucket that fills all the time. Answers, whose length nobody knows
     before, may overdraw it; the next request waits until it is filled again.

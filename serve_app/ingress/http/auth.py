@@ -41,7 +41,8 @@ from serve_app.ingress.http.request_context import Caller
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
 HOLD_S = RETRY_S
-"""Who comes back although there is no room hears so only after so long, and cannot ask meanwhile."""
+"""A client that comes back although there is no room gets its refusal after so long, and cannot ask
+meanwhile."""
 MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
 """Requests that are held up so at once. Those with larger bodies wait nowhere: bodies come all the same."""
 IN_BACKGROUND = "corral.background"
@@ -55,7 +56,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may come in."""
+    """The access rules."""
 
     api_key_file: Path | None = None
     """See `serve_app.ingress.http.api_keys`; without one, nobody needs a key."""
@@ -87,7 +88,7 @@ class Access:
 
     @property
     def network(self) -> NetworkPolicy:
-        """Who may ask by the network alone."""
+        """The network rules, without keys."""
         has_keys = self.api_key_file is not None
         return NetworkPolicy(has_keys, self.allow_anonymous, self.allowed_hosts, self.cors_origins)
 
@@ -100,7 +101,7 @@ class Access:
 class AccessMiddleware:
     """ASGI middleware. Lets those in who may, with their bodies read; all others get an error.
 
-    What costs least is checked first: the network, the key, what the key has running. Only then, when it is
+    The cheapest checks come first: the network, the key, the key's running requests. Only then, when it is
     the sender's turn, is a body read, if there is a route for it."""
 
     def __init__(
@@ -171,7 +172,7 @@ class AccessMiddleware:
             self._n_held -= 1
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        """Who sends this. Raises CorralError for who may not."""
+        """The sender of this request. Raises CorralError if the request is not allowed."""
         account, is_operator = None, self._operators_are_all
         if scope["path"] not in _OPEN_PATHS:
             self._network.check(scope, headers)
@@ -207,7 +208,7 @@ def _may_wait(scope: Scope, headers: Headers) -> bool:
 
 
 def _endpoint(scope: Scope) -> object:
-    """What answers it: None if there is no route for it."""
+    """The route that answers it: None if there is no route for it."""
     if scope["method"] != "POST":
         return None
     for route in scope["app"].routes:

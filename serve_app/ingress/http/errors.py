@@ -23,7 +23,7 @@ logger = logging.getLogger("corral.ingress")
 
 
 MAX_CHARS = 2000
-"""What is told of an error; messages may repeat what a client sent."""
+"""The most characters of an error's message, which may repeat text of the client."""
 
 
 def error_body(error: CorralError) -> dict[str, Any]:
@@ -137,5 +137,5 @@ async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def unexpected() -> CorralError:
-    """What clients are told of an error that nobody thought of; the log says more."""
+    """The error that clients get for an unexpected exception; the log says more."""
     return CorralError("The server failed to handle this request.")

@@ -1,7 +1,7 @@
 """Parses JSON bodies into requests, within bounds and by the standard. Runs in workers.
 
-What Python's own reader takes besides (NaN, half a surrogate pair, nesting up to its stack's end) would
-fail later, in a place that cannot say why.
+Python's own reader also accepts NaN, half a surrogate pair, and nesting up to its stack's end.
+These would fail later, in a place that cannot say why.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _unreadable(why: str) -> InvalidRequestError:
 
 
 def invalid(place: Sequence[int | str], message: str) -> InvalidRequestError:
-    """What pydantic found wrong at this place of a request, as clients are told."""
+    """The error for clients that pydantic found at this place of a request."""
     path = ".".join(str(part) for part in place if _names_a_field(part))
     where = f"{path}: " if path else ""
     return InvalidRequestError(f"{where}{message}", path or None)

@@ -21,7 +21,7 @@ _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real
 
 @dataclass(frozen=True, slots=True)
 class NetworkPolicy:
-    """What is asked of requests before any key. Pure; any thread."""
+    """The checks of requests before any key. Pure; any thread."""
 
     has_keys: bool = False
     allow_anonymous: bool = False
@@ -32,8 +32,8 @@ class NetworkPolicy:
     """Web sites whose pages may ask: see `serve_app.ingress.http.cors`."""
 
     def check(self, scope: Scope, headers: Headers) -> None:
-        """Raises AuthenticationError for who is not on this machine, HostNotAllowedError for a name that is
-        not this server's, and CrossSiteError for another site's page."""
+        """Raises AuthenticationError for requests from other machines, HostNotAllowedError for a
+        host name that is not this server's, and CrossSiteError for another site's page."""
         if not (self.has_keys or self.allow_anonymous):
             _check_is_direct(scope, headers)
             self._check_host(headers)

@@ -62,7 +62,8 @@ class Caller:
 
     @property
     def holder(self) -> str:
-        """Who it is that holds what the ingress has little of: API keys, or, without, addresses."""
+        """The client that scarce things of the ingress are counted for: API keys, or, without,
+        addresses."""
         name = self.address if self.account is None else self.account.key.name
         return account(name, background=self.background)
 
@@ -78,7 +79,7 @@ class Caller:
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
-        """What it has running counts for as long as the block runs, and not until the HTTP request ends."""
+        """Its work counts as running until the block ends, not until the HTTP request does."""
         n, self._n_running = self._n_running, 0
         try:
             yield

@@ -27,7 +27,7 @@ _COUNTERS = {
 }
 
 _OF_EMBEDDINGS = {"prompt_tokens": "embedded_tokens", "n_decode": "embedding_batches"}
-"""What llama-server counts of texts whose embeddings are computed, too."""
+"""llama-server's counters that include texts whose embeddings are computed."""
 
 
 def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:

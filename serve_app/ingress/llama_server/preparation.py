@@ -38,7 +38,7 @@ from serve_app.types import Picture
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What is left of the body of a request for texts."""
+    """The prepared request for texts."""
 
     generation: Generation
     prompt_texts: tuple[str, ...]

@@ -95,7 +95,7 @@ class GrammarTrigger(BaseModel):
 
     @property
     def pattern(self) -> str | None:
-        """What the text must have, but for tokens."""
+        """The pattern of the text, unless it is tokens."""
         if self.type == _TOKEN:
             return None
         if self.type == _WORD:
@@ -110,7 +110,7 @@ class GrammarTrigger(BaseModel):
 
 
 class LlamaParams(GenerationParams):
-    """What `/completion` and `/infill` share."""
+    """The common fields of `/completion` and `/infill`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tfs_z": (None, 1),

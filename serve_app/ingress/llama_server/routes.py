@@ -102,7 +102,7 @@ def _written(answer: bytes) -> Response:
 def _add_information(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
     @app.get("/props")
     async def props(request: Request, model: str | None = None) -> dict[str, Any]:
-        """What the model is served with; slots are those of all its replicas that answer in time, and
+        """The model's settings. The slots are those of all its replicas that answer in time, and
         `missing` names the others. Operators are told where its file is."""
         caller = request_context.current()
         path_of = str if caller.is_operator else os.path.basename

@@ -180,7 +180,7 @@ _OFF: Json = {
     "backend_sampling": False,
     "lora": [],
 }
-"""What llama-server tells of what Corral does not have: its values where it is off."""
+"""llama-server's values for settings that Corral does not have, when they are off."""
 
 
 def generation_settings(
@@ -190,7 +190,7 @@ def generation_settings(
     asked: Completion | None = None,
     eog: Sequence[int] = (),
 ) -> Json:
-    """What a request is generated with, in llama-server's words; without the tokens `eog`."""
+    """The settings of a request, in llama-server's words; without the tokens `eog`."""
     n_predict = -1 if sampling.max_tokens is None else sampling.max_tokens
     banned = sampling.logit_bias + tuple((token, float("-inf")) for token in eog)
     bias = [{"token": t, "bias": b if b > float("-inf") else None} for t, b in banned]

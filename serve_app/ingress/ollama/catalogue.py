@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of models: their files' metadata, and what they can do.
+"""The description of models for Ollama's clients: their files' metadata, and their capabilities.
 
 Source: ollama, api/types.go, `ModelDetails`, `ListModelResponse`, `ShowResponse` and
 `ProcessModelResponse`.

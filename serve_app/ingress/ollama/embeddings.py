@@ -19,7 +19,7 @@ from serve_app.ingress.workers.worker import KnownModel, Models
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is left of a body."""
+    """The prepared request."""
 
     model: str
     """Its id."""
@@ -33,7 +33,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an engine computed for a request."""
+    """An engine's results for a request."""
 
     name: str
     vectors: Vectors

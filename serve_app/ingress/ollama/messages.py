@@ -55,7 +55,7 @@ class OllamaTool(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """What an earlier turn called."""
+    """The function that an earlier turn called."""
 
     name: str
     arguments: dict[str, Any] = Field(default={})

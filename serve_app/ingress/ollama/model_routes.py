@@ -59,7 +59,7 @@ def _add_models(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies)
 
     @app.post("/api/show", response_model=None)
     async def ollama_show(request: Request) -> Response:
-        """What a model is and can do, Ollama's way."""
+        """The details and capabilities of a model, Ollama's way."""
         model_id = await bodies.read(request, preparation.show, any_type=True)
         return JSONResponse((await catalogue.all())[model_id].shown())
 

@@ -14,7 +14,7 @@ M = TypeVar("M", bound=model_registry.Named)
 
 _DEFAULT_TAG = ":latest"
 _DEFAULT_PLACES = ("registry.ollama.ai/", "library/")
-"""What Ollama reads in front of a name that has nothing there."""
+"""The parts that Ollama reads before a name without them."""
 
 
 def displayed(model_id: str) -> str:

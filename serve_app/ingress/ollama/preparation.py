@@ -44,7 +44,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is left of a body that asks for an answer."""
+    """The prepared request for an answer."""
 
     name: str
     """The model's, as it was asked."""
@@ -173,7 +173,7 @@ def _asking(asked: OllamaGenerateRequest) -> ChatMessage:
 def _after_context(
     model: KnownModel, asked: OllamaGenerateRequest, prompt: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The prompt as the conversation's next turn. What begins a text is there already."""
+    """The prompt as the conversation's next turn. The tokens that begin a text are there already."""
     if not asked.context:
         return prompt
     refuse_unknown_tokens(model, "context", asked.context)

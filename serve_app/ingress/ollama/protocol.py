@@ -31,14 +31,14 @@ _NUMBER = re.compile(r"\d+(?:\.\d*)?")
 
 
 class GenerationRequest(RequestModel):
-    """What chats and completions share."""
+    """The common fields of chats and completions."""
 
     model: str | None = None
     """A model's name, with or without a tag; the first of /api/tags if it is missing."""
     stream: bool | None = None
     """Whether the answer comes in lines, as it is made; it does by default."""
     format: Any = None
-    """What the answer is: `json` for any JSON object, or a JSON schema that it validates against."""
+    """The form of the answer: `json` for any JSON object, or a JSON schema that it validates against."""
     options: Options = Field(default_factory=Options)
     keep_alive: float | str | None = None
     """Models stay loaded. Without a prompt, 0 is answered as unloading, and all else as loading."""
@@ -149,7 +149,7 @@ class GenerationRequest(RequestModel):
         return GenerationParams(json_schema=self.schema_of_answer(), **self.params())
 
     def _template_kwargs(self, can_think: bool) -> dict[str, Any]:
-        """What chat templates are told of thinking, in the names that they have for it."""
+        """The variables for thinking, by the names that chat templates have for them."""
         if self.think is None:
             return {"enable_thinking": True} if can_think else {}
         level = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
@@ -184,7 +184,7 @@ class OllamaGenerateRequest(GenerationRequest):
     raw: bool = False
     """Whether the prompt is taken as it is, without the chat template."""
     context: list[Annotated[int, Field(ge=0)]] = Field(default=[])
-    """What an earlier answer told as `context`: the conversation so far, as tokens."""
+    """The `context` of an earlier answer: the conversation so far, as tokens."""
     images: list[str] | None = None
     """Pictures in base64."""
     """Refused: these models read text."""

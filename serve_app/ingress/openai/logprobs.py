@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Piece(Protocol):
-    """What tokens are written as."""
+    """The written form of a token."""
 
     def __call__(self, token: int, *, special: bool = False) -> bytes:
         """A token's bytes; none for control tokens, unless `special`."""

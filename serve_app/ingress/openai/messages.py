@@ -71,7 +71,7 @@ class Tool(RequestModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates read: the fields that were given, in the order they were."""
+        """The message for chat templates: the fields that were given, in their order."""
         return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
@@ -82,7 +82,7 @@ class FunctionCall(RequestModel):
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates read: the arguments as an object. Raises InvalidRequestError."""
+        """The call for chat templates: the arguments as an object. Raises InvalidRequestError."""
         try:
             arguments = json_body.loads(self.arguments or "{}")
         except ValueError as error:
@@ -150,7 +150,7 @@ class ChatMessage(RequestModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates read. A developer is what newer clients call the system."""
+        """The message for chat templates. A developer is what newer clients call the system."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,

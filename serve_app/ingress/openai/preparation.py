@@ -15,19 +15,19 @@ from serve_app.ingress.workers.worker import KnownModel, Models
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What is left of a completion's body."""
+    """A prepared completion."""
 
     generation: Generation
     n_best: int | None
     """How many of a prompt's texts are given, if not all."""
     echoes: tuple[str, ...]
-    """What the texts of each prompt begin with."""
+    """The beginning of each prompt's texts."""
     logprobs: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """What is left of a chat completion's body."""
+    """A prepared chat completion."""
 
     chat: Chat
     logprobs: bool

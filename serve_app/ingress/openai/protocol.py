@@ -75,7 +75,7 @@ class LoraScale(RequestModel):
 
 @takes_sampling(Api.OPENAI)
 class GenerationParams(RequestModel):
-    """What completions and chat completions share."""
+    """The common fields of completions and chat completions."""
 
     model_config = ConfigDict(json_schema_extra=_describe)
 
@@ -198,7 +198,7 @@ class GenerationParams(RequestModel):
         return any((self.grammar, self.json_schema is not None, self.regex))
 
     def constraint(self) -> str | None:
-        """What the text must match, for the engine. Raises InvalidRequestError."""
+        """The grammar that the text must match, for the engine. Raises InvalidRequestError."""
         makers: dict[str, Callable[[Any, str], str]] = {
             "grammar": grammars.from_gbnf,
             "json_schema": grammars.from_json_schema,
@@ -242,7 +242,7 @@ class CompletionRequest(GenerationParams):
     prompt: Text | Tokens | Annotated[list[Text], _Batch] | Annotated[list[Tokens], _Batch]
     """A text or a list of token ids, or several of either."""
     suffix: str | None = None
-    """What comes after the answer, for models with infill tokens."""
+    """The text after the answer, for models with infill tokens."""
     echo: bool = False
     """Whether answers begin with their prompt."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -368,7 +368,7 @@ class ChatCompletionRequest(GenerationParams):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """And those of so many most likely tokens."""
     response_format: ResponseFormat | None = None
-    """What the answer is: text, any JSON object, or JSON that a schema validates."""
+    """The form of the answer: text, any JSON object, or JSON that a schema validates."""
     max_completion_tokens: MaxTokens | None = None
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
@@ -511,7 +511,7 @@ class ChatCompletionRequest(GenerationParams):
         return self.tools
 
     def tools_for_template(self) -> list[dict[str, Any]]:
-        """What chat templates read; empty if the model shall call nothing."""
+        """The tools for chat templates; empty if the model shall call nothing."""
         return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools]
 
 
@@ -561,7 +561,7 @@ class ModelCard(BaseModel):
     """Tokens, prompt and answer together, that one request may have."""
     status: ModelStatus
     capabilities: list[Literal["vision"]] = []
-    """What it can besides text."""
+    """Its capabilities besides text."""
 
 
 class ModelList(BaseModel):
@@ -572,7 +572,7 @@ class ModelList(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What went wrong, in OpenAI's words."""
+    """The error, in OpenAI's words."""
 
     message: str
     type: str

@@ -26,7 +26,7 @@ from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
 BUILD = f"b-corral-{__version__}"
-"""What llama-server calls its build: its clients look for the first letter."""
+"""The build, as llama-server calls its own: its clients look for the first letter."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Choice:
     parser: OutputParser | None = None
     """Finds the reasoning and the tool calls in a chat's text."""
     echo: str = ""
-    """What the text begins with."""
+    """The beginning of the text."""
     prompt: tuple[int, ...] = ()
     """The tokens of `echo`, if their log probabilities are wanted."""
     shares: bool = False
@@ -67,13 +67,13 @@ class Choice:
         return self._body({"text": self.echo + all_at_once.text}, all_at_once)
 
     def opening(self) -> Json | None:
-        """What comes before any text: a chat's says who speaks."""
+        """The first event, before any text: in a chat, it has the role."""
         if self.kind == "chat":
             return self._body({"delta": {"role": "assistant", "content": None}}, None)
         return self._body({"text": self.echo}, None) if self.echo and not self.prompt else None
 
     def waiting(self) -> Json:
-        """What goes with news of its prompt: no text yet."""
+        """The event that goes with news of the prompt: it has no text."""
         is_chat = self.kind == "chat"
         content = {"delta": {"role": "assistant", "content": None}} if is_chat else {"text": ""}
         return self._body(content, None)
@@ -158,7 +158,7 @@ class Answer:
     with_timings: bool = False
     """Whether the request asks for all of them."""
     verbose: Json | None = None
-    """What `__verbose` tells."""
+    """The content of `__verbose`."""
     return_progress: bool = False
     timings_per_token: bool = False
     obfuscates: bool = False

@@ -47,7 +47,7 @@ class Completion(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """What is called."""
+    """The called function."""
 
     name: str
     arguments: str
@@ -62,7 +62,7 @@ class Call(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -238,7 +238,7 @@ class Prompt(BaseModel):
 
 
 class OllamaEnd(BaseModel):
-    """What the last line of an answer tells; durations are in nanoseconds."""
+    """The fields of an answer's last line; durations are in nanoseconds."""
 
     model: str
     created_at: str
@@ -255,7 +255,7 @@ class OllamaEnd(BaseModel):
 
 
 class OllamaSaid(BaseModel):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str
@@ -294,7 +294,7 @@ class OllamaVector(BaseModel):
 
 
 class OllamaModelInfo(BaseModel):
-    """What a model is and can do."""
+    """The details and capabilities of a model."""
 
     modelfile: str
     parameters: str

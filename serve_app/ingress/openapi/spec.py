@@ -62,7 +62,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Route:
-    """What one route's function answers."""
+    """The answers of one route's function."""
 
     answer: Any
     """Its type; `str` is plain text, and None nothing but events."""

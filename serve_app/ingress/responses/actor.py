@@ -47,7 +47,7 @@ class StoreActor:
         self._watching: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What the store's method returns, or the CorralError that it raises."""
+        """The result of the store's method, or the CorralError that it raises."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         try:
@@ -157,7 +157,7 @@ class RayStore:
         return found
 
     async def _ask(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        """What it returns; None if there is no store."""
+        """The method's result; None if there is no store."""
         actor = await self._found()
         return None if actor is None else await self._call(actor, method, *arguments, wait_s=wait_s)
 

@@ -121,7 +121,7 @@ class FunctionCallItem(Item):
 
 
 class FunctionCallOutputItem(Item):
-    """What came of a call."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str

@@ -1,4 +1,4 @@
-"""What is kept of a response: what it is made from, and what has come of it so far.
+"""The record of a response: the input that it is made from, and its output so far.
 
 All else, its events and the response itself, is computed from these two, by any ingress.
 """
@@ -16,14 +16,14 @@ from serve_app.types import GenerationRequest, TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a response is made from."""
+    """The input that a response is made from."""
 
     model: str
     """Its id."""
     created: int
     """Unix time."""
     asked: Mapping[str, Any]
-    """What the response says of its request."""
+    """The fields that the response repeats of its request."""
     request: GenerationRequest
     """Its id is the response's."""
     tools: Sequence[Mapping[str, Any]]
@@ -50,7 +50,7 @@ class Recipe:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Recipe:
-        """What was packed by another ingress."""
+        """Unpacks the recipe that another ingress packed."""
         found: Recipe = pickle.loads(packed)
         return found
 

@@ -24,11 +24,11 @@ _ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is left of the body of a request for a response."""
+    """The prepared request for a response."""
 
     chat: Chat
     asked: dict[str, Any]
-    """What the response says of its request."""
+    """The fields that the response repeats of its request."""
     items: bytes
     """The conversation that it answers."""
     obfuscates: bool

@@ -123,7 +123,7 @@ class ResponsesRequest(RequestModel):
     input: Items
     """A text, or a list of items."""
     instructions: str | None = None
-    """What the system says, before everything else."""
+    """The system's message, before everything else."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: list[FunctionTool] = Field(default=[])
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None

@@ -112,7 +112,7 @@ class _Reader:
         alone: Callable[[Models, bytes], T | After],
         behind: Callable[[Models, bytes], T],
     ) -> T:
-        """What a worker makes of it. Raises CorralError."""
+        """A worker's result for it. Raises CorralError."""
         found = await self._bodies.work(alone, *self._pieces)
         if not isinstance(found, After):
             return found
@@ -139,7 +139,7 @@ def _owner() -> Owner:
 
 
 def _keeping(runs: Runs, made: Recipe) -> Keep:
-    """What keeps it for this task's caller."""
+    """A function that keeps it for this task's caller."""
     runs.prepare()
     owner = _owner()
     return lambda entries: runs.keep(made, owner, entries)

@@ -64,7 +64,7 @@ class Run:
         self.turn = turn
         self.n_told = len(entries)
         self.n_readable = len(entries)
-        """Whoever goes on with it has so many: the rest of the text would be another one."""
+        """An ingress that continues it has so many: the rest of the text would be another one."""
         self.n_readers = 0
         self.told_at = time.monotonic()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -119,7 +119,7 @@ class Run:
         return has_news and (self.n_readers > 0 or now - self.told_at >= TELL_S)
 
     def news(self) -> News:
-        """What the store does not know."""
+        """The changes that the store does not have yet."""
         new = self.entries[self.n_told :]
         pack = log.packed(new) if new else b""
         ended = bool(new) and new[-1].is_last
@@ -178,8 +178,8 @@ class Runs:
         return run
 
     async def adopt(self, response_id: str) -> bool:
-        """Go on with a response whose ingress is gone. Returns whether there is something to do. What is
-        generated from here on is charged to no key: this ingress has not seen its owner."""
+        """Go on with a response whose ingress is gone. Returns whether there is something to do.
+        Tokens generated from here on are charged to no key: this ingress has not seen the owner."""
         try:
             found = await self._store.adopt(response_id)
         except ConnectionError:
@@ -422,7 +422,7 @@ class Runs:
 def continued(
     request: GenerationRequest, tokens: tuple[int, ...], n_before: int
 ) -> GenerationRequest:
-    """What is asked for by the ingress that goes on with a request behind these tokens, the n-th one.
+    """The request of the ingress that continues after these tokens, the n-th one.
     As after a failover, a seeded draw is another one."""
     sampling = request.sampling
     if sampling.seed is not None:

@@ -35,7 +35,7 @@ class ResponseAnswer:
     id: str
     model: str
     asked: Json
-    """What it says of its request."""
+    """The fields that it repeats of its request."""
     parser: OutputParser
     """Finds the tool calls in the text, where there are tools."""
     return_progress: bool = False

@@ -50,7 +50,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has come of a response, for its log."""
+    """New output of a response, for its log."""
 
     id: str
     turn: int
@@ -65,7 +65,7 @@ class News:
 
 
 class Verdict(enum.Enum):
-    """What an ingress shall do with a response that it makes."""
+    """The store's instruction to the ingress that makes a response."""
 
     GO_ON = 0
     CANCEL = 1
@@ -76,7 +76,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is kept of a response."""
+    """The stored record of a response."""
 
     recipe: bytes
     """Packed."""
@@ -99,8 +99,8 @@ class Found:
 
 
 class ResponseStore(Protocol):
-    """Where all ingresses keep responses. What is raised besides CorralErrors is ConnectionError: the store
-    was lost, and with it all that it had."""
+    """Where all ingresses keep responses. Besides CorralErrors, it raises ConnectionError: the
+    store was lost, and with it all that it had."""
 
     @property
     def keeps_any(self) -> bool:
@@ -162,7 +162,7 @@ class Store:
     """A ResponseStore in memory. For one event loop.
 
     A client that has too many loses its oldest; where all of them take too much, who has most does.
-    What is being made is lost by nobody.
+    A response that is being made is never dropped.
     """
 
     def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
@@ -173,7 +173,7 @@ class Store:
         self._held: dict[str, dict[str, _Kept]] = {}
         """The same by holder."""
         self._bytes: Counter[str] = Counter()
-        """What each holder's take."""
+        """The bytes of each holder's responses."""
         self._n_bytes = 0
         self._expire_at = clock()
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 LOG_EVERY_S = 60.0
 """Ignored fields are logged no more often."""
 MOST_CHARS = 500
-"""What is logged of their names."""
+"""The most characters of their names that are logged."""
 
 
 class Bodies:
@@ -41,8 +41,8 @@ class Bodies:
         optional: bool = False,
         any_type: bool = False,
     ) -> T:
-        """What a worker makes of the request's body, of JSON unless it is `optional` and empty; with
-        `any_type`, whatever its header says. Raises CorralError."""
+        """A worker's result for the request's body, which is JSON unless it is `optional` and
+        empty; with `any_type`, whatever its header says. Raises CorralError."""
         pieces = await self.pieces(request, optional=optional, any_type=any_type)
         return await self.work(prepare, *pieces)
 
@@ -58,7 +58,7 @@ class Bodies:
         return pieces
 
     async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """What a worker makes of what these pieces are together, for the caller. Raises CorralError."""
+        """A worker's result for these pieces together, for the caller. Raises CorralError."""
         caller = request_context.current()
         made = await self._workers.run(caller.holder, function, *pieces)
         if caller.ignored:

@@ -116,7 +116,7 @@ class Fetcher:
         return url
 
     async def _file(self, text: str, max_bytes: int) -> bytes:
-        """What is at a URL. Raises _FetchError."""
+        """The content at a URL. Raises _FetchError."""
         import httpx2
 
         for _ in range(MAX_REDIRECTS + 1):

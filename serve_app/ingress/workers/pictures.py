@@ -28,11 +28,11 @@ MAX_PICTURES = 16
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 _BYTES_PER_PIXEL = 12
-"""What decoding, turning and converting may take at once."""
+"""The bytes per pixel that decoding, turning and converting may take at once."""
 _SPARE_BYTES = 2**24
 _NO_FILES: Mapping[str, memoryview] = {}
 _files: ContextVar[Mapping[str, memoryview]] = ContextVar("files", default=_NO_FILES)
-"""What was fetched for the body that is read, by URL."""
+"""The files that were fetched for the present body, by URL."""
 
 
 def load() -> None:

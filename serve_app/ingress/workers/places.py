@@ -31,7 +31,7 @@ class Places:
         return True
 
     async def enter(self, client: str) -> None:
-        """Wait for a place. Whoever entered must `leave`; who is cancelled has not entered."""
+        """Wait for a place. Call `leave` after it; a cancelled call has not entered."""
         if self.try_enter(client):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,7 +55,7 @@ class Places:
             self.leave(client)
 
     def leave(self, client: str) -> None:
-        """Who was inside gives the place to whose turn it is."""
+        """Gives the place to the next in turn."""
         self._n_free += 1
         self._inside[client] -= 1
         if not self._inside[client]:

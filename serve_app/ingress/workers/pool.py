@@ -57,8 +57,8 @@ class Workers(Protocol):
     """Where clients' bodies are read."""
 
     async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """What `work` makes of the body that these pieces are. `work` must be importable by its name. The
-        caller of this task is told which fields were ignored.
+        """The result of `work` for the body that these pieces are. `work` must be importable by its
+        name. The caller of this task is told which fields were ignored.
 
         Raises CorralError: what `work` raises; InvalidRequestError if it crashed two workers, or took all
         the time that one has; QueueFullError if too much of this client waits. Cancelling it ends the work.
@@ -133,7 +133,7 @@ class WorkerPool:
         return alike and (n_bytes, await _digest(work, pieces)) in self._deadly
 
     async def _quickly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
-        """What was Made, or the CorralError that the work raised. Raises WorkerDiedError."""
+        """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
         n_bytes = sum(map(len, pieces))
         async with self._quick.entered(client):
             is_small = n_bytes <= SMALL_BYTES
@@ -276,7 +276,7 @@ class WorkerPool:
         return self._zygote.process
 
     async def close(self) -> None:
-        """End all processes. What is still at work raises EngineClosedError. Idempotent."""
+        """End all processes. Work that is still running raises EngineClosedError. Idempotent."""
         self._is_closed = True
         self._zygote.close()
         for worker in (*self._idle, *self.at_work):

@@ -21,7 +21,7 @@ from serve_app.ingress.workers.worker import Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
 POLITENESS = 10
-"""What is added to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
+"""The addition to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
 tenth of a core."""
 _ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
@@ -54,8 +54,8 @@ class Worker:
     async def do(
         self, work: Work, pieces: Sequence[bytes], adapters: Mapping[str, NumberedAdapters]
     ) -> Any:
-        """What was Made, or the CorralError that the work raised, with these adapters of the models instead
-        of those that the zygote knows. Raises WorkerDiedError."""
+        """The result, or the CorralError that the work raised, with these adapters of the models
+        instead of those that the zygote knows. Raises WorkerDiedError."""
         began_s = self.cpu_s()
         try:
             await wire.send(self._writer, work, pieces, adapters)

@@ -56,7 +56,7 @@ class KnownModel(Protocol):
 
     @property
     def defaults(self) -> ModelDefaults:
-        """What requests have where they say nothing."""
+        """The defaults of the model's requests."""
 
     @property
     def adapters(self) -> NumberedAdapters:
@@ -111,12 +111,12 @@ def local(
 
 Models = Mapping[str, KnownModel]
 Work = Callable[[Models, bytes], Any]
-"""What is done with a request's body: a function that can be imported. It may raise CorralError."""
+"""The work on a request's body: a function that can be imported. It may raise CorralError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What work returned."""
+    """The result of work."""
 
     made: Any
     ignored: Sequence[str]
@@ -202,7 +202,7 @@ def _set_limit(which: int, limit: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What this process has of the memory that RLIMIT_DATA counts. Source: proc(5), `statm`."""
+    """The bytes of this process that RLIMIT_DATA counts. Source: proc(5), `statm`."""
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  # this is done often
         pages = file.read().split()
     return int(pages[5]) * resource.getpagesize()

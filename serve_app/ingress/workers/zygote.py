@@ -33,7 +33,7 @@ STACK_BYTES = 32 * 2**20
 the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
 PID = struct.Struct("<i")
 NO_PID = -1
-"""What is answered where no worker could be forked."""
+"""The answer where no worker could be forked."""
 logger = logging.getLogger("corral.ingress")
 
 
@@ -55,11 +55,11 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a zygote begins with."""
+    """The input of a zygote."""
 
     models: Sequence[ModelFile]
     modules: Sequence[str]
-    """What workers are going to import."""
+    """The modules that workers are going to import."""
 
 
 def main(fd: int) -> None:

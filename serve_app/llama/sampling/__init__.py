@@ -1,1 +1,1 @@
-"""What a sampler is made of: candidates, llama.cpp's chain, cuts before it, and adjustments of logits."""
+"""The parts of a sampler: candidates, llama.cpp's chain, cuts before it, and adjustments of logits."""

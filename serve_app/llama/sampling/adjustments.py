@@ -25,7 +25,7 @@ _accept = library.brief(llama_cpp.llama_sampler_accept)
 
 
 class Adjustments:
-    """What changes one sequence's logits before anything is left out. Only the tokens that are concerned
+    """Changes one sequence's logits before any token is left out. Only the tokens that are concerned
     are looked at: those with a bias, and those that were among the last ones at any time.
 
     The penalties look at the prompt's last tokens too, as llama-server's do. Used by the thread that

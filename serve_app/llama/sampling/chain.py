@@ -44,7 +44,8 @@ class Chain:
         self._others = _chain(links[n_cut:])
         self._room = Room(_FEW)
         self.drawn: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-        """What the last token was drawn from, if the request wants to know: see `Candidates.likeliest`."""
+        """The candidates that the last token was drawn from, if the request wants to know: see
+        `Candidates.likeliest`."""
 
     def pick(self, logits: Logits) -> int:
         """A token by these logits, which stay as they are. It takes one number of the seed's."""

@@ -3,7 +3,7 @@
 llama.cpp makes twelve bytes of each of the vocabulary's logits and goes over them several times. Numpy
 finds the few that count in one or two passes over the logits themselves. A cut is only made where the draw
 from it is the same, bit for bit: the candidates that are left are those that the samplers would leave, in
-the order in which they would. What cannot be told for certain is None, and the whole vocabulary is sampled.
+the order in which they would. A cut that is not certain is None, and the whole vocabulary is sampled.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def greedy(logits: Logits) -> Cut | None:
 
 
 def top_k(logits: Logits, k: int, *, whole: bool = False) -> Cut | None:
-    """What `top_k` leaves of all tokens. If fewer than k are not -inf, that is these, or
+    """The tokens that `top_k` leaves. If fewer than k are not -inf, that is these, or
     None with `whole`: those with -inf are never drawn, but `typical` does not look at them like that."""
     found = highest(logits, k + 1)
     if found is None or (whole and found[0].size < k):
@@ -125,14 +125,14 @@ def top_k(logits: Logits, k: int, *, whole: bool = False) -> Cut | None:
 
 
 def min_p(logits: Logits, share: float) -> Cut | None:
-    """What `min_p` leaves of all tokens, and perhaps the next ones. `share` is more than 0."""
+    """The tokens that `min_p` leaves, and perhaps the next ones. `share` is more than 0."""
     top = float(logits.max())
     tokens = _likely(logits, top, share)
     return None if tokens is None else Cut(tokens, logits[tokens], tokens.size, ordered=False)
 
 
 def top_p(logits: Logits, mass: float, share: float) -> Cut | None:
-    """What `top_p`, and after it `min_p`, leave of all tokens, and perhaps the next ones that are too
+    """The tokens that `top_p`, and after it `min_p`, leave, and perhaps the next ones that are too
     unlikely for `min_p`. None where rounding decides: llama.cpp adds up floats, one by one."""
     top = float(logits.max())
     if not math.isfinite(top):

@@ -12,7 +12,7 @@ from serve_app.llama.model import Model
 
 
 class LogitsSource(Protocol):
-    """What samplers need of a context. Used by the thread that owns it."""
+    """The methods that samplers need of a context. Used by the thread that owns it."""
 
     @property
     def model(self) -> Model:
@@ -27,4 +27,4 @@ class LogitsSource(Protocol):
         Samplers change them in their place."""
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
-        """What llama.cpp's samplers pick by them; see `serve_app.llama.context.Context.pick`."""
+        """The token that llama.cpp's samplers pick by them; see `serve_app.llama.context.Context.pick`."""

@@ -1,1 +1,1 @@
-"""What sees: libmtmd, which makes embeddings of pictures."""
+"""Pictures: libmtmd makes embeddings of them."""

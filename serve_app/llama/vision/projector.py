@@ -81,7 +81,8 @@ class Projector:
         self.layout(*_LARGE)  # has all the control tokens that there are
 
     def layout(self, width: int, height: int) -> tuple[Part, ...]:
-        """What pictures of that size become in a prompt. Raises InvalidRequestError if there is no way."""
+        """The parts of a prompt that a picture of that size becomes. Raises InvalidRequestError if
+        there is no way."""
         with _tokenized(self._pointer, None, width, height) as chunks:
             return tuple(self._part(chunk) for chunk in _of(chunks))
 
@@ -149,14 +150,14 @@ class _Chunks:
         self.pointer: Any = mtmd_cpp.mtmd_input_chunks_init()
 
     def detach(self) -> Any:
-        """Whoever calls frees it."""
+        """The caller frees it."""
         pointer, self.pointer = self.pointer, None
         return pointer
 
 
 @contextmanager
 def _tokenized(projector: Any, pixels: bytes | None, width: int, height: int) -> Iterator[_Chunks]:
-    """What a picture becomes; without pixels, it can only be looked at, not encoded."""
+    """The chunks of a picture; without pixels, they cannot be encoded."""
     data = (
         None
         if pixels is None

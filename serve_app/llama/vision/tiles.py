@@ -1,4 +1,4 @@
-"""What pictures become in prompts."""
+"""The rows that pictures become in prompts."""
 
 from __future__ import annotations
 

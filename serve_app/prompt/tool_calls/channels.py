@@ -17,11 +17,11 @@ class ChannelParser(CallParser):
     """Tags are no content, but those of calls that are none."""
 
     thought: tuple[str, str]
-    """What is before and behind reasoning."""
+    """The texts before and after reasoning."""
     dropped: tuple[str, ...]
     """Other tags that stand for nothing by themselves."""
     thought_header: re.Pattern[str] = _NO_CHARS
-    """What may follow the first tag of reasoning, a class with a star."""
+    """The characters that may follow the first tag of reasoning, a class with a star."""
 
     def __init__(self, functions: Sequence[Function]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ChannelParser(CallParser):
         return None
 
     def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        """What is behind the opening of calls."""
+        """Reads the calls after their opening."""
         raise NotImplementedError
 
     def _reasoning(self, text: TextReader) -> Reading[None]:

@@ -35,9 +35,9 @@ EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
     },
     {"name": "now"},
 )
-"""What every format's example calls."""
+"""The functions in every format's example."""
 EXAMPLE_CALLS = (ToolCall("get_weather", '{"city": "Tromsø", "days": 2}'), ToolCall("now", "{}"))
-"""What every format's example means."""
+"""The calls in every format's example."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class ToolFormat:
     opening: str | None = None
     """The delimiter before a call; None if a call is just the whole answer."""
     message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """What its templates take of a message."""
+    """Converts a message to the form that its templates take."""
     tool: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """What they take of a tool."""
+    """Converts a tool to the form that they take."""
     said: Callable[[lark.Delimiter], str] | None = None
     """The rule `start` of answers that need not be calls, and what it needs, where that is not any text and
     then calls."""

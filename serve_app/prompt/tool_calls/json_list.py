@@ -1,4 +1,4 @@
-"""What formats share whose calls are a JSON list, behind an opening and perhaps before a closing.
+"""The common parts of formats whose calls are a JSON list, after an opening and perhaps before a closing.
 
 Each call is an object with `name` and `arguments`.
 """
@@ -18,7 +18,7 @@ Rules = Callable[[Sequence[Function], lark.Delimiter, bool], str]
 
 
 def parser_of(opening: str, closing: str = "") -> type[CallParser]:
-    """What reads such calls."""
+    """A parser of such calls."""
 
     class JsonListParser(CallParser):
         def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
@@ -33,7 +33,7 @@ def parser_of(opening: str, closing: str = "") -> type[CallParser]:
 
 
 def rules_of(closing: str = "") -> Rules:
-    """What such calls look like."""
+    """The grammar rules of such calls."""
 
     def rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
         bodies = [f'{lark.json_call(function, "arguments")} "}}"' for function in functions]

@@ -17,7 +17,7 @@ _MOST_KEYS = 16
 
 
 class After(Enum):
-    """What came last."""
+    """The kind of text that came last."""
 
     NOTHING = 0
     CALL = 1
@@ -33,15 +33,16 @@ class TaggedCall:
 
 
 class CallParser:
-    """Splits a text that arrives in pieces into content and calls. What is found does not depend on how the
-    text is cut, and nothing is lost but line ends around calls, and what a format has between them: what
-    looks like a call and is none comes back as the content that it is. Not thread-safe.
+    """Splits a text that arrives in pieces into content and calls. The result does not depend on
+    how the text is cut. Nothing is lost except line ends around calls, and a format's own texts
+    between them: text that looks like a call and is none comes back as content. Not thread-safe.
 
-    With `in_pieces`, calls are CallPieces, and a call's arguments are told as they come. What was told of a
-    call is not taken back: if it is cut short or goes wrong, its arguments stay as they are."""
+    With `in_pieces`, calls are CallPieces, and a call's arguments are told as they come. Parts of a
+    call that were returned are not taken back: if it is cut short or goes wrong, its arguments stay
+    as they are."""
 
     opening: str
-    """What every call begins with."""
+    """The text that every call begins with."""
     name_key = "name"
     """Where calls that are JSON objects have the function."""
     in_pieces = False
@@ -51,7 +52,7 @@ class CallParser:
 
     def __init__(self) -> None:
         self._text = TextReader()
-        """What is not certain yet: the start of an opening, or a call that is not complete."""
+        """The text that is not certain yet: the start of an opening, or an incomplete call."""
         self._after = After.NOTHING
         self._reading: Reading[Sequence[ToolCall] | None] | None = None
         """Reads what is behind an opening."""
@@ -60,14 +61,14 @@ class CallParser:
         self._was_told = False
         """Whether something behind it was told."""
         self._told: list[Part] = []
-        """What the reading has told and `feed` has not."""
+        """Parts that the reading has found and `feed` has not returned."""
         self._n_told = 0
         """How many calls of this opening were told."""
         self._arguments: list[str] | None = None
-        """What was told of the arguments that are being read."""
+        """The pieces returned so far of the arguments that are being read."""
 
     def feed(self, text: str) -> list[Part]:
-        """What is certain now, in order; no piece of content is empty."""
+        """The parts that are certain now, in order; no piece of content is empty."""
         self._text.append(text)
         parts: list[Part] = []
         while True:
@@ -95,7 +96,7 @@ class CallParser:
         return [] if was_told else self._content(len(self._text.text))
 
     def _content_before_opening(self) -> list[Part]:
-        """What is certain to be content; begins to read if an opening follows."""
+        """The text that is certainly content; begins to read if an opening follows."""
         text = self._text
         if self._after is After.CALL:
             while text.text.startswith("\n", text.at):
@@ -122,7 +123,7 @@ class CallParser:
         return CallPiece(call.name, call.arguments) if self.in_pieces else call
 
     def _refused(self) -> list[Part]:
-        """The opening is content; calls may begin behind it. What was told is not."""
+        """The opening is content; calls may begin behind it. Parts that were returned are not."""
         if self._was_told:
             self._tell_arguments()
             self._arguments = None
@@ -132,7 +133,7 @@ class CallParser:
         return self._content(self._text.at + self._n_opening)
 
     def _content(self, end: int) -> list[Part]:
-        """What is before this place."""
+        """The text before this place."""
         self._text.advance(end)
         self._after = After.CONTENT
         content = self._text.forget()
@@ -155,7 +156,7 @@ class CallParser:
     # -- what is told before it is complete ----------------------------------------------------------
 
     def _tell(self, part: Part) -> None:
-        """Tells what is certain, although more is to be read. What was read up to here is not content."""
+        """Tells what is certain, although more is to be read. The text read up to here is not content."""
         self._text.forget()
         self._was_told = True
         self._told.append(part)

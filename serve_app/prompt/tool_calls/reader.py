@@ -23,7 +23,7 @@ _VALUE = '{["-0123456789tfn'
 
 
 class NoCallError(Exception):
-    """What begins like a call is none."""
+    """The text begins like a call, and is not one."""
 
 
 class TextReader:
@@ -33,13 +33,13 @@ class TextReader:
 
     def __init__(self) -> None:
         self.text = ""
-        """What is held, but for what was read before the last piece came."""
+        """The held text, except the part that was read before the last piece came."""
         self.at = 0
         """Where in it the next read begins."""
         self._begun = 0
         """Where in it begins what is read and not forgotten."""
         self._before: list[str] = []
-        """What is read and not forgotten of earlier pieces."""
+        """The parts of earlier pieces that are read and not forgotten."""
 
     # -- what is held -----------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class TextReader:
         self.at = end
 
     def rewind(self) -> None:
-        """What was read is not read yet."""
+        """Goes back to the beginning of the held text."""
         if self._before:
             self.text = "".join(self._before) + self.text[self._begun :]
             self._before.clear()
@@ -63,7 +63,7 @@ class TextReader:
         self.at = self._begun
 
     def forget(self) -> str:
-        """What was read, which is held no longer."""
+        """Returns the text that was read, and holds it no longer."""
         read = self._held()
         self._before.clear()
         self._begun = self.at
@@ -105,7 +105,7 @@ class TextReader:
             yield
 
     def some_until(self, text: str) -> Reading[str | None]:
-        """What is there before the next such text, and not empty; None when that is next, and read."""
+        """The text before the next such text, and not empty; None when that is next, and read."""
         while True:
             found = self.text.find(text, self.at)
             end = found if found >= 0 else len(self.text) - overlap(self.text, text, self.at)
@@ -119,7 +119,7 @@ class TextReader:
             yield
 
     def until(self, text: str, most_chars: int | None = None) -> Reading[str]:
-        """What is before the next such text, which is read, too; of so many characters at most."""
+        """The text before the next such text, which is read, too; of so many characters at most."""
         pieces: list[str] = []
         while True:
             found = self.text.find(text, self.at)
@@ -144,8 +144,9 @@ class TextReader:
         return decode(self._held()[n_before:])
 
     def string_piece(self) -> Reading[str | None]:
-        """What comes next of a JSON string, behind its first quotation mark, as far as it is there; None at
-        its end. Half of a character pair is U+FFFD, and what is no escape is itself."""
+        """The next piece of a JSON string, after its first quotation mark, as far as it has
+        arrived; None at its end. Half of a character pair is U+FFFD, and what is no escape is
+        itself."""
         if (yield from self.peek()) == '"':
             self.advance(self.at + 1)
             return None
@@ -228,7 +229,7 @@ class TextReader:
 
 
 def _allowed_after(token: str, closing: str) -> str:
-    """What may come behind a token that begins like this and is no key, before that bracket closes."""
+    """The tokens allowed after one that begins like this and is no key, before that bracket closes."""
     if token in "{[":
         return '"}' if token == "{" else f"{_VALUE}]"
     if token in ",:":

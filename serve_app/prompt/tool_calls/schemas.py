@@ -24,8 +24,8 @@ _MAX_REFS = 16
 
 
 def read_value(text: str, schema: Any, root: Any) -> object:
-    """What the text stands for: itself where the schema wants a string, else what it is as JSON, if it is
-    that. `root` is what the schema's `$ref`s are in."""
+    """The value of the text: itself where the schema wants a string, else its JSON value, if it is
+    JSON. `root` is what the schema's `$ref`s are in."""
     types = types_of(schema, root)
     if types == {"string"}:
         return text

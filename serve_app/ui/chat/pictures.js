@@ -71,7 +71,7 @@ export class PictureTray {
         this.#show();
         announce(`Added ${file.name}`);
       } catch {
-        const textContent = `${file.name} is no picture that this browser can read.`;
+        const textContent = `${file.name} is not a picture that this browser can read.`;
         byId("picture-error").replaceChildren(h("p", { className: "error", role: "alert", textContent }));
         return;
       }

@@ -7,10 +7,10 @@ import { events } from "../common/api.js";
 const NUMBERS = /** @type {const} */ (["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]);
 
 /**
- * The body for `/v1/chat/completions`. What is left open is left to the server.
+ * The body for `/v1/chat/completions`. The server decides fields that are not set.
  * @param {string} model @param {Settings} settings @param {Message[]} messages
  * @returns {any}
- * @throws {Error} with a sentence if `settings.more` is no JSON object
+ * @throws {Error} with a sentence if `settings.more` is not a JSON object
  */
 export function bodyOf(model, settings, messages) {
   const said = messages.filter((one) => one.content || one.pictures?.length || one.tool_calls?.length).map(toApi);
@@ -75,7 +75,7 @@ export async function answer(body, message, signal, changed) {
       changed();
     }
     meta.finish ??= "error"; // the connection broke off
-    if (meta.finish === "error") meta.error = "The answer broke off.";
+    if (meta.finish === "error") meta.error = "The answer was cut off.";
   } catch (error) {
     meta.finish = signal.aborted ? "stopped" : "error";
     if (!signal.aborted) meta.error = error instanceof Error ? error.message : String(error);

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /**
  * An element. `props` are properties (`textContent`, `onclick`), or attributes if their names have a dash, or
- * are `role` or `for`; children are elements or texts, and what is null is left out.
+ * are `role` or `for`; children are elements or texts; null is left out.
  * @param {string} tag
  * @param {Record<string, any>} [props]
  * @param {...(Node | string | null | undefined)} children

@@ -1,4 +1,4 @@
-/** What is kept in the browser: conversations and choices. Never the key, which `api.js` keeps. */
+/** Keeps conversations and choices in the browser. Never the key, which `api.js` keeps. */
 
 const CHATS = "corral.chats";
 

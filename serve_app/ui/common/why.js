@@ -39,9 +39,9 @@ function explained(sequence) {
   const where = h(
     "p",
     { className: "fine" },
-    `Replica ${sequence.replica_id} on node ${sequence.node_id.slice(0, 8)}. While it stands still, others are computed, or nobody is.`,
+    `Replica ${sequence.replica_id} on node ${sequence.node_id.slice(0, 8)}. During its pauses, the engine computes other requests, or none.`,
   );
-  if (!spent) return h("div", {}, h("p", { textContent: `It is not done: ${sequence.state}.` }), where);
+  if (!spent) return h("div", {}, h("p", { textContent: `It is not finished. Its state: ${sequence.state}.` }), where);
   const parts = [
     ["queue", "waited for a slot", spent.queue_ms],
     ["prefill", "read the prompt", spent.prompt_ms],
@@ -63,15 +63,15 @@ function explained(sequence) {
 function sentence(spent) {
   const found = spent.cache_n
     ? `${count(spent.cache_n, "prompt token")} came from the cache, ${spent.prompt_n} had to be computed.`
-    : `All ${count(spent.prompt_n, "prompt token")} had to be computed: nothing of them was in a cache.`;
+    : `All ${count(spent.prompt_n, "prompt token")} had to be computed: the cache had none of them.`;
   const others = spent.mean_batch - 1;
   const company =
     others < 0.05
       ? "It was computed alone."
       : `On average, ${others.toFixed(1)} others were computed in the same batches.`;
   const lost = spent.preemptions
-    ? ` It lost its slot ${count(spent.preemptions, "time")}, for ${duration(spent.preempted_ms)}, as the cache was full.`
+    ? ` It lost its slot ${count(spent.preemptions, "time")}, for ${duration(spent.preempted_ms)}, because the cache was full.`
     : "";
-  const moved = spent.failovers ? ` Its replica was lost ${count(spent.failovers, "time")}, and another went on.` : "";
+  const moved = spent.failovers ? ` Its replica was lost ${count(spent.failovers, "time")}, and another one continued.` : "";
   return `${found} ${company}${lost}${moved}`;
 }

@@ -109,7 +109,7 @@ export class StepCurve {
     this.element.replaceChildren(
       h("figcaption", { textContent: "Milliseconds a batch, by sequences in it" }),
       svg,
-      h("p", { className: "fine", textContent: known.length ? text : `${text}; nothing was measured` }),
+      h("p", { className: "fine", textContent: known.length ? text : `${text}; not measured yet` }),
     );
   }
 }

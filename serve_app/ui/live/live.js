@@ -12,11 +12,11 @@ const FEW = 8;
 /** @type {Record<string, string>} */
 const TOLD = {
   starting: "A replica is starting",
-  came: "A replica came",
+  came: "A replica started",
   draining: "A replica is draining",
-  gone: "A replica is gone",
-  resumed: "What another replica began goes on",
-  preempted: "A full cache took slots away",
+  gone: "A replica ended",
+  resumed: "A replica continues another one's requests",
+  preempted: "The cache was full: requests lost their slots",
 };
 
 /**

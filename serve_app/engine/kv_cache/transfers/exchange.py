@@ -1,4 +1,4 @@
-"""What one engine's cache gives to others, and takes from them."""
+"""Sends prefixes of one engine's cache to others, and takes theirs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ class PrefixExchange:
         self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
         """The last prompts that got a slot."""
         self.transferred: Counter[str] = Counter()
-        """What went to other engines and came from them, by the names that `EngineStats` has for it."""
+        """The amounts sent to other engines and received from them, by the names of
+        `EngineStats`."""
 
     @property
     def held(self) -> list[tuple[HeldPrompt, int]]:
-        """What prompts could start from now, and the bytes of its state, saved or not."""
+        """The prefixes that prompts could start from now, each with the bytes of its state, saved
+        or not."""
         return [
             *(
                 (
@@ -74,7 +76,7 @@ class PrefixExchange:
         return found
 
     def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
-        """What a slot has, unless that would take too long."""
+        """The saved prefix of a slot, unless saving would take too long."""
         n_bytes = self._backend.memory.state_bytes(slot.n_past)
         if most_s is not None and self._copies.saves.forecast_s(n_bytes) > most_s:
             return None

@@ -22,7 +22,7 @@ _LEAST_BYTES = 32 * TOKEN_BYTES
 
 
 class Prefix(NamedTuple):
-    """What prompts of one cache group begin with."""
+    """Tokens that prompts of one cache group begin with."""
 
     group: str
     """See `serve_app.types.GenerationRequest.cache_group`; SHARED_GROUP for what is pinned."""
@@ -77,10 +77,11 @@ def begun_with(
 def hottest(
     offered: Iterable[HotPrefix], held: Sequence[Prefix], budget_bytes: int
 ) -> list[HotPrefix]:
-    """What to take of that into so many bytes, the best first, by somebody who holds something already.
+    """The prefixes to take into so many bytes, the best first, given those already held.
 
-    Each time, that which saves the most tokens for its bytes: what it has and nothing taken before has, as
-    often as prompts began with it lately. What a longer one has as well is not taken twice.
+    Each time, that which saves the most tokens for its bytes: what it has and nothing taken before
+    has, as often as prompts began with it lately. A prefix of a longer one that is taken is not
+    taken again.
     """
     shared = {
         one: max((n_shared(one.prefix, known) for known in held), default=0) for one in offered

@@ -31,7 +31,7 @@ class Payload:
     """A prefix on its way to another engine, whose process may be another one."""
 
     key: bytes
-    """What its state depends on: see `state_format.key_of`."""
+    """The key of all that its state depends on: see `state_format.key_of`."""
     prefix: Prefix
     state: NDArray[np.uint8]
     checkpoints: tuple[tuple[int, NDArray[np.uint8]], ...] = ()
@@ -51,12 +51,12 @@ class PrefixTransfer:
         self.key = state_format.key_of(state_key)
         """Engines of one key can use each other's prefixes."""
         self.budget_bytes = options.cache_ram_bytes
-        """What it keeps of all prefixes; 0: it takes none."""
+        """The most bytes of prefixes that it keeps; 0: it takes none."""
         self._options = options
         self._run_between_steps = run_between_steps
 
     def offers(self, least: int) -> list[HotPrefix]:
-        """What it holds of that which at least so many of the last prompts began with."""
+        """The prefixes that it holds and that at least so many of the last prompts began with."""
         begun, held = self._run(lambda cache: (list(cache.exchange.begun), cache.exchange.held))
         return begun_with(begun, [(_packed(one), n_bytes) for one, n_bytes in held], least)
 

@@ -1,1 +1,1 @@
-"""What one ingress replica takes in at once, and from whom."""
+"""Limits of the requests that one ingress replica accepts at once."""

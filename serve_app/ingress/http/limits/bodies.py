@@ -36,7 +36,7 @@ class BodyLimits:
     max_open: int = 125
     """Bodies that are being read at once."""
     max_open_bytes: int = 64 * 2**20
-    """What they have in memory together."""
+    """The most bytes that they have in memory together."""
     min_rate: int = 500
     """Bytes a second."""
 

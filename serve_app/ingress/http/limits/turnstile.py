@@ -1,8 +1,8 @@
 """Requests begin one after the other, in turns among those who send them.
 
-Sources: J. Nagle, "On Packet Switches with Infinite Storage", RFC 970, 1985, for the turns; and for who is
-slowed down: S. Floyd and V. Jacobson, "Link-sharing and Resource Management Models for Packet Networks",
-IEEE/ACM Transactions on Networking 3(4), 1995.
+Sources: J. Nagle, "On Packet Switches with Infinite Storage", RFC 970, 1985, for the turns; and for
+the rule of who is slowed down: S. Floyd and V. Jacobson, "Link-sharing and Resource Management
+Models for Packet Networks", IEEE/ACM Transactions on Networking 3(4), 1995.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 Clock = Callable[[], float]
 
 WINDOW_S = 1.0
-"""Who began how many requests is known for about so long."""
+"""The seconds for which senders' requests are counted."""
 FEW = 10
-"""Who began no more in that time is never slowed down."""
+"""A sender of no more requests in that time is never slowed down."""
 MOST_PAUSE_S = 0.05
-"""Whoever is slowed down begins one request in this time all the same."""
+"""A sender that is slowed down still begins one request in this time."""
 _LOOK_S = MOST_PAUSE_S / 10
 """So often it is looked whether those who are slowed down may go on."""
 
@@ -39,7 +39,7 @@ class Turnstile:
     """Spreads what begins, for one event loop.
 
     Each turn of the loop begins one request at most, so that tokens, and answers to whoever else asks, come
-    in between however many requests come at once. Who waits goes in turns with all other senders. If there
+    in between however many requests come at once. Waiting requests go in turns by sender. If there
     are several senders, the one that begins more than its share is slowed down until the loop has nothing
     to do for half of the time: what its requests cost besides, in other processes, is bounded by that, too.
     """
@@ -52,7 +52,7 @@ class Turnstile:
         """Requests of each sender that began in this window, and in the one before."""
         self._window_end = clock() + WINDOW_S
         self._next: asyncio.Handle | None = None
-        """What lets the next one begin: there is one if somebody began in this turn, or waits."""
+        """The callback that lets the next request begin: it is set if one began in this turn, or waits."""
 
     async def turn(self, sender: str) -> None:
         """Returns when a request of this sender may begin."""

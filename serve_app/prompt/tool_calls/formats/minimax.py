@@ -50,7 +50,7 @@ class MiniMaxParser(CallParser):
         return calls
 
     def _call(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        """What is behind the tag that begins a call, and before its name."""
+        """Reads a call after the tag that begins it."""
         name = yield from text.run(_NAME)
         yield from text.one_of(NAME_END)
         schema = self._schemas.get(name, {})
