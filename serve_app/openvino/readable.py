@@ -1,4 +1,4 @@
-"""What OpenVINO's GGUF reader passes over in silence: models that it would compute wrong.
+"""Finds models that OpenVINO's GGUF reader would compute wrong, because it ignores parts of them.
 
 The reader knows the base of the rotary embedding and nothing else of it. Found by comparing logits with
 llama.cpp's; `tests/integration/openvino/test_readable.py` does so for what is left.
@@ -16,8 +16,8 @@ _BIASES = ("attn_q.bias", "attn_k.bias")
 
 
 def misread(gguf: Path) -> list[str]:
-    """What the file has that would be left out or applied wrongly; blocks for the seconds that it takes to
-    read the file's names."""
+    """Names of what the file has and the reader would leave out or apply wrongly. Blocks for the seconds
+    that it takes to read the file's names."""
     reader = GGUFReader(gguf)
     architecture = _value(reader, "general.architecture")
     names = {tensor.name for tensor in reader.tensors}
