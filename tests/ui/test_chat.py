@@ -168,7 +168,9 @@ def test_what_cannot_be_asked_is_said(ui_server: Corral, open_page: Open) -> Non
     page = open_page(ui_server)
     give_more(page, {"temprature": 1})
     answer = say(page, "Hello!")
-    expect(answer.get_by_role("alert")).to_contain_text("temprature")
+    expect(answer.get_by_role("note")).to_have_text(
+        "The server ignored these parameters: temprature"
+    )
     page.click("#settings-button")
     page.fill("#settings textarea[name=more]", "[1")
     page.fill("#question", "Hello!")

@@ -121,5 +121,5 @@ def test_who_cannot_see_is_given_none(seeing_server: Corral, open_page: Open) ->
     page.select_option("#chat-model", "seeing")
     svg = b"<svg xmlns='http://www.w3.org/2000/svg' onload='alert(1)'/>"
     give(page, "#question", "paste", svg, "x.svg", "image/svg+xml")
-    expect(page.get_by_role("alert")).to_contain_text("x.svg is no picture")
+    expect(page.get_by_role("alert")).to_contain_text("x.svg is not a picture")
     expect(tray).to_have_count(0)

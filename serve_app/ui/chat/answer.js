@@ -87,6 +87,7 @@ export class AnswerView {
     buttons.append(...(this.#actions.actions?.() ?? []));
     this.#foot.replaceChildren(facts, buttons);
     if (meta.error) this.#foot.prepend(h("p", { className: "error", role: "alert", textContent: meta.error }));
+    if (meta.ignored) this.#foot.prepend(h("p", { role: "note", textContent: `The server ignored these parameters: ${meta.ignored}` }));
     if (meta.id) this.#foot.append(why(meta.id));
     if (this.#message.tool_calls?.length && this.#actions.onResults) this.#askForResults();
     return this;

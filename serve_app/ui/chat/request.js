@@ -62,7 +62,8 @@ export async function answer(body, message, signal, changed) {
   const began = performance.now();
   const meta = (message.meta = /** @type {import("../common/store.js").Meta} */ ({ model: body.model }));
   try {
-    for await (const event of events("v1/chat/completions", { body, signal })) {
+    const onHeaders = (/** @type {Headers} */ headers) => void (meta.ignored = headers.get("x-corral-ignored") ?? undefined);
+    for await (const event of events("v1/chat/completions", { body, signal, onHeaders })) {
       if (event.error) throw new Error(event.error.message);
       meta.id = event.id;
       meta.model = event.model;

@@ -61,10 +61,11 @@ export const askJson = async (path) => (await ask(path)).json();
 /**
  * The JSON of each server-sent event, up to the end or `[DONE]`. Leaving the loop closes the connection.
  * @param {string} path
- * @param {{body?: object, signal?: AbortSignal}} [options]
+ * @param {{body?: object, signal?: AbortSignal, onHeaders?: (headers: Headers) => void}} [options]
  */
 export async function* events(path, options = {}) {
   const answer = await ask(path, options);
+  options.onHeaders?.(answer.headers);
   if (!answer.body) return;
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

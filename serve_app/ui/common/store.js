@@ -6,7 +6,7 @@ const CHATS = "corral.chats";
  * @typedef {{system: string, temperature: string, top_p: string, top_k: string, min_p: string,
  *   max_tokens: string, seed: string, more: string}} Settings
  * @typedef {{id?: string, model?: string, ttft_ms?: number, total_ms?: number, finish?: string,
- *   usage?: any, timings?: any, error?: string}} Meta
+ *   usage?: any, timings?: any, error?: string, ignored?: string}} Meta
  * @typedef {{role: string, content: string, pictures?: string[], reasoning?: string, tool_calls?: any[], tool_call_id?: string,
  *   meta?: Meta}} Message
  * @typedef {{id: string, title: string, model: string, settings: Settings, messages: Message[],
