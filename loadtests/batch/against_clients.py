@@ -1,13 +1,13 @@
 """Compares a batch with the usual way without batches: clients in a loop, at llama-server.
 
     python -m loadtests.batch.against_clients --model PATH [--seconds 40] [--rounds 3] [--slots 16]
-        [--clients 16] [--shared-words 0]
+        [--clients 16] [--shared-words 0] [--backend llama.cpp]
 
 Starts what `make serve` runs, with batches, and llama-server with as many slots and as much context. In
 each round both answer lines of the same sizes for so many seconds, in turns, once they are in full swing;
 the server whose turn it is not is stopped. At llama-server, each client asks for one line after the other;
 `--clients 1` is the simplest script that somebody would write. --shared-words are in front of every line,
-as instructions are. Figures are generated tokens a second.
+as instructions are. --backend is that of Corral's engine. Figures are generated tokens a second.
 """
 
 from __future__ import annotations
@@ -121,13 +121,14 @@ def main() -> None:
     parser.add_argument("--slots", type=bounded(1, 64), default=16)
     parser.add_argument("--clients", type=bounded(1, 64), default=16)
     parser.add_argument("--shared-words", type=bounded(0, 200), default=0)
+    parser.add_argument("--backend", choices=("llama.cpp", "openvino"), default="llama.cpp")
     settings = parser.parse_args()
     exit_on_sigterm()
     threads, model = usable_cores(), settings.model.resolve()
     print(machine_line(machine(model, threads)), file=sys.stderr)
     program = llama_server.build(threads) / "llama-server"
     sizes = sides.Sizes(threads, settings.slots, _N_CTX_SLOT)
-    engine = {"n_slots": settings.slots, "n_ctx_slot": _N_CTX_SLOT}
+    engine = {"n_slots": settings.slots, "n_ctx_slot": _N_CTX_SLOT, "backend": settings.backend}
     entry = {"id": "model", "source": {"path": str(model)}, "engine": engine}
     with (
         tempfile.TemporaryDirectory() as folder,
