@@ -18,18 +18,15 @@ from serve_app.config import schema, sizing
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import (
-    NO_DOWNLOADS,
-    AdapterConfig,
     BatchConfig,
     DefaultsConfig,
     DeploymentConfig,
-    DownloadsConfig,
     EngineConfig,
     IngressConfig,
     ModelConfig,
-    ModelSource,
 )
 from serve_app.config.sizing import ModelNeeds
+from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine.backends.draft_model import N_CTX, check_draft
 from serve_app.errors import ConfigError
 from serve_app.ingress.batch.books import Limits

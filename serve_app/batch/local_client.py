@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
 from serve_app.errors import NotSupportedError
 from serve_app.ingress.model_registry import Answers

@@ -140,7 +140,7 @@ def _download(content: Json, shown: Screen) -> None:
         source = model.get("source") if isinstance(model, dict) else None
         if not isinstance(source, dict) or not _REMOTE & source.keys():
             continue
-        from serve_app.config.schema import DownloadsConfig, ModelSource
+        from serve_app.config.sources import DownloadsConfig, ModelSource
         from serve_app.store.models import locate
 
         try:

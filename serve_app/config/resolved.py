@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.schema import AdapterConfig, DownloadsConfig, ModelSource
+from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine.options import EngineOptions
 from serve_app.types import Adapters, AdapterUse
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -25,77 +24,34 @@ from ray.serve.config import AutoscalingConfig
 
 from serve_app.config import validation
 from serve_app.config.durations import KeepAlive
+from serve_app.config.sources import (
+    MODEL_ID,
+    NO_DOWNLOADS,
+    AdapterConfig,
+    DownloadsConfig,
+    ModelSource,
+    Section,
+)
 from serve_app.engine.options import BackendName
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import takes_sampling
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
 from serve_app.sampling import Api
-from serve_app.store import names
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
-_MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
-_MODEL_NAME = rf"^\*$|{_MODEL_ID}"
+_MODEL_NAME = rf"^\*$|{MODEL_ID}"
 _INGRESS_ONGOING_REQUESTS = 1000
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ModelSource(_Section):
-    """Where a model's GGUF file comes from: exactly one of `builtin`, `path`, `repo`, `url`, and `repo_id`
-    with `filename`. Of a model in shards, the first one is named."""
-
-    builtin: bool = False
-    """The small model that comes with Corral. Nothing is downloaded."""
-    path: Path | None = None
-    """A GGUF file. It must exist under this path on every node that runs a replica or the ingress."""
-    repo: str | None = None
-    """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
-    `@REVISION` at the end chooses another revision than the newest. Each node downloads it once."""
-    repo_id: str | None = None
-    """A Hugging Face repository, the long way to say `repo`."""
-    filename: str | None = None
-    """The file in that repository."""
-    url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")] | None = None
-    """A file at a URL that fsspec reads, as `https://`, `s3://` or `gs://`. Each node downloads it once."""
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> ModelSource:
-        given = [self.path, self.repo, self.repo_id, self.url]
-        if [self.builtin, *(one is not None for one in given)].count(True) != 1:
-            raise ValueError(
-                "give exactly one of builtin: true, path, repo, url, or repo_id with filename"
-            )
-        if (self.repo_id is None) != (self.filename is None):
-            raise ValueError("repo_id and filename belong together")
-        if self.repo is not None:
-            try:
-                names.parse(self.repo)
-            except ConfigError as error:
-                raise ValueError(f"repo: {error}") from None
-        return self
-
-
-class DownloadsConfig(_Section):
-    """Where each node keeps the models that it downloads."""
-
-    folder: Path | None = None
-    """Default: `models` in this user's cache folder, `~/.cache/corral`."""
-    max_gib: Annotated[float, Field(gt=0)] | None = None
-    """The most that they take together, in GiB. At the limit, the least recently used one is deleted, but
-    none that is in use. Default: what the disk has room for."""
-
-
-class DraftConfig(_Section):
+class DraftConfig(Section):
     """A small model that proposes tokens for a larger one."""
 
     source: ModelSource
     """The draft model's GGUF file, of the same vocabulary: every kind of source that a model has."""
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """One replica's engine. Fields that are not set are decided from the model and the machine."""
 
     n_slots: PositiveInt | None = None
@@ -204,7 +160,7 @@ class Autoscaling(AutoscalingConfig):
     model_config = ConfigDict(extra="forbid")
 
 
-class RayActorOptions(_Section):
+class RayActorOptions(Section):
     """The resources that Ray reserves for one replica."""
 
     num_cpus: NonNegativeFloat | None = None
@@ -218,7 +174,7 @@ class RayActorOptions(_Section):
     """Ray's runtime environment, for instance `env_vars`."""
 
 
-class DeploymentConfig(_Section):
+class DeploymentConfig(Section):
     """A Ray Serve deployment, by Serve's own option names."""
 
     autoscaling_config: Autoscaling | None = None
@@ -259,7 +215,7 @@ class DeploymentConfig(_Section):
 
 
 @takes_sampling(Api.OPENAI)
-class DefaultsConfig(_Section):
+class DefaultsConfig(Section):
     """The defaults of requests: every sampling parameter by its name, and these."""
 
     max_tokens: PositiveInt | None = None
@@ -290,27 +246,10 @@ class DefaultsConfig(_Section):
         return self
 
 
-class AdapterConfig(_Section):
-    """A LoRA adapter of a model, as a model name of its own: `MODEL:ADAPTER`."""
-
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-    """Its name. Clients write it after the model's name and a colon."""
-    source: ModelSource
-    """The adapter's GGUF file: every kind of source that a model has, but for `builtin`."""
-    scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
-    """The factor by which its change of the weights is multiplied."""
-
-    @model_validator(mode="after")
-    def _is_no_model(self) -> AdapterConfig:
-        if self.source.builtin:
-            raise ValueError("source.builtin is a model, not an adapter")
-        return self
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """One model that is served, as an autoscaled deployment of its own."""
 
-    id: Annotated[str, Field(pattern=_MODEL_ID, max_length=128)]
+    id: Annotated[str, Field(pattern=MODEL_ID, max_length=128)]
     """The name that clients put into `model`. A request without `model` gets the first model."""
     aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
     """Other names of the model that clients may send. `*` stands for every name that no model has. Default:
@@ -351,7 +290,7 @@ class ModelConfig(_Section):
         return self
 
 
-class BatchConfig(_Section):
+class BatchConfig(Section):
     """Files and batches."""
 
     folder: Path | None = None
@@ -374,7 +313,7 @@ class BatchConfig(_Section):
     """Whether autoscaling adds replicas for lines that wait. Otherwise they take what is there."""
 
 
-class IngressConfig(_Section):
+class IngressConfig(Section):
     """The HTTP side."""
 
     api_key_file: Path | None = None
@@ -457,14 +396,14 @@ class IngressConfig(_Section):
         return self.max_open_bodies or max(1, self.max_ongoing_requests // 8)
 
 
-class AppConfig(_Section):
+class AppConfig(Section):
     """The whole application."""
 
     models: Annotated[list[ModelConfig], Field(min_length=1)]
     """The models, by the name that clients use. A request without `model` gets the first."""
     ingress: IngressConfig = IngressConfig()
     """The HTTP side."""
-    downloads: DownloadsConfig = DownloadsConfig()
+    downloads: DownloadsConfig = NO_DOWNLOADS
     """Where each node keeps the models that it downloads."""
     max_loaded_models: PositiveInt = 1
     """Of the models with `keep_alive`, how many are loaded at once. They share the machine with those that
@@ -480,10 +419,6 @@ class AppConfig(_Section):
         if len(set(names)) != len(names):
             raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
         return self
-
-
-NO_DOWNLOADS = DownloadsConfig()
-"""Where downloads go unless the configuration says otherwise."""
 
 
 def parse(args: object) -> AppConfig:

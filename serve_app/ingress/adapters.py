@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.errors import (
     ConfigError,
     CorralError,

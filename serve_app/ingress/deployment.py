@@ -25,7 +25,7 @@ from serve_app import heap
 from serve_app.channel.address import Address
 from serve_app.channel.listener import Call, Listener
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.errors import (
     CorralError,
     EngineClosedError,

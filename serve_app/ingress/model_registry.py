@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.openai.protocol import ModelCard, ModelMeta, ModelStatus
 from serve_app.prompt.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine
 from serve_app.errors import ConfigError, CorralError, InvalidRequestError
 from serve_app.llama.context import adapter_fingerprint

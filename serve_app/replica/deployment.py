@@ -24,7 +24,7 @@ from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.options import AdapterFile

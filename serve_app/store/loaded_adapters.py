@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.types import AdapterUse
 

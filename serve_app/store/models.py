@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serve_app import folders
-from serve_app.config.schema import DownloadsConfig, ModelSource
+from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import ConfigError
 from serve_app.llama import shards

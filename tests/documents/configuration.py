@@ -8,18 +8,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from serve_app.config.schema import (
-    AdapterConfig,
     BatchConfig,
     DefaultsConfig,
     DeploymentConfig,
-    DownloadsConfig,
     DraftConfig,
     EngineConfig,
     IngressConfig,
     ModelConfig,
-    ModelSource,
     RayActorOptions,
 )
+from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.ingress.http.api_keys import ApiKey
 from serve_app.sampling import PARAMETERS
 from tests.documents.tables import table

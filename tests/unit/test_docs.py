@@ -14,13 +14,12 @@ from pydantic import BaseModel
 
 from serve_app.config.schema import (
     DeploymentConfig,
-    DownloadsConfig,
     EngineConfig,
     IngressConfig,
     ModelConfig,
-    ModelSource,
     parse,
 )
+from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.errors import ConfigError, CorralError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.http.api_keys import KeyFile

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.protocol import MAX_CHOICES, GenerationParams, Text, TokenId

@@ -16,7 +16,7 @@ from typing import Any
 
 from serve_app.errors import EngineUnavailableError
 from serve_app.ingress.model_registry import NumberedAdapters
-from serve_app.ingress.workers import wire
+from serve_app.ingress.workers import stack, wire, zygote
 from serve_app.ingress.workers.worker import Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
@@ -112,7 +112,7 @@ class Zygote:
         self._control, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            command = [sys.executable, "-m", "serve_app.ingress.workers.zygote", str(fd)]
+            command = [sys.executable, "-m", stack.__name__, zygote.__name__, str(fd)]
             path = os.pathsep.join(filter(None, sys.path))
             self.process = subprocess.Popen(
                 command, pass_fds=[fd], env=os.environ | {"PYTHONPATH": path} | _ENVIRONMENT

@@ -1,6 +1,6 @@
 """The process that workers are forked from. A new one takes milliseconds, as the vocabularies are read.
 
-    python -m serve_app.ingress.workers.zygote FD
+    python -m serve_app.ingress.workers.stack serve_app.ingress.workers.zygote FD
 
 FD is a socket to the ingress. The first message over it is a `Start`. After that, each byte comes with a
 socket: a new worker serves it, and its process id is the answer. All of it ends with the ingress.
@@ -28,9 +28,6 @@ from serve_app.ingress.model_registry import NumberedAdapters
 from serve_app.ingress.workers import pictures, slices, wire, worker
 from serve_app.llama.formats import EmbeddingPooling
 
-STACK_BYTES = 32 * 2**20
-"""Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
-the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
 PID = struct.Struct("<i")
 NO_PID = -1
 """The answer where no worker could be forked."""
@@ -64,7 +61,6 @@ class Start:
 
 def main(fd: int) -> None:
     """Fork workers until the ingress is gone."""
-    _have_enough_stack()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     slices.shorten()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
@@ -122,16 +118,6 @@ def _fork(
             logger.exception("A worker failed.")
             os._exit(1)
         os._exit(0)
-
-
-def _have_enough_stack() -> None:
-    """The kernel leaves room for the stack when a program starts: so this one starts again."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    if soft != STACK_BYTES:
-        wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
-        if soft != wanted:
-            resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from serve_app.ingress.workers import worker
 from serve_app.ingress.workers.pool import QUICK_BYTES, SMALL_BYTES, WorkerPool
 from serve_app.ingress.workers.processes import POLITENESS
 from serve_app.ingress.workers.slices import SHORTEST_NS
-from serve_app.ingress.workers.zygote import STACK_BYTES, ModelFile
+from serve_app.ingress.workers.stack import STACK_BYTES
+from serve_app.ingress.workers.zygote import ModelFile
 from tests.integration.ingress import work
 
 LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))

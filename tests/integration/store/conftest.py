@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from serve_app.config.schema import DownloadsConfig
+from serve_app.config.sources import DownloadsConfig
 from serve_app.store import download
 from tests.integration.store import hub_server
 from tests.integration.store.hub_server import Hub

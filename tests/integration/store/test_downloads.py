@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from serve_app.config.schema import DownloadsConfig, ModelSource
+from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.progress import Stage, nowhere
@@ -187,7 +187,7 @@ def test_a_killed_download_goes_on(hub: Hub, downloads: DownloadsConfig) -> None
     hub.stalled = threading.Event()
     program = f"""
 from pathlib import Path
-from serve_app.config.schema import DownloadsConfig, ModelSource
+from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.progress import nowhere
 from serve_app.store import download
 from serve_app.store.models import locate

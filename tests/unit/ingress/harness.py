@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.config.schema import AdapterConfig
+from serve_app.config.sources import AdapterConfig
 from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.model_registry import Answers

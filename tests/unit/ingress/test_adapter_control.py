@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray import serve
 
-from serve_app.config.schema import NO_DOWNLOADS, AdapterConfig, ModelSource
+from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.errors import ConfigError, EngineUnavailableError, InvalidRequestError
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.model_registry import ServedModel, find

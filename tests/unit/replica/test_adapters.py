@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.config.schema import NO_DOWNLOADS, AdapterConfig, ModelSource
+from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.replica import adapters
 from serve_app.replica.adapters import ReplicaAdapters

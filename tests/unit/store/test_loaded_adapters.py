@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.config.schema import AdapterConfig, ModelSource
+from serve_app.config.sources import AdapterConfig, ModelSource
 from serve_app.errors import InvalidRequestError
 from serve_app.store import loaded_adapters
 from serve_app.store.loaded_adapters import LoadedAdapters

@@ -1,0 +1,89 @@
+"""The parts of the configuration that say where files come from.
+
+Unlike `schema`, this needs no Ray: processes that only read requests import it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serve_app.errors import ConfigError
+from serve_app.store import names
+
+MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
+"""A pattern: what the id of a model or an adapter may be."""
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSource(Section):
+    """Where a model's GGUF file comes from: exactly one of `builtin`, `path`, `repo`, `url`, and `repo_id`
+    with `filename`. Of a model in shards, the first one is named."""
+
+    builtin: bool = False
+    """The small model that comes with Corral. Nothing is downloaded."""
+    path: Path | None = None
+    """A GGUF file. It must exist under this path on every node that runs a replica or the ingress."""
+    repo: str | None = None
+    """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
+    `@REVISION` at the end chooses another revision than the newest. Each node downloads it once."""
+    repo_id: str | None = None
+    """A Hugging Face repository, the long way to say `repo`."""
+    filename: str | None = None
+    """The file in that repository."""
+    url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")] | None = None
+    """A file at a URL that fsspec reads, as `https://`, `s3://` or `gs://`. Each node downloads it once."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> ModelSource:
+        given = [self.path, self.repo, self.repo_id, self.url]
+        if [self.builtin, *(one is not None for one in given)].count(True) != 1:
+            raise ValueError(
+                "give exactly one of builtin: true, path, repo, url, or repo_id with filename"
+            )
+        if (self.repo_id is None) != (self.filename is None):
+            raise ValueError("repo_id and filename belong together")
+        if self.repo is not None:
+            try:
+                names.parse(self.repo)
+            except ConfigError as error:
+                raise ValueError(f"repo: {error}") from None
+        return self
+
+
+class DownloadsConfig(Section):
+    """Where each node keeps the models that it downloads."""
+
+    folder: Path | None = None
+    """Default: `models` in this user's cache folder, `~/.cache/corral`."""
+    max_gib: Annotated[float, Field(gt=0)] | None = None
+    """The most that they take together, in GiB. At the limit, the least recently used one is deleted, but
+    none that is in use. Default: what the disk has room for."""
+
+
+NO_DOWNLOADS = DownloadsConfig()
+"""Where downloads go unless the configuration says otherwise."""
+
+
+class AdapterConfig(Section):
+    """A LoRA adapter of a model, as a model name of its own: `MODEL:ADAPTER`."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    """Its name. Clients write it after the model's name and a colon."""
+    source: ModelSource
+    """The adapter's GGUF file: every kind of source that a model has, but for `builtin`."""
+    scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
+    """The factor by which its change of the weights is multiplied."""
+
+    @model_validator(mode="after")
+    def _is_no_model(self) -> AdapterConfig:
+        if self.source.builtin:
+            raise ValueError("source.builtin is a model, not an adapter")
+        return self
