@@ -128,7 +128,8 @@ class EngineConfig(Section):
     disk has, is refused with 507 before anything is written."""
     backend: BackendName = "llama.cpp"
     """Whose kernels compute the model. `openvino` is faster for several sequences at once, slower for a
-    single one, and does less: see [OpenVINO](openvino.md). It needs `corral[openvino]`."""
+    single one, and does less: see [OpenVINO](openvino.md). It needs `corral[openvino]`. `auto` takes
+    what is measured to be faster for the slots, among those that can do what is configured."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""

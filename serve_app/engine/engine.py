@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 from serve_app import progress
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.backends.choice.choosing import open_backend
 from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.health import HangWatch
 from serve_app.engine.kv_cache.shifts import context_shift
@@ -22,7 +23,6 @@ from serve_app.engine.pictures.tiles import PlacedTile, expanded
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
-    ConfigError,
     CorralError,
     EngineFailedError,
     InvalidRequestError,
@@ -67,7 +67,7 @@ class Engine:
     ) -> Engine:
         """An engine for a GGUF file; `report` is told how far its start is. Raises ConfigError if it cannot
         be loaded or does not fit."""
-        return cls(lambda: _open_backend(path, options, report), options)
+        return cls(lambda: open_backend(path, options, report), options)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's token ids, with BOS if the model wants it; control tokens are recognised."""
@@ -222,7 +222,7 @@ class Engine:
             )
         except InvalidRequestError as error:
             return error
-        if request.context_shift and self.options.backend == "openvino":
+        if request.context_shift and self._loop.backend_name == "openvino":
             return InvalidRequestError(
                 "A model with engine.backend: openvino cannot shift a context.", "context_shift"
             )
@@ -290,18 +290,3 @@ class Engine:
         except InvalidRequestError as error:
             return error
         return None
-
-
-def _open_backend(path: str | os.PathLike[str], options: EngineOptions, report: Report) -> Backend:
-    """On the decoder thread. Raises ConfigError."""
-    if options.backend == "openvino":
-        try:
-            from serve_app.engine.backends.openvino import OpenVinoBackend
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"engine.backend: openvino needs the package {error.name}. Install corral[openvino]."
-            ) from None
-        return OpenVinoBackend(path, options, report)
-    from serve_app.engine.backends.llama_cpp import LlamaBackend
-
-    return LlamaBackend(path, options, report)

@@ -9,7 +9,8 @@ from typing import Literal
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy, block_size
 
-BackendName = Literal["llama.cpp", "openvino"]
+KernelsName = Literal["llama.cpp", "openvino"]
+BackendName = Literal["auto", "llama.cpp", "openvino"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class EngineOptions:
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
     backend: BackendName = "llama.cpp"
-    """Whose kernels compute the model."""
+    """Whose kernels compute the model; `auto` takes those that are measured to be faster."""
     max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""
@@ -118,8 +119,8 @@ class EngineOptions:
                 )
             if self.n_ctx < self.n_ctx_slot:
                 raise ConfigError("engine.n_ctx must not be below engine.n_ctx_slot.")
-        if self.backend == "openvino":
-            self._check_openvino()
+        if self.backend == "openvino" and (names := self.unsupported_by_openvino()):
+            raise ConfigError(f"engine.backend: openvino does not support {names[0]}.")
         if self.n_keep < -1:
             raise ConfigError("engine.n_keep must be -1 (the prompt) or more.")
         if self.max_wait_s is not None and self.max_wait_s <= 0:
@@ -129,8 +130,8 @@ class EngineOptions:
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")
 
-    def _check_openvino(self) -> None:
-        """Options that this backend does not support are refused by name."""
+    def unsupported_by_openvino(self) -> list[str]:
+        """The names of those options here that OpenVINO's backend lacks."""
         formats = {self.cache_type_k, self.cache_type_v} - {"f16"}
         refused = {
             "adapters": bool(self.adapters),
@@ -143,6 +144,4 @@ class EngineOptions:
             "engine.threads_batch": self.threads_batch not in (None, self.threads),
             "a KV cache in other formats than f16": bool(formats),
         }
-        for name, is_set in refused.items():
-            if is_set:
-                raise ConfigError(f"engine.backend: openvino does not support {name}.")
+        return [name for name, is_set in refused.items() if is_set]

@@ -252,7 +252,7 @@ class Model:
     @functools.cached_property
     def files(self) -> tuple[Path, ...]:
         """The file, or all of a model in shards."""
-        return tuple(self.path.with_name(name) for name in shards.names(self.path.name))
+        return files_of(self.path)
 
     @functools.cached_property
     def window(self) -> int:
@@ -461,6 +461,11 @@ class Model:
         """The token that ends a text, if the vocabulary has one."""
         token = llama_cpp.llama_vocab_eos(self._vocab)
         return None if token < 0 else int(token)
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """The file, or all of a model in shards, of which it is the first. Raises ConfigError for another."""
+    return tuple(path.with_name(name) for name in shards.names(path.name))
 
 
 def fingerprint_of(files: Iterable[Path]) -> bytes:

@@ -76,7 +76,7 @@ class Choice:
         )
 
 
-def request_s(profile: Profile, options: EngineOptions, *, kv_unified: bool) -> float:
+def request_s(profile: Profile, options: EngineOptions, mode: Mode) -> float:
     """Seconds of the machine that a request is expected to take in this mode, on average: of two, one has
     a prompt of an eighth of a slot, the other of three quarters. With something pinned, prompts are that
     and an eighth of the rest. Answers take an eighth. 0 if nothing was measured."""
@@ -84,15 +84,13 @@ def request_s(profile: Profile, options: EngineOptions, *, kv_unified: bool) -> 
     pinned = max((len(tokens) for tokens in options.pinned), default=0)
     shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
     ends = [pinned + int(share * (options.n_ctx_slot - pinned)) for share in shares]
-    return sum(_seconds(costs, options, pinned, end, kv_unified) for end in ends) / len(ends)
+    return sum(_seconds(costs, options, pinned, end, mode) for end in ends) / len(ends)
 
 
-def _seconds(
-    costs: CostModel, options: EngineOptions, begin: int, end: int, kv_unified: bool
-) -> float:
+def _seconds(costs: CostModel, options: EngineOptions, begin: int, end: int, mode: Mode) -> float:
     """A prompt's tokens from `begin` to `end`, half of them computed while half of the slots decode, the
     rest while nobody does; and an answer, decoded with all slots busy."""
-    n_cells = begin + options.n_slots * (end - begin) if kv_unified else 0
+    n_cells = begin + options.n_slots * (end - begin) if mode.kv_unified else 0
     n_beside = max(1, options.n_slots // 2)
     full = costs.attended(end, n_cells)
     beside_s = costs.steps_s(n_beside, full)
@@ -102,7 +100,7 @@ def _seconds(
     while n_past < end:
         n_most = min(end - n_past, options.n_batch)
         depth = costs.attended(n_past, n_cells)
-        if kv_unified:
+        if mode.mixes:
             fits = costs.mixed_chunk(n_most, n_beside, depth, within_s=within_s + beside_s)
             n_rows = fits or costs.smallest_chunk(n_most)
             more_s = costs.prefill_s(n_beside + n_rows, depth) - beside_s
@@ -139,10 +137,7 @@ def choose(profiles: Mapping[Mode, Profile], options: EngineOptions, noise: floa
     if len(profiles) == 1:
         (mode,) = profiles
         return Choice(mode, f"{mode}: as configured", profiles[mode])
-    seconds = {
-        mode: request_s(found, options, kv_unified=mode.kv_unified)
-        for mode, found in _alike(profiles).items()
-    }
+    seconds = {mode: request_s(found, options, mode) for mode, found in alike(profiles).items()}
     least, same = min(seconds.values()), max(_SAME, _NOISES * noise)
     best = next(mode for mode in seconds if seconds[mode] <= (1 + same) * least)
     others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
@@ -155,7 +150,7 @@ def choose(profiles: Mapping[Mode, Profile], options: EngineOptions, noise: floa
     )
 
 
-def _alike(profiles: Mapping[Mode, Profile]) -> dict[Mode, Profile]:
+def alike(profiles: Mapping[Mode, Profile]) -> dict[Mode, Profile]:
     """Only what was measured in all modes: time may have been up for some batches in some of them."""
     names = ("decode_s", "prefill_s", "deep_decode_s", "deep_prefill_s")
     sizes = {

@@ -8,17 +8,21 @@ import json
 import logging
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.llama.threads import Threads
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 logger = logging.getLogger("corral.engine")
 
 _FORMAT = 6
+_Kept = TypeVar("_Kept")
 
 
 def key(**measured_with: object) -> str:
@@ -30,17 +34,10 @@ def key(**measured_with: object) -> str:
 
 def load(folder: Path, name: str) -> Choice | None:
     """The choice that was kept under that name; None if nothing was, or if the file is damaged."""
-    path = folder / f"{name}.json"
-    try:
-        return _parse(json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        logger.warning("The profile in %s cannot be used, and is made again: %s", path, error)
-        return None
+    return load_as(folder, name, _parse)
 
 
-def save(folder: Path, name: str, choice: Choice) -> None:
+def save(folder: Path, name: str, choice: DataclassInstance) -> None:
     """Keep it; a folder that cannot be written to is only worth a warning."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,6 +46,19 @@ def save(folder: Path, name: str, choice: Choice) -> None:
         Path(file.name).replace(folder / f"{name}.json")
     except OSError as error:
         logger.warning("The profile cannot be kept in %s: %s", folder, error)
+
+
+def load_as(folder: Path, name: str, parse: Callable[[object], _Kept]) -> _Kept | None:
+    """The same for another kind of choice: `parse` makes it of the document, or raises ValueError or
+    TypeError."""
+    path = folder / f"{name}.json"
+    try:
+        return parse(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("The profile in %s cannot be used, and is made again: %s", path, error)
+        return None
 
 
 def _parse(document: object) -> Choice:

@@ -22,6 +22,9 @@ _VERIFIES = (2, 4, 8, 3, 6)
 _COPIED = 0.27
 # What a copy costs is a difference of two batches, each tried so often.
 _TRIALS = 3
+ALONE = 0.75
+"""A profile is not kept if this process had less of its threads' time than this meanwhile: something else
+computed. Ray and its start take a fifth of two cores."""
 
 
 class ProfiledContext(Protocol):

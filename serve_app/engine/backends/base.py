@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.options import KernelsName
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.threads import Threads
@@ -169,6 +170,13 @@ class DraftModel(Protocol):
 
 class Backend(Protocol):
     """A model and a context in which each slot has a `seq_id`: its own id."""
+
+    name: KernelsName
+    """Whose kernels these are, ..."""
+    backend_reason: str
+    """... and why, in one line."""
+    undisturbed: bool
+    """Whether its threads had their time when the profile was made, now or at an earlier start."""
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -21,6 +21,7 @@ from serve_app.engine.backends.base import (
     Row,
     State,
 )
+from serve_app.engine.options import KernelsName
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.threads import Threads
@@ -80,6 +81,9 @@ class FakeBackend:
         n_cells: int | None = None,
         forgets: bool = False,
     ) -> None:
+        self.name: KernelsName = "llama.cpp"
+        self.backend_reason = "scripted"
+        self.undisturbed = True
         self.forgets = forgets
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)

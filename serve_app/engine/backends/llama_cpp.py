@@ -20,12 +20,12 @@ from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
 from serve_app.engine.autotune.modes import Choice, Mode
-from serve_app.engine.autotune.profiler import Measures, Profiler, in_turns
+from serve_app.engine.autotune.profiler import ALONE, Measures, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.backends.draft_model import LlamaDraft
 from serve_app.engine.backends.state_layout import Layout, converted
-from serve_app.engine.options import EngineOptions
+from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
@@ -59,9 +59,6 @@ _PROFILE_CTX = 512
 _COMPARING = 0.8
 # And in which it tries numbers of threads.
 _TRYING_THREADS = 0.1
-# A profile is not kept if this process had less of its threads' time than this meanwhile: something else
-# computed. Ray and its start take a fifth of two cores.
-_ALONE = 0.75
 
 
 class LlamaBackend:
@@ -70,6 +67,9 @@ class LlamaBackend:
     If the options leave flash attention or the kind of cache open, each kind is measured on this
     machine, now or at an earlier start.
     """
+
+    name: KernelsName = "llama.cpp"
+    backend_reason = "as configured"
 
     def __init__(
         self,
@@ -93,6 +93,8 @@ class LlamaBackend:
         self.projector = _open_projector(self.vocabulary, options)
         self._report = report
         self._embedder: Embedder | None = None
+        self.undisturbed = True
+        """Whether its threads had their time when it was profiled, now or at an earlier start."""
         self._kept_as: str | None = None
         """The name of the profile, if it is kept on disk."""
         try:
@@ -171,7 +173,8 @@ class LlamaBackend:
             return known
         self._report(Stage("measuring", limit_s=options.profile_limit_s))
         choice, used = self._run_profilers(open_modes)
-        if used < _ALONE:
+        self.undisturbed = used >= ALONE
+        if not self.undisturbed:
             logger.warning(
                 "Other programs computed during the measurement, which got %.0f%% of its threads' time. "
                 "The next start measures again.",

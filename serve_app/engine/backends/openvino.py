@@ -17,7 +17,7 @@ from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
-from serve_app.engine.autotune.profiler import Profiler
+from serve_app.engine.autotune.profiler import ALONE, Profiler
 from serve_app.engine.backends.base import (
     DraftModel,
     EmbeddingShape,
@@ -26,7 +26,7 @@ from serve_app.engine.backends.base import (
     Row,
     State,
 )
-from serve_app.engine.options import EngineOptions
+from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError, NotSupportedError
 from serve_app.folders import cache_folder
 from serve_app.llama.constraint import Constraint
@@ -65,6 +65,9 @@ class OpenVinoBackend:
     other: tuple[Mode, Profile] | None = None
     change_s = 0.0
     mode, mode_reason = _MODE, _REASON
+    name: KernelsName = "openvino"
+    backend_reason = "as configured"
+    undisturbed = True
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class OpenVinoBackend:
         if known is not None:
             return known.profile
         report(Stage("measuring", limit_s=options.profile_limit_s))
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         profiler = Profiler(
             self._context,
             n_slots=options.n_slots,
@@ -148,8 +151,10 @@ class OpenVinoBackend:
             pass
         profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
         profile = replace(profiler.profile, copy_s=0.0)
-        logger.info("Measured batches in %.1f s.", time.perf_counter() - began)
-        if folder:
+        took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
+        logger.info("Measured batches in %.1f s.", took_s)
+        self.undisturbed = computed_s >= ALONE * took_s * options.threads
+        if folder and self.undisturbed:
             profile_cache.save(folder, name, Choice(self.mode, self.mode_reason, profile))
         return profile
 

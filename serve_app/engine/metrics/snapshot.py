@@ -43,6 +43,8 @@ def engine_stats(
         threads_few=threads.few_rows,
         threads_batch=threads.many_rows,
         threads_reason=threads.reason,
+        backend=backend.name,
+        backend_reason=backend.backend_reason,
         flash_attn=mode.flash_attn,
         kv_unified=mode.kv_unified,
         mode_reason=backend.mode_reason,

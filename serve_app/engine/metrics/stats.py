@@ -66,6 +66,10 @@ class EngineStats:
     threads: int
     """For batches of one row; for those of 2 to 16, `threads_few`; for those of more, `threads_batch`."""
     threads_batch: int
+    backend: str
+    """Whose kernels compute the model, `llama.cpp` or `openvino`, ..."""
+    backend_reason: str
+    """... and why."""
     flash_attn: bool
     kv_unified: bool
     mode_reason: str

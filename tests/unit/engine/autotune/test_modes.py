@@ -48,8 +48,8 @@ def test_seconds_of_a_request() -> None:
     options = replace(OPEN, max_stall_s=None)
     cheap = measured(0.001, 0.0)
     expected = (0.138 + 0.522 + 0.266) / 2 + 128 * 0.014 / 4
-    assert request_s(cheap, options, kv_unified=False) == pytest.approx(expected, rel=0.01)
-    assert request_s(Profile(), OPEN, kv_unified=False) == 0.0
+    assert request_s(cheap, options, SPLIT_ON) == pytest.approx(expected, rel=0.01)
+    assert request_s(Profile(), OPEN, SPLIT_ON) == 0.0
 
 
 def test_prompts_of_their_own_want_a_split_cache_and_a_common_one_a_unified() -> None:
@@ -92,7 +92,7 @@ def test_only_what_was_measured_in_all_modes_is_compared() -> None:
     """A mode with no time left for its deep batches is not the faster one by that."""
     whole, shallow = measured(0.001, 1e-6), measured(0.0012, 1e-6)
     shallow = replace(shallow, depth=0, deep_decode_s={}, deep_prefill_s={})
-    assert request_s(shallow, OPEN, kv_unified=False) < request_s(whole, OPEN, kv_unified=False)
+    assert request_s(shallow, OPEN, SPLIT_ON) < request_s(whole, OPEN, SPLIT_ON)
     choice = choose({SPLIT_ON: shallow, SPLIT_OFF: whole}, OPEN)
     assert choice.mode == SPLIT_OFF
     assert choice.profile == whole

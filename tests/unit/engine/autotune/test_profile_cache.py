@@ -12,6 +12,7 @@ import pytest
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.backends.choice.kernels import KernelsChoice
 from serve_app.llama.threads import Threads
 
 CHOICE = Choice(
@@ -36,6 +37,15 @@ def test_what_was_kept_is_found_again(tmp_path: Path, changed: dict[str, Any]) -
     assert profile_cache.load(folder, "a") == choice
     assert profile_cache.load(folder, "b") is None
     assert [path.name for path in folder.iterdir()] == ["a.json"]
+
+
+def test_a_choice_of_a_backend_is_found_again(tmp_path: Path) -> None:
+    choice = KernelsChoice("openvino", "measured")
+    assert profile_cache.load_as(tmp_path, "a", KernelsChoice.parse) is None
+    profile_cache.save(tmp_path, "a", choice)
+    assert profile_cache.load_as(tmp_path, "a", KernelsChoice.parse) == choice
+    (tmp_path / "a.json").write_text('{"name": "vllm", "reason": ""}')
+    assert profile_cache.load_as(tmp_path, "a", KernelsChoice.parse) is None
 
 
 def test_other_conditions_have_another_name() -> None:

@@ -1,0 +1,1 @@
+"""Which backend computes a model: as configured, or as measured."""

@@ -1,0 +1,72 @@
+"""`engine.backend: auto` with real models: both backends are measured, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.engine.backends.choice.choosing import chosen
+from serve_app.engine.backends.choice.measuring import measured
+from serve_app.errors import ConfigError
+from tests.integration.models.forgetful_models import FORGETFUL
+
+pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")
+
+OPTIONS = EngineOptions(
+    n_slots=4, n_ctx_slot=256, threads=2, n_batch=64, profile_limit_s=1.0, backend="auto"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where converted models are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+async def say(engine: Engine, name: str) -> list[int]:
+    prompt = engine.tokenize("What is the capital of France?")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    async with engine.submit(GenerationRequest(name, prompt, params)) as stream:
+        return [token async for delta in stream for token in delta.token_ids]
+
+
+def test_the_one_that_was_measured_to_be_faster_answers(tmp_path: Path) -> None:
+    engine = Engine.load(BUILTIN_MODEL, replace(OPTIONS, profile_folder=tmp_path))
+    try:
+        stats = engine.stats()
+        assert stats.backend in ("llama.cpp", "openvino")
+        assert "measured: the time of a request" in stats.backend_reason
+        assert stats.step_time["decode_ms"]
+        assert len(asyncio.run(say(engine, "one"))) == 8
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama.cpp", "openvino"])
+def test_each_is_measured_in_a_process_of_its_own(name: str) -> None:
+    found = measured(name, BUILTIN_MODEL, OPTIONS)  # type: ignore[arg-type]
+    assert found.mode.paged == (name == "openvino")
+    assert {1, 4} <= set(found.profile.decode_s)
+    assert all(seconds > 0 for seconds in found.profile.prefill_s.values())
+
+
+def test_a_model_that_openvino_cannot_serve_is_llama_cpps(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    next(iter(FORGETFUL.values()))(path)
+    with pytest.raises(ConfigError, match="cannot serve"):
+        measured("openvino", path, OPTIONS)
+    engine = Engine.load(path, replace(OPTIONS, profile_folder=tmp_path))
+    try:
+        assert engine.stats().backend == "llama.cpp"
+        assert "OpenVINO cannot serve it" in engine.stats().backend_reason
+    finally:
+        engine.close()
+    assert chosen(path, replace(OPTIONS, profile_folder=tmp_path)).name == "llama.cpp"

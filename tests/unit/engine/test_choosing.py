@@ -1,0 +1,158 @@
+"""Which backend `auto` opens, and when it measures. What is measured is scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.backends.choice import choosing
+from serve_app.engine.backends.choice.kernels import LLAMA_CPP, OPENVINO, Measured
+from serve_app.engine.options import EngineOptions, KernelsName
+from serve_app.errors import ConfigError, EngineFailedError
+
+OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
+MODES = {LLAMA_CPP: Mode(True, False), OPENVINO: Mode(True, False, paged=True)}
+
+
+def profile(seconds: float) -> Profile:
+    return Profile({1: seconds, 4: 2 * seconds}, {16: seconds})
+
+
+class Machine:
+    """What measuring finds, and what was measured."""
+
+    def __init__(self) -> None:
+        self.asked: list[KernelsName] = []
+        self.undisturbed = True
+        self.seconds: dict[KernelsName, float] = {LLAMA_CPP: 2.0, OPENVINO: 1.0}
+        self.failure: Exception | None = None
+
+    def measured(self, name: KernelsName, _path: Path, _options: EngineOptions) -> Measured:
+        self.asked.append(name)
+        if self.failure is not None and name == OPENVINO:
+            raise self.failure
+        return Measured(MODES[name], profile(self.seconds[name]), self.undisturbed)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(choosing, "measured", made.measured)
+    monkeypatch.setattr(choosing, "versions", lambda: "openvino 1")
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    return path
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> EngineOptions:
+    return replace(OPTIONS, profile_folder=tmp_path / "profiles")
+
+
+def test_the_faster_one_is_remembered(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    first = choosing.chosen(model, options)
+    assert first.name == OPENVINO
+    assert "0.49 with 1 at once, 0.49 with 4 at once, 0.49 in the mean" in first.reason
+    assert machine.asked == [OPENVINO, LLAMA_CPP]
+    assert choosing.chosen(model, options) == first
+    assert len(machine.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"n_slots": 2}, {"threads": 2}, {"n_ctx_slot": 128}, {"profile_limit_s": 5.0}],
+    ids=str,
+)
+def test_other_conditions_are_measured_anew(
+    machine: Machine, model: Path, options: EngineOptions, change: dict[str, int]
+) -> None:
+    choosing.chosen(model, options)
+    machine.seconds[OPENVINO] = 3.0
+    assert choosing.chosen(model, replace(options, **change)).name == LLAMA_CPP  # type: ignore[arg-type]
+    assert choosing.chosen(model, options).name == OPENVINO
+
+
+def test_another_file_is_measured_anew(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    choosing.chosen(model, options)
+    model.write_bytes(b"other weights")
+    choosing.chosen(model, options)
+    assert len(machine.asked) == 4
+
+
+def test_a_disturbed_measurement_counts_once(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    machine.undisturbed = False
+    assert choosing.chosen(model, options).name == OPENVINO
+    machine.seconds[OPENVINO] = 3.0
+    assert choosing.chosen(model, options).name == LLAMA_CPP
+
+
+def test_a_model_that_openvino_refuses_is_not_tried_again(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    machine.failure = ConfigError("model.gguf has layers that are recurrent.")
+    for _ in range(2):
+        choice = choosing.chosen(model, options)
+        assert choice.name == LLAMA_CPP
+        assert "layers that are recurrent" in choice.reason
+    assert machine.asked == [OPENVINO]
+
+
+def test_a_measurement_that_failed_is_tried_again(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    machine.failure = EngineFailedError("Measuring openvino ended with status -9.")
+    choice = choosing.chosen(model, options)
+    assert choice.name == LLAMA_CPP
+    assert "status -9" in choice.reason
+    machine.failure = None
+    assert choosing.chosen(model, options).name == OPENVINO
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kv_unified": True}, "engine.kv_unified"),
+        ({"cache_type_k": "q8_0"}, "a KV cache in other formats"),
+        ({"profile_limit_s": 0.0}, "nothing is measured"),
+    ],
+)
+def test_what_openvino_lacks_is_not_measured(
+    machine: Machine, model: Path, options: EngineOptions, change: dict[str, object], reason: str
+) -> None:
+    choice = choosing.chosen(model, replace(options, **change))  # type: ignore[arg-type]
+    assert choice.name == LLAMA_CPP
+    assert reason in choice.reason
+    assert machine.asked == []
+
+
+def test_without_the_package_llama_cpp(
+    machine: Machine, model: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "versions", _raiser(ConfigError("Install corral[openvino].")))
+    choice = choosing.chosen(model, options)
+    assert choice.name == LLAMA_CPP
+    assert choice.reason == "Install corral[openvino]."
+    assert machine.asked == []
+
+
+def _raiser(error: Exception) -> Callable[[], str]:
+    def fail() -> str:
+        raise error
+
+    return fail
