@@ -24,11 +24,15 @@ class Stage:
     """The present stage of the work, and its progress."""
 
     name: str
-    """"loading" or "measuring"."""
+    """"downloading", "loading" or "measuring"."""
     done: float = 0.0
-    """The part of the weights that is loaded; nothing for measuring, whose time runs by itself."""
+    """The part of the weights that is here; nothing for measuring, whose time runs by itself."""
     limit_s: float | None = None
     """It takes so many seconds at most."""
+    from_origin_bytes: int = 0
+    """The bytes of a model's files that this process has downloaded from where they come from,"""
+    from_nodes_bytes: int = 0
+    """and the bytes that it has from other nodes."""
 
 
 Report = Callable[[Stage], None]

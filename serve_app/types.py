@@ -246,6 +246,10 @@ class FetchingReplica:
     """Its present stage, as `serve_app.progress.Stage.name`."""
     done: float
     """The part of it that is done."""
+    from_origin_bytes: int = 0
+    """The bytes that it has downloaded from where the model comes from,"""
+    from_nodes_bytes: int = 0
+    """and the bytes that it has from other nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from serve_app.progress import nowhere
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.settling import settle_in
 from serve_app.store.models import locate
+from serve_app.store.sharing.cluster import ClusterSharing
 
 AT_ONCE = 2
 """Parts that an engine has at a time: the second one's lines take the slots that the first one's leave."""
@@ -70,7 +71,7 @@ class Answerer:
 
     def __init__(self, work: Work) -> None:
         model, self._work = work.model, work
-        path = locate(model.source, model.downloads, nowhere)
+        path = locate(model.source, model.downloads, nowhere, ClusterSharing())
         settled = settle_in(model, _reserved_cpus())
         options = dataclasses.replace(
             model.options,

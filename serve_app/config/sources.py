@@ -33,13 +33,13 @@ class ModelSource(Section):
     """A GGUF file. It must exist under this path on every node that runs a replica or the ingress."""
     repo: str | None = None
     """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
-    `@REVISION` at the end chooses another revision than the newest. Each node downloads it once."""
+    `@REVISION` at the end chooses another revision than the newest. A cluster downloads it once."""
     repo_id: str | None = None
     """A Hugging Face repository, the long way to say `repo`."""
     filename: str | None = None
     """The file in that repository."""
     url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")] | None = None
-    """A file at a URL that fsspec reads, as `https://`, `s3://` or `gs://`. Each node downloads it once."""
+    """A file at a URL that fsspec reads, as `https://`, `s3://` or `gs://`. A cluster downloads it once."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ModelSource:
@@ -66,6 +66,9 @@ class DownloadsConfig(Section):
     max_gib: Annotated[float, Field(gt=0)] | None = None
     """The most that they take together, in GiB. At the limit, the least recently used one is deleted, but
     none that is in use. Default: what the disk has room for."""
+    share: bool = True
+    """Nodes of a cluster fetch different parts of a file, and have the other parts from each other: so each
+    part is downloaded once. Otherwise, each node downloads all of it."""
 
 
 NO_DOWNLOADS = DownloadsConfig()

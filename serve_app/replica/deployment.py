@@ -24,7 +24,7 @@ from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import AdapterConfig
+from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.options import AdapterFile
@@ -49,6 +49,7 @@ from serve_app.routing.autoscaling import IDLE_S
 from serve_app.routing.reporter import Idleness, pressure
 from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import locate
+from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,
@@ -74,23 +75,11 @@ class EngineReplica:
         report = progress.to_folder(model.id)
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()
         async with fetching.told(context, node_id, report) as tell:
-            path = await asyncio.to_thread(locate, model.source, model.downloads, tell)
-            adapters = [
-                AdapterFile(
-                    one.id, await asyncio.to_thread(locate, one.source, model.downloads, tell)
-                )
-                for one in model.adapters
-            ]
-            projector = (
-                None
-                if model.projector is None
-                else await asyncio.to_thread(locate, model.projector, model.downloads, tell)
-            )
-            draft = (
-                None
-                if model.draft is None
-                else await asyncio.to_thread(locate, model.draft, model.downloads, tell)
-            )
+            find = partial(_located, model.downloads, tell)
+            path = await find(model.source)
+            adapters = [AdapterFile(one.id, await find(one.source)) for one in model.adapters]
+            projector = None if model.projector is None else await find(model.projector)
+            draft = None if model.draft is None else await find(model.draft)
         self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
@@ -331,6 +320,11 @@ class EngineReplica:
         self._reporter.cancel()
         self._engine.close(timeout_s=0)
         self._channels.close()
+
+
+async def _located(downloads: DownloadsConfig, tell: progress.Report, source: ModelSource) -> Path:
+    """The file, on this node. Raises ConfigError."""
+    return await asyncio.to_thread(locate, source, downloads, tell, ClusterSharing())
 
 
 def _end_process(error: EngineFailedError) -> NoReturn:

@@ -40,7 +40,7 @@ async def told(context: ReplicaContext, node_id: str, report: Report) -> AsyncIt
     async def keep_telling() -> None:
         while not enough.is_set():
             if latest:
-                found = FetchingReplica(replica_id, node_id, latest[0].name, latest[0].done)
+                found = _told(latest[0], replica_id, node_id)
                 value = json.dumps({"at": time.time(), "told": asdict(found)}).encode()
                 with suppress(Exception):  # Ray's head is away for a moment
                     await asyncio.to_thread(
@@ -57,6 +57,11 @@ async def told(context: ReplicaContext, node_id: str, report: Report) -> AsyncIt
         await telling
         with suppress(Exception):
             await asyncio.to_thread(internal_kv._internal_kv_del, key, namespace=_NAMESPACE)
+
+
+def _told(stage: Stage, replica_id: str, node_id: str) -> FetchingReplica:
+    n_bytes = stage.from_origin_bytes, stage.from_nodes_bytes
+    return FetchingReplica(replica_id, node_id, stage.name, stage.done, *n_bytes)
 
 
 def read(app: str, deployment: str) -> tuple[FetchingReplica, ...]:

@@ -17,18 +17,22 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from serve_app.errors import ConfigError
+from serve_app.store.pieces import ALONE, PieceSource, Sharing, Take
 from serve_app.store.remote import Origin, RemoteFile, UnreachableError
 
 PIECE_BYTES = 16 * 2**20
 N_AT_ONCE = 4
-_MOST_FAILURES = 6
-"""In a row, without a byte in between."""
+_MOST_FAILURES = 12
+"""In a row, without a byte in between,"""
+_FEW_FAILURES = 3
+"""and if another node may fetch the piece instead."""
 _LONGEST_PAUSE_S = 15.0
 _DONE = b"\1"
 logger = logging.getLogger("corral.store")
 
-OnBytes = Callable[[int], None]
-"""Is told how many more bytes are there; negative if they are not any more. Any thread."""
+OnBytes = Callable[[int, bool], None]
+"""Is told how many more bytes are there, negative if they are not any more, and whether they came from
+another node. Any thread."""
 
 
 class DamagedError(ConfigError):
@@ -66,25 +70,56 @@ def reserve(folder: Path, file: RemoteFile) -> None:
     pieces.write_bytes(bytes(n_pieces))
 
 
-def fetch(origin: Origin, file: RemoteFile, folder: Path, on_bytes: OnBytes) -> None:
-    """Have the file in that folder, whole. One caller at a time for each file. Raises ConfigError: a full
-    disk, a damaged file, an origin that does not answer."""
+def fetch(
+    origin: Origin,
+    file: RemoteFile,
+    folder: Path,
+    on_bytes: OnBytes,
+    sharing: Sharing = ALONE,
+) -> None:
+    """Have the file in that folder, whole; pieces that other nodes have come from there. One caller at a
+    time for each file. Raises ConfigError: a full disk, a damaged file, an origin that does not answer."""
     if is_whole(folder, file):
         return
-    part, pieces = _beside(folder, file)
     try:
-        reserve(folder, file)
-        _Fetching(origin, file, part, pieces, on_bytes).run()
+        fetched = _fetched(origin, file, folder, on_bytes, sharing)
+        if not fetched:
+            logger.warning(
+                "%s arrived damaged, in part from other nodes: it is downloaded anew, without them.",
+                file.path,
+            )
+            on_bytes(-file.n_bytes, False)
+            _fetched(origin, file, folder, on_bytes, ALONE)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+
+
+def _fetched(
+    origin: Origin, file: RemoteFile, folder: Path, on_bytes: OnBytes, sharing: Sharing
+) -> bool:
+    """Whether the file is there; False if what came from other nodes may have damaged it. Raises like
+    `fetch`, and OSError."""
+    part, pieces = _beside(folder, file)
+    reserve(folder, file)
+    stop = threading.Event()
+    source = sharing.source(file, folder / file.name, pieces.read_bytes(), stop)
+    fetching = _Fetching(origin, file, part, pieces, on_bytes, source, stop)
+    try:
+        fetching.run()
         _check(origin, file, part)
         part.replace(folder / file.name)
         pieces.unlink()
         _sync(folder)
     except DamagedError:
+        source.withdraw()
         for path in (pieces, part):
             path.unlink(missing_ok=True)
+        if fetching.had_help:
+            return False
         raise
-    except OSError as error:
-        raise disk_error(folder, error) from error
+    finally:
+        source.close()
+    return True
 
 
 def disk_error(folder: Path, error: OSError) -> ConfigError:
@@ -101,52 +136,113 @@ class _Fetching:
     """Fetches the pieces that are missing."""
 
     def __init__(
-        self, origin: Origin, file: RemoteFile, part: Path, pieces: Path, on_bytes: OnBytes
+        self,
+        origin: Origin,
+        file: RemoteFile,
+        part: Path,
+        pieces: Path,
+        on_bytes: OnBytes,
+        source: PieceSource,
+        stop: threading.Event,
     ) -> None:
         self._origin, self._file, self._on_bytes = origin, file, on_bytes
         self._part, self._pieces = part, pieces
-        self._stop = threading.Event()
+        self._source, self._stop = source, stop
+        self._is_let_in = False
+        self._entering = threading.Lock()
+        self.had_help = False
+        """Whether another node gave any of it."""
 
     def run(self) -> None:
         """Raises ConfigError and OSError."""
-        missing = [i for i, done in enumerate(self._pieces.read_bytes()) if not done]
         with ExitStack() as stack:
             part = stack.enter_context(self._part.open("r+b")).fileno()
             done = stack.enter_context(self._pieces.open("r+b")).fileno()
             pool = stack.enter_context(ThreadPoolExecutor(N_AT_ONCE, "download"))
             stack.callback(self._stop.set)
-            running = [pool.submit(self._piece, i, part, done) for i in missing]
-            wait(running, return_when=FIRST_EXCEPTION)
-            self._stop.set()
-            for one in running:
-                one.cancel()
-            for one in running:
-                if not one.cancelled():
-                    one.result()
+            running = [pool.submit(self._work, part, done) for _ in range(N_AT_ONCE)]
+            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+            for one in ended:
+                one.result()
 
-    def _piece(self, i: int, part: int, done: int) -> None:
-        start = at = i * PIECE_BYTES
-        end = min(self._file.n_bytes, start + PIECE_BYTES)
-        failures = 0
+    def _work(self, part: int, done: int) -> None:
+        while (take := self._source.next()) is not None:
+            try:
+                come = self._from_origin if take.node is None else self._from_node
+                came = come(take, part)
+                if came:
+                    os.fdatasync(part)
+                    os.pwrite(done, _DONE, take.piece)
+            except Exception as error:
+                self._source.failed(take, error)
+                raise
+            if came:
+                self._source.done(take)
+
+    def _bounds(self, take: Take) -> tuple[int, int]:
+        start = take.piece * PIECE_BYTES
+        return start, min(self._file.n_bytes, start + PIECE_BYTES)
+
+    def _from_node(self, take: Take, part: int) -> bool:
+        """Whether the piece is there. If not, the source gets it back."""
+        self._enter()
+        start, end = self._bounds(take)
+        at = start
+        self.had_help = True
+        try:
+            for chunk in self._source.read(take, start, end):
+                at += self._write(part, chunk, at, take)
+        except (ConfigError, _WriteError):
+            raise
+        except Exception as error:  # of Ray, or of a node that is gone
+            self._on_bytes(start - at, True)
+            self._source.failed(take, error)
+        return at == end
+
+    def _enter(self) -> None:
+        """Nobody gets from other nodes what the origin refuses to this one; one that does not answer
+        refuses nothing. Raises ConfigError."""
+        with self._entering:
+            if self._is_let_in:
+                return
+            try:
+                for _ in self._origin.read(self._file, 0, 1):
+                    pass
+            except UnreachableError:
+                pass
+            except ConfigError:
+                raise
+            except Exception as error:  # of a network; each library has its own kinds
+                logger.info("%s cannot be asked for: %r.", self._file.path, error)
+            self._is_let_in = True
+
+    def _from_origin(self, take: Take, part: int) -> bool:
+        """Whether the piece is there. If not, the source gets it back, or the download stops."""
+        start, end = self._bounds(take)
+        at, failures = start, 0
+        most = _MOST_FAILURES if take.is_last_resort else _FEW_FAILURES
         while at < end and not self._stop.is_set():
             before = at
             try:
                 for chunk in self._origin.read(self._file, at, end):
-                    at += self._write(part, chunk[: end - at], at)
+                    at += self._write(part, chunk[: end - at], at, take)
                     if self._stop.is_set():
-                        return
+                        return False
                 if at == before:
                     raise EOFError("nothing came")
             except (ConfigError, _WriteError):
                 raise
             except Exception as error:  # of a network; each library has its own kinds
                 failures = 1 if at > before else failures + 1
+                if failures >= most and not take.is_last_resort:
+                    self._on_bytes(start - at, False)
+                    self._source.failed(take, error)
+                    return False
                 self._pause(failures, error)
-        if at == end:
-            os.fdatasync(part)
-            os.pwrite(done, _DONE, i)
+        self._is_let_in = True
+        return at == end
 
-    def _write(self, part: int, chunk: bytes, at: int) -> int:
+    def _write(self, part: int, chunk: bytes, at: int, take: Take) -> int:
         view = memoryview(chunk)
         try:
             while view:
@@ -154,7 +250,8 @@ class _Fetching:
                 view, at = view[n:], at + n
         except OSError as error:
             raise _WriteError(error.errno, error.strerror) from error
-        self._on_bytes(len(chunk))
+        self._on_bytes(len(chunk), take.node is not None)
+        self._source.renew(take)
         return len(chunk)
 
     def _pause(self, failures: int, error: Exception) -> None:

@@ -63,6 +63,7 @@ class HubOrigin:
                 url,
                 headers=build_hf_headers(library_name="corral") | asked,
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                retry_on_exceptions=(),  # or it asks once more when the content breaks off
                 retry_on_status_codes=_BUSY,
             ) as response:
                 hf_raise_for_status(response)

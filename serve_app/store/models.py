@@ -17,6 +17,7 @@ from serve_app.progress import Report, Stage
 from serve_app.store import download, gguf_header, hub, names, url
 from serve_app.store.folder import ModelsFolder
 from serve_app.store.names import HubName
+from serve_app.store.pieces import ALONE, Sharing
 from serve_app.store.remote import Origin, RemoteFile, RemoteModel, UnreachableError
 
 _LOOK_EVERY_S = 0.3
@@ -25,24 +26,33 @@ _N_TRIES = 4
 logger = logging.getLogger("corral.store")
 
 
-def locate(source: ModelSource, configured: DownloadsConfig, report: Report) -> Path:
+def locate(
+    source: ModelSource,
+    configured: DownloadsConfig,
+    report: Report,
+    sharing: Sharing = ALONE,
+) -> Path:
     """The model's file, or the first one of its shards, on this node; downloaded first if it has to be, as
-    long as that takes: `report` is told how far it is. It stays there while this process lives. Raises
-    ConfigError."""
+    long as that takes: `report` is told how far it is. Other nodes give what they have of it, and get what
+    is here. It stays there while this process lives. Raises ConfigError."""
     if source.builtin:
         return BUILTIN_MODEL
     if source.path is not None:
         return _at(source.path)
     model = _remote(source, configured)
+    sharing = sharing if configured.share else ALONE
     wanted = _hub_name(source)
-    if wanted is not None and (path := hub.in_library_cache(wanted, model)) is not None:
-        return path
-    folder = _folder(configured)
-    try:
-        _obtain(model, folder, report)
-    except OSError as error:
-        raise download.disk_error(folder.path, error) from error
-    return folder.of(model) / model.files[0].name
+    path = None if wanted is None else hub.in_library_cache(wanted, model)
+    if path is None:
+        folder = _folder(configured)
+        try:
+            _obtain(model, folder, report, sharing)
+        except OSError as error:
+            raise download.disk_error(folder.path, error) from error
+        path = folder.of(model) / model.files[0].name
+    for file in model.files:
+        sharing.announce(file, path.with_name(file.name))
+    return path
 
 
 def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
@@ -111,7 +121,7 @@ def _remote(source: ModelSource, configured: DownloadsConfig) -> RemoteModel:
     return url.find(source.url, _folder(configured).names)
 
 
-def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report) -> None:
+def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: Sharing) -> None:
     """Have all of it here, and open. One process of this node downloads; the others wait for it, and go on
     if it dies."""
     told = _Told(model, folder, report)
@@ -121,7 +131,7 @@ def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report) -> None:
                 folder.make_room(model)
                 told.begin()
                 for file in model.files:
-                    download.fetch(model.origin, file, folder.of(model), told.more)
+                    download.fetch(model.origin, file, folder.of(model), told.more, sharing)
                 told.end()
                 continue
         told.look()
@@ -135,6 +145,7 @@ class _Told:
         self._model, self._folder, self._report = model, folder.of(model), report
         self._changing = threading.Lock()
         self._n_before = self._n_done = self._present()
+        self._n_from_nodes = 0
         self._began = self._said = time.monotonic()
 
     def _present(self) -> int:
@@ -153,10 +164,11 @@ class _Told:
         )
         self._tell()
 
-    def more(self, n_bytes: int) -> None:
-        """So many more bytes are here."""
+    def more(self, n_bytes: int, from_node: bool) -> None:
+        """So many more bytes are here, maybe from another node."""
         with self._changing:
             self._n_done += n_bytes
+            self._n_from_nodes += n_bytes if from_node else 0
             self._tell()
             now = time.monotonic()
             if now - self._said < _SAY_EVERY_S:
@@ -174,16 +186,19 @@ class _Told:
 
     def look(self) -> None:
         """Another process downloads it."""
-        self._n_done = self._present()
+        self._n_before = self._n_done = self._present()
         self._tell()
 
     def end(self) -> None:
         """All is here."""
         logger.info(
-            "Downloaded %s: %.2f GiB in %.0f s.",
+            "Downloaded %s: %.2f GiB in %.0f s%s.",
             self._model.label,
             (self._n_done - self._n_before) / 2**30,
             time.monotonic() - self._began,
+            f", {self._n_from_nodes / 2**30:.2f} of them from other nodes"
+            if self._n_from_nodes
+            else "",
         )
 
     def _rate(self) -> float:
@@ -192,7 +207,16 @@ class _Told:
         return (self._n_done - self._n_before) / spent
 
     def _tell(self) -> None:
-        self._report(Stage("downloading", min(1.0, self._n_done / max(1, self._model.n_bytes))))
+        done = min(1.0, self._n_done / max(1, self._model.n_bytes))
+        n_new = self._n_done - self._n_before
+        self._report(
+            Stage(
+                "downloading",
+                done,
+                from_origin_bytes=n_new - self._n_from_nodes,
+                from_nodes_bytes=self._n_from_nodes,
+            )
+        )
 
 
 def _local(model: RemoteModel, wanted: HubName | None, folder: ModelsFolder) -> Path | None:

@@ -83,6 +83,14 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app.routing.request_router", ("serve_app.engine",)),
         ("serve_app.routing.autoscaling", ("serve_app",)),
         ("serve_app", ("loadtests", "tests")),
+        (
+            "serve_app.store.sharing.swarm",
+            ("ray", "threading", "asyncio", "time", "serve_app.store.sharing"),
+        ),
+        *(
+            (f"serve_app.store.{name}", ("ray", "serve_app.store.sharing"))
+            for name in ("models", "download", "pieces", "folder", "hub", "url")
+        ),
         ("serve_app.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
         *(
             (f"serve_app.{package}", ("serve_app.cli",))
@@ -147,6 +155,10 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.on_demand",
         "serve_app.routing.request_router",
         "serve_app.store.loaded_adapters",
+        "serve_app.store.sharing.cluster",
+        "serve_app.store.sharing.holders",
+        "serve_app.store.sharing.peer",
+        "serve_app.store.sharing.tracker",
     }
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "a" * 40
 OLD_COMMIT = "b" * 40
+_TICK_S = 0.02
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Hub:
     """At OLD_COMMIT, which is also the tag `v1`."""
     token: str | None = None
     """Without it, 401."""
+    is_gated: bool = False
+    """Whether everybody may list the files."""
     breaks_after: list[int] = field(default_factory=list)
     """The next answers with content break off after so many bytes."""
     busy: int = 0
@@ -41,6 +45,8 @@ class Hub:
     """Content waits for it, after its first half."""
     held: threading.Event | None = None
     """The ends of files wait for it."""
+    bytes_per_s: float | None = None
+    """Of each connection; None for as fast as it goes."""
     url: str = ""
     n_bytes: Counter[str] = field(default_factory=Counter)
     """That left it, by file."""
@@ -98,9 +104,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 hub.cdn_tokens.append(self.headers.get("Authorization"))
                 _, _, commit, name = path.split("/", 3)
                 return self._content((hub.at(commit) or ("", {}))[1][name], name)
-            if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
-                return self._send(401, b"{}", {"X-Error-Message": "Invalid credentials."})
             api = re.fullmatch(r"/api/models/owner/name(?:/revision/(.+))?", path)
+            is_open = hub.token is None or (hub.is_gated and api is not None)
+            if not is_open and self.headers.get("Authorization") != f"Bearer {hub.token}":
+                return self._send(401, b"{}", {"X-Error-Message": "Invalid credentials."})
             if api:
                 return self._info(api[1] or "main")
             resolve = re.fullmatch(r"/owner/name/resolve/([^/]+)/(.+)", path)
@@ -170,7 +177,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _write(self, part: bytes, name: str) -> None:
             half = len(part) // 2 if hub.stalled is not None else len(part)
-            for one in (part[:half], part[half:]):
+            parts = [part[:half], part[half:]]
+            if hub.bytes_per_s is not None:
+                n = max(1, int(hub.bytes_per_s * _TICK_S))
+                parts = [part[at : at + n] for at in range(0, len(part), n)]
+            for one in parts:
                 try:
                     self.wfile.write(one)
                     self.wfile.flush()
@@ -180,6 +191,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 hub.n_bytes[name] += len(one)
                 if hub.stalled is not None:
                     hub.stalled.wait(60)
+                if hub.bytes_per_s is not None:
+                    time.sleep(_TICK_S)
 
         def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)

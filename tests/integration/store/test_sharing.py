@@ -1,0 +1,172 @@
+"""Pieces come from other nodes: right, damaged or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from serve_app.config.sources import DownloadsConfig, ModelSource
+from serve_app.errors import ConfigError
+from serve_app.progress import Stage, nowhere
+from serve_app.store import folder as folder_module
+from serve_app.store.models import locate, pinned
+from serve_app.store.pieces import Take
+from serve_app.store.remote import RemoteFile
+from tests.integration.store.hub_server import Hub
+
+ONE = ModelSource(repo="owner/name:Q4_0")
+NAME = "tiny-Q4_0.gguf"
+
+
+@dataclass
+class Neighbour:
+    """One other node, and the source of one file. See Sharing and PieceSource."""
+
+    content: bytes
+    fails: int = 0
+    """So many of its answers break off."""
+    left: list[int] = field(default_factory=list)
+    from_origin: set[int] = field(default_factory=set)
+    announced: list[Path] = field(default_factory=list)
+    is_withdrawn: bool = False
+    n_given: int = 0
+    taking: threading.Lock = field(default_factory=threading.Lock)
+
+    def source(self, file: RemoteFile, path: Path, have: bytes, stop: threading.Event) -> Neighbour:
+        self.left = [piece for piece, done in enumerate(have) if not done]
+        return self
+
+    def announce(self, file: RemoteFile, path: Path) -> None:
+        self.announced.append(path)
+
+    def next(self) -> Take | None:
+        with self.taking:
+            if not self.left:
+                return None
+            piece = self.left.pop()
+        return Take(piece, None if piece in self.from_origin else "there", is_last_resort=False)
+
+    def read(self, take: Take, start: int, end: int) -> Iterator[bytes]:
+        middle = (start + end) // 2
+        yield self.content[start:middle]
+        with self.taking:
+            self.fails -= 1
+            if self.fails >= 0:
+                raise ConnectionError
+            self.n_given += 1
+        yield self.content[middle:end]
+
+    def renew(self, take: Take) -> None:
+        pass
+
+    def done(self, take: Take) -> None:
+        pass
+
+    def failed(self, take: Take, error: Exception) -> None:
+        with self.taking:
+            self.from_origin.add(take.piece)
+            self.left.append(take.piece)
+
+    def withdraw(self) -> None:
+        self.is_withdrawn = True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def forget_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "_open", {})
+
+
+@pytest.fixture
+def neighbour(hub: Hub) -> Neighbour:
+    """It has the whole file."""
+    return Neighbour(hub.files[NAME])
+
+
+def test_all_may_come_from_another_node(
+    hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour
+) -> None:
+    told: list[Stage] = []
+    path = locate(ONE, downloads, told.append, neighbour)
+    assert path.read_bytes() == neighbour.content
+    assert hub.n_bytes[NAME] == 1  # whether this node may have it
+    assert neighbour.announced == [path]
+    assert (told[-1].from_origin_bytes, told[-1].from_nodes_bytes) == (0, len(neighbour.content))
+    assert locate(ONE, downloads, nowhere, neighbour) == path
+    assert neighbour.announced == [path, path]
+
+
+def test_what_a_node_does_not_give_comes_from_the_hub(
+    hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour
+) -> None:
+    neighbour.fails = 2
+    told: list[Stage] = []
+    path = locate(ONE, downloads, told.append, neighbour)
+    assert path.read_bytes() == neighbour.content
+    last = told[-1]
+    assert last.from_origin_bytes == hub.n_bytes[NAME] - 1 > 0
+    assert last.from_nodes_bytes > 0
+    assert last.from_origin_bytes + last.from_nodes_bytes == len(neighbour.content)
+
+
+def test_what_is_damaged_is_downloaded_without_other_nodes(
+    hub: Hub,
+    downloads: DownloadsConfig,
+    neighbour: Neighbour,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    right = neighbour.content
+    neighbour.content = right[:-1] + bytes([right[-1] ^ 1])
+    told: list[Stage] = []
+    path = locate(ONE, downloads, told.append, neighbour)
+    assert path.read_bytes() == right
+    assert neighbour.is_withdrawn
+    assert hub.n_bytes[NAME] == len(right) + 1
+    assert told[-1].done == 1.0
+    assert "arrived damaged, in part from other nodes" in caplog.text
+
+
+def test_a_hub_that_lies_is_asked_once_more_only(
+    hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour
+) -> None:
+    hub.lies = True
+    neighbour.content = neighbour.content[:-1] + b"?"
+    with pytest.raises(ConfigError, match="arrived damaged: its SHA-256"):
+        locate(ONE, downloads, nowhere, neighbour)
+    assert hub.n_bytes[NAME] == len(neighbour.content) + 1
+
+
+def test_a_node_takes_nothing_that_the_hub_refuses(
+    hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour
+) -> None:
+    hub.token, hub.is_gated = "secret", True
+    with pytest.raises(ConfigError, match="HF_TOKEN is missing or wrong"):
+        locate(ONE, downloads, nowhere, neighbour)
+    assert neighbour.n_given == 0
+
+
+def test_a_hub_that_is_gone_refuses_nothing(
+    hub: Hub,
+    downloads: DownloadsConfig,
+    neighbour: Neighbour,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = pinned(ONE, downloads)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    path = locate(source, downloads, nowhere, neighbour)
+    assert path.read_bytes() == neighbour.content
+
+
+def test_who_does_not_share_asks_nobody(
+    hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour
+) -> None:
+    downloads = downloads.model_copy(update={"share": False})
+    assert locate(ONE, downloads, nowhere, neighbour).read_bytes() == neighbour.content
+    assert hub.n_bytes[NAME] == len(neighbour.content)
+    assert neighbour.announced == []
