@@ -167,16 +167,10 @@ class _Fetching:
 
     def _work(self, part: int, done: int) -> None:
         while (take := self._source.next()) is not None:
-            try:
-                come = self._from_origin if take.node is None else self._from_node
-                came = come(take, part)
-                if came:
-                    os.fdatasync(part)
-                    os.pwrite(done, _DONE, take.piece)
-            except Exception as error:
-                self._source.failed(take, error)
-                raise
-            if came:
+            come = self._from_origin if take.node is None else self._from_node
+            if come(take, part):
+                os.fdatasync(part)
+                os.pwrite(done, _DONE, take.piece)
                 self._source.done(take)
 
     def _bounds(self, take: Take) -> tuple[int, int]:

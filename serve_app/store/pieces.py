@@ -29,7 +29,7 @@ class PieceSource(Protocol):
 
     def next(self) -> Take | None:
         """The piece to fetch now; waits for one. None if there is none left, or the download stops. Each
-        must be followed by `done` or `failed`."""
+        is followed by `done` or `failed`, or the download ends."""
 
     def read(self, take: Take, start: int, end: int) -> Iterator[bytes]:
         """Bytes of a piece that a node has, by their positions in the file. Raises what networks do."""
@@ -89,7 +89,7 @@ class FromOrigin:
         """See PieceSource."""
 
     def failed(self, take: Take, error: Exception) -> None:
-        """See PieceSource. The download ends then, as there is no other source."""
+        """See PieceSource; there is nobody else to hand it to."""
 
     def withdraw(self) -> None:
         """See PieceSource."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray.util.state import list_actors
 
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.progress import Stage
@@ -143,9 +141,7 @@ def test_four_nodes_download_once_whoever_dies(nodes: Nodes, dies: str) -> None:
             nodes.cluster.remove_node(nodes.nodes[2], allow_graceful=False)
             survivors = [*running[:2], running[3]]
         case "the tracker":
-            (pid,) = [one.pid for one in list_actors() if one.name == "downloads"]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            ray.kill(ray.get_actor("downloads", namespace="corral"), no_restart=False)
         case "a process":
             ray.cancel(running[1], force=True)
             with pytest.raises(ray.exceptions.RayError):
