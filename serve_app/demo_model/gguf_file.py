@@ -1,24 +1,29 @@
 """The common parts of the GGUF files that Corral writes.
 
-Qwen3's architecture, a byte-level BPE vocabulary, and the chat template of `template`.
+An architecture of Qwen's, a byte-level BPE vocabulary, and the chat template of `template`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from serve_app.demo_model.template import CHAT_TEMPLATE, CONTROL_TOKENS
 
-ARCHITECTURE = "qwen3"
+Architecture = Literal["qwen3", "qwen2vl", "qwen3vl"]
+"""Which of Qwen's models, by llama.cpp's names; all but the first have positions of several dimensions."""
+ARCHITECTURE: Architecture = "qwen3"
 RMS_EPS = 1e-6
+_PARTS: dict[Architecture, tuple[int, int, int]] = {"qwen2vl": (2, 3, 3), "qwen3vl": (6, 5, 5)}
+"""Of the pairs that are turned, how many are by time, by row and by column."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Qwen3 model. `n_embd`, `n_ff` and `n_head * head_dim` are multiples of 32."""
+    """The sizes of a model of Qwen's. `n_embd`, `n_ff` and `n_head * head_dim` are multiples of 32."""
 
     name: str
     n_layer: int
@@ -31,6 +36,9 @@ class ModelShape:
     """Tokens: 256 bytes, then the merged ones, then the 3 control tokens; at least 259."""
     n_ctx_train: int
     """The longest context, in tokens, that the model claims to be made for."""
+    architecture: Architecture = ARCHITECTURE
+    n_deepstack: int = 0
+    """First layers that are given more of a picture than its embeddings."""
 
 
 def add_hyperparameters(
@@ -50,6 +58,12 @@ def add_hyperparameters(
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(RMS_EPS)
     writer.add_rope_freq_base(rope_base)
+    if shape.architecture in _PARTS:
+        parts = _PARTS[shape.architecture]
+        n_pairs = shape.head_dim // 2 // sum(parts)
+        writer.add_rope_dimension_sections([*(n_pairs * part for part in parts), 0])
+    if shape.n_deepstack:
+        writer.add_num_deepstack_layers(shape.n_deepstack)
 
 
 def add_tokenizer(

@@ -2,8 +2,9 @@
 
     python -m serve_app.demo_model.random_gguf OUT --shape 0.6b --type q4_0
 
-The architecture is Qwen3 with tied embeddings and a byte-level BPE vocabulary of its own. The
-same shape, type and seed give the same bytes (under one version of numpy).
+The architecture is Qwen3, or one of Qwen's that see, with tied embeddings and a byte-level BPE
+vocabulary of its own. The same shape, type and seed give the same bytes (under one version of
+numpy).
 
 How the weights are drawn keeps generation lively. The embeddings are small beside what the layers
 add to the residual stream, so that the last token does not simply predict itself through the tied
@@ -32,10 +33,16 @@ from serve_app.demo_model.template import CONTROL_TOKENS
 
 SHAPES: dict[str, ModelShape] = {
     "tiny": ModelShape("random-tiny", 2, 256, 512, 4, 2, 64, 512, 4096),
+    "tiny-qwen2vl": ModelShape(
+        "random-tiny-qwen2vl", 2, 256, 512, 4, 2, 64, 512, 4096, architecture="qwen2vl"
+    ),
+    "tiny-qwen3vl": ModelShape(
+        "random-tiny-qwen3vl", 2, 256, 512, 4, 2, 64, 512, 4096, "qwen3vl", n_deepstack=1
+    ),
     "0.6b": ModelShape("random-0.6b", 28, 1024, 3072, 16, 8, 128, 151936, 32768),
     "1.7b": ModelShape("random-1.7b", 28, 2048, 6144, 16, 8, 128, 151936, 32768),
 }
-"""The shapes on offer: `tiny` for tests, the others with the sizes of the Qwen3 model so named."""
+"""The shapes on offer: tiny ones for tests, the others with the sizes of the Qwen3 model so named."""
 
 TYPES: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -61,6 +68,7 @@ _EMBEDDING_STD = 0.02
 _RARE_STD = _EMBEDDING_STD / 4
 _LOGIT_STD = 3.0
 _QK_NORM = 1.5
+_BIAS = 0.5
 _NIBBLE_STD = (255 / 12) ** 0.5  # of a uniform integer from -8 to 7
 _BYTE_STD = ((255**2 - 1) / 12) ** 0.5  # of a uniform integer from -127 to 127
 
@@ -113,7 +121,7 @@ def _write(path: Path, shape: ModelShape, dtype: str, seed: int, control: Sequen
     """Write the file straight to `path`, one tensor in memory at a time."""
     tokens, merges = vocabulary(shape.n_vocab, control)
     tensors = list(_tensors(shape, tokens, control))
-    writer = GGUFWriter(path, "qwen3")
+    writer = GGUFWriter(path, shape.architecture)
     try:
         add_hyperparameters(writer, shape, TYPES[dtype][1], rope_base=1e6)
         add_tokenizer(writer, tokens, merges, control)
@@ -219,8 +227,12 @@ def _tensors(
     for layer in range(shape.n_layer):
         for name in ("attn_norm", "ffn_norm"):
             yield _Tensor(f"blk.{layer}.{name}.weight", (shape.n_embd,), value=1.0)
-        for name in ("attn_q_norm", "attn_k_norm"):
-            yield _Tensor(f"blk.{layer}.{name}.weight", (shape.head_dim,), value=_QK_NORM)
+        if shape.architecture == "qwen2vl":
+            for name, n in (("attn_q", heads), ("attn_k", heads_kv), ("attn_v", heads_kv)):
+                yield _Tensor(f"blk.{layer}.{name}.bias", (n,), value=_BIAS)
+        else:
+            for name in ("attn_q_norm", "attn_k_norm"):
+                yield _Tensor(f"blk.{layer}.{name}.weight", (shape.head_dim,), value=_QK_NORM)
         for name, (rows, columns) in matrices.items():
             std = np.full(rows, columns**-0.5, np.float32)
             yield _Tensor(f"blk.{layer}.{name}.weight", (rows, columns), std=std)

@@ -19,8 +19,14 @@ import numpy as np
 from gguf import GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 
-Kind = Literal["mlp", "idefics3", "gemma3", "qwen2vl_merger"]
-"""How patches become embeddings, by llama.cpp's names: LLaVA's, SmolVLM's, Gemma 3's, Qwen2-VL's."""
+Kind = Literal["mlp", "idefics3", "gemma3", "qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"]
+"""How patches become embeddings, by llama.cpp's names: LLaVA's, SmolVLM's, Gemma 3's, and those of
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+QWEN_KINDS = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
+"""Those for models with positions of several dimensions."""
+
+Tensors = Iterator[tuple[str, NDArray[np.float32]]]
+"""Names and entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class ProjectorShape:
     """Patches of a side that become one embedding."""
     longest_edge: int = 0
     """Larger pictures are shrunk to this, and cut into tiles; 0: they are never cut."""
+    n_deepstack: int = 0
+    """First blocks whose outputs go to the text model's first layers, too."""
 
 
 SHAPES: dict[str, ProjectorShape] = {
@@ -46,13 +54,18 @@ SHAPES: dict[str, ProjectorShape] = {
     "tiny-smolvlm": ProjectorShape("idefics3", 2, 32, 64, 2, 64, 8, 2, 256),
     "tiny-gemma3": ProjectorShape("gemma3", 2, 32, 64, 2, 64, 8, 2),
     "tiny-qwen2vl": ProjectorShape("qwen2vl_merger", 2, 32, 64, 2, 56, 14, 2),
+    "tiny-qwen2.5vl": ProjectorShape("qwen2.5vl_merger", 2, 32, 64, 2, 56, 14, 2),
+    "tiny-qwen3vl": ProjectorShape("qwen3vl_merger", 2, 32, 64, 2, 64, 16, 2, n_deepstack=1),
     "thin-llava": ProjectorShape("mlp", 3, 64, 128, 2, 336, 14),
     "thin-smolvlm": ProjectorShape("idefics3", 2, 64, 128, 2, 512, 16, 4, 2048),
     "thin-gemma3": ProjectorShape("gemma3", 1, 64, 128, 2, 896, 14, 4),
+    "thin-qwen2vl": ProjectorShape("qwen2vl_merger", 2, 64, 128, 2, 560, 14, 2),
+    "thin-qwen2.5vl": ProjectorShape("qwen2.5vl_merger", 2, 64, 128, 2, 560, 14, 2),
+    "thin-qwen3vl": ProjectorShape("qwen3vl_merger", 2, 64, 128, 2, 768, 16, 2, n_deepstack=1),
     "smolvlm-256m": ProjectorShape("idefics3", 12, 768, 3072, 12, 512, 16, 4, 2048),
 }
-"""The shapes on offer: small ones for tests; those that cut pictures and count tokens as LLaVA 1.5, SmolVLM
-and Gemma 3 do, with few layers and numbers; and SmolVLM's own."""
+"""The shapes on offer: small ones for tests; those that cut pictures and count tokens as LLaVA 1.5,
+SmolVLM, Gemma 3 and Qwen's models do, with few layers and numbers; and SmolVLM's own."""
 
 IDEFICS3_TOKENS = (
     "\n\n",
@@ -61,6 +74,9 @@ IDEFICS3_TOKENS = (
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 """Control tokens that models with a projector of the kind `idefics3` have."""
+
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>")
+"""The same for Qwen's."""
 
 _STD = 0.3
 """Of the pictures' embeddings, so that they change what a random model says."""
@@ -76,7 +92,7 @@ def write_random_projector(
     try:
         _add_metadata(writer, shape, n_embd)
         rng = np.random.default_rng(seed)
-        for name, tensor in _tensors(shape, n_embd, rng):
+        for name, tensor in _Drawing(shape, n_embd, rng).all():
             matrix = tensor.ndim > 1 and not name.startswith("v.position")
             writer.add_tensor(name, tensor.astype(np.float16 if matrix else np.float32))
         writer.write_header_to_file()
@@ -93,7 +109,8 @@ def _add_metadata(writer: GGUFWriter, shape: ProjectorShape, n_embd: int) -> Non
     writer.add_file_type(LlamaFileType.MOSTLY_F16)
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", shape.kind)
-    writer.add_bool("clip.use_gelu", True)
+    gated = shape.kind == "qwen2.5vl_merger"
+    writer.add_bool("clip.use_silu" if gated else "clip.use_gelu", True)
     numbers = {
         "image_size": shape.image_size,
         "patch_size": shape.patch_size,
@@ -105,6 +122,8 @@ def _add_metadata(writer: GGUFWriter, shape: ProjectorShape, n_embd: int) -> Non
     }
     if shape.kind in ("idefics3", "gemma3"):
         numbers["projector.scale_factor"] = shape.n_merge
+    if shape.kind == "qwen2.5vl_merger":  # every so many blocks, one without windows
+        numbers["n_wa_pattern"] = 2
     if shape.longest_edge:
         numbers["preproc_image_size"] = shape.longest_edge
     for name, number in numbers.items():
@@ -114,52 +133,86 @@ def _add_metadata(writer: GGUFWriter, shape: ProjectorShape, n_embd: int) -> Non
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
 
 
-def _tensors(
-    shape: ProjectorShape, n_embd: int, rng: np.random.Generator
-) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    def matrix(*sizes: int, std: float = 1.0) -> NDArray[np.float32]:
+class _Drawing:
+    """Draws a projector's tensors, in the order of the file."""
+
+    def __init__(self, shape: ProjectorShape, n_embd: int, rng: np.random.Generator) -> None:
+        self._shape = shape
+        self._n_out = n_embd
+        self._rng = rng
+
+    def matrix(self, *sizes: int, std: float = 1.0) -> NDArray[np.float32]:
+        """Entries such that a sum over a row's has that deviation."""
         scale = np.float32(std / np.prod(sizes[1:]) ** 0.5)
-        return scale * rng.standard_normal(sizes, np.float32)
+        return scale * self._rng.standard_normal(sizes, np.float32)
 
-    def norm(name: str) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        yield f"{name}.weight", np.ones(shape.n_embd, np.float32)
-        yield f"{name}.bias", np.zeros(shape.n_embd, np.float32)
+    def linear(self, name: str, rows: int, columns: int, std: float = 1.0) -> Tensors:
+        """A matrix, and a bias of zeros."""
+        yield f"{name}.weight", self.matrix(rows, columns, std=std)
+        yield f"{name}.bias", np.zeros(rows, np.float32)
 
-    side = shape.image_size // shape.patch_size
-    yield "v.patch_embd.weight", matrix(shape.n_embd, 3, shape.patch_size, shape.patch_size)
-    if shape.kind == "qwen2vl_merger":  # of two frames, and with positions that are turned
-        yield (
-            "v.patch_embd.weight.1",
-            matrix(shape.n_embd, 3, shape.patch_size, shape.patch_size),
-        )
-    else:
-        yield "v.patch_embd.bias", np.zeros(shape.n_embd, np.float32)
-        yield "v.position_embd.weight", matrix(side * side, shape.n_embd, std=shape.n_embd**0.5)
-    for i in range(shape.n_layer):
-        yield from norm(f"v.blk.{i}.ln1")
-        yield from norm(f"v.blk.{i}.ln2")
-        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
-            yield f"v.blk.{i}.{part}.weight", matrix(shape.n_embd, shape.n_embd)
-            yield f"v.blk.{i}.{part}.bias", np.zeros(shape.n_embd, np.float32)
-        for part, rows, columns in (
-            ("ffn_up", shape.n_ff, shape.n_embd),
-            ("ffn_down", shape.n_embd, shape.n_ff),
-        ):
-            yield f"v.blk.{i}.{part}.weight", matrix(rows, columns)
-            yield f"v.blk.{i}.{part}.bias", np.zeros(rows, np.float32)
-    yield from norm("v.post_ln")
-    n_merged = shape.n_embd * shape.n_merge**2
-    if shape.kind == "idefics3":
-        yield "mm.model.fc.weight", matrix(n_embd, n_merged, std=_STD)
-    elif shape.kind == "gemma3":  # stored as it is used: turned
-        yield "mm.input_projection.weight", matrix(shape.n_embd, n_embd, std=_STD)
-        yield "mm.soft_emb_norm.weight", np.ones(shape.n_embd, np.float32)
-    else:
-        n_in = n_merged if shape.kind == "qwen2vl_merger" else shape.n_embd
-        yield "mm.0.weight", matrix(n_in, n_in)
-        yield "mm.0.bias", np.zeros(n_in, np.float32)
-        yield "mm.2.weight", matrix(n_embd, n_in, std=_STD)
-        yield "mm.2.bias", np.zeros(n_embd, np.float32)
+    def norm(self, name: str, n: int) -> Tensors:
+        """A norm that changes nothing; Qwen2.5-VL's have no bias."""
+        yield f"{name}.weight", np.ones(n, np.float32)
+        if self._shape.kind != "qwen2.5vl_merger":
+            yield f"{name}.bias", np.zeros(n, np.float32)
+
+    def patches(self) -> Tensors:
+        """Pixels become numbers; Qwen's models see two frames, and those before 3 have no other positions
+        than turned ones."""
+        shape = self._shape
+        sizes = shape.n_embd, 3, shape.patch_size, shape.patch_size
+        side = shape.image_size // shape.patch_size
+        yield "v.patch_embd.weight", self.matrix(*sizes)
+        if shape.kind in QWEN_KINDS:
+            yield "v.patch_embd.weight.1", self.matrix(*sizes)
+        if shape.kind not in ("qwen2vl_merger", "qwen2.5vl_merger"):
+            yield "v.patch_embd.bias", np.zeros(shape.n_embd, np.float32)
+            positions = self.matrix(side * side, shape.n_embd, std=shape.n_embd**0.5)
+            yield "v.position_embd.weight", positions
+
+    def layer(self, i: int) -> Tensors:
+        """A block of the encoder, and what Qwen3-VL takes from its output."""
+        shape, name = self._shape, f"v.blk.{i}"
+        yield from self.norm(f"{name}.ln1", shape.n_embd)
+        yield from self.norm(f"{name}.ln2", shape.n_embd)
+        if shape.kind == "qwen3vl_merger":
+            yield from self.linear(f"{name}.attn_qkv", 3 * shape.n_embd, shape.n_embd)
+        else:
+            for part in ("attn_q", "attn_k", "attn_v"):
+                yield from self.linear(f"{name}.{part}", shape.n_embd, shape.n_embd)
+        yield from self.linear(f"{name}.attn_out", shape.n_embd, shape.n_embd)
+        if shape.kind == "qwen2.5vl_merger":
+            yield from self.linear(f"{name}.ffn_gate", shape.n_ff, shape.n_embd)
+        yield from self.linear(f"{name}.ffn_up", shape.n_ff, shape.n_embd)
+        yield from self.linear(f"{name}.ffn_down", shape.n_embd, shape.n_ff)
+        if i < shape.n_deepstack:
+            n_merged = shape.n_embd * shape.n_merge**2
+            yield from self.norm(f"v.deepstack.{i}.norm", n_merged)
+            yield from self.linear(f"v.deepstack.{i}.fc1", n_merged, n_merged)
+            yield from self.linear(f"v.deepstack.{i}.fc2", self._n_out, n_merged, _STD)
+
+    def last(self) -> Tensors:
+        """The tensors that make embeddings of the encoder's output."""
+        shape = self._shape
+        n_merged = shape.n_embd * shape.n_merge**2
+        yield from self.norm("v.post_ln", shape.n_embd)
+        if shape.kind == "idefics3":
+            yield "mm.model.fc.weight", self.matrix(self._n_out, n_merged, std=_STD)
+        elif shape.kind == "gemma3":  # stored as it is used: turned
+            yield "mm.input_projection.weight", self.matrix(shape.n_embd, self._n_out, std=_STD)
+            yield "mm.soft_emb_norm.weight", np.ones(shape.n_embd, np.float32)
+        else:
+            n_in = n_merged if shape.kind in QWEN_KINDS else shape.n_embd
+            yield from self.linear("mm.0", n_in, n_in)
+            yield from self.linear("mm.2", self._n_out, n_in, _STD)
+
+    def all(self) -> Tensors:
+        """Every tensor."""
+        yield from self.patches()
+        for i in range(self._shape.n_layer):
+            yield from self.layer(i)
+        yield from self.last()
 
 
 def main() -> None:

@@ -128,7 +128,7 @@ class Computing:
             return
         first = plan.rows[0][1] - placed.start
         embeddings = placed.embeddings[first : first + len(plan.rows)]
-        self._backend.decode_tile(plan.rows, embeddings, placed.tile)
+        self._backend.decode_tile(plan.rows, embeddings, placed.tile, first)
 
     def use_adapters(self, adapters: Adapters) -> bool:
         """Have the next batches computed with these. Whether that is a change."""

@@ -133,6 +133,11 @@ class Sequence:
         tile = self.tile
         return tile is not None and tile.embeddings is None
 
+    @property
+    def within_tile(self) -> bool:
+        """Whether it has a part of a tile in the cache, and not all of it."""
+        return self.n_whole(self.n_past) < self.n_past
+
     def n_whole(self, n_tokens: int) -> int:
         """Of its first tokens, those that end with no part of a tile."""
         within = (one.start for one in self.tiles if one.start < n_tokens < one.end)

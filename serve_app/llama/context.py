@@ -257,29 +257,28 @@ class Context:
         self._run(batch, len(rows))
 
     def decode_tile(
-        self, rows: Sequence[Row], embeddings: NDArray[np.float32], *, causal: bool
+        self,
+        seq_id: int,
+        embeddings: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        *,
+        causal: bool,
     ) -> None:
-        """The same for rows of one sequence that are a picture's: `embeddings` are computed in the places
-        of their tokens. Unless it is `causal`, each sees all others of the batch. No row has logits."""
-        n_rows, n_embd = embeddings.shape
-        if not 0 < n_rows == len(rows) <= self._n_batch:
-            raise DecodeError(f"A batch of {len(rows)} rows for {n_rows} embeddings.")
-        batch = llama_cpp.llama_batch_init(n_rows, n_embd, 1)
+        """The same for a picture's rows in one sequence: `embeddings` are computed in the places of their
+        tokens. Their positions are of one dimension after the other. Unless it is `causal`, each row sees
+        all others of the batch. No row has logits."""
+        n_rows = len(embeddings)
+        n_positions = n_rows * self.model.n_dimensions
+        if not 0 < n_rows <= self._n_batch or len(positions) != n_positions:
+            raise DecodeError(f"A batch of {n_rows} embeddings at {len(positions)} positions.")
+        batch, _kept = _batch_of(seq_id, embeddings, positions)
         try:
-            ctypes.memmove(
-                batch.embd, np.ascontiguousarray(embeddings).ctypes.data, embeddings.nbytes
-            )
-            for i, (_, position, seq_id, _) in enumerate(rows):
-                batch.pos[i], batch.n_seq_id[i], batch.logits[i] = position, 1, False
-                batch.seq_id[i][0] = seq_id
-            batch.n_tokens = n_rows
             if not causal:
                 llama_cpp.llama_set_causal_attn(self.pointer, False)
             self._run(batch, n_rows)
         finally:
             if not causal:
                 llama_cpp.llama_set_causal_attn(self.pointer, True)
-            llama_cpp.llama_batch_free(batch)
 
     def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
         self._copied = None
@@ -421,24 +420,27 @@ class Context:
         if self._copied is not None and self._copied[0] == seq_id:
             self._copied = None
 
-    def save(self, seq_id: int) -> memoryview:
+    def save(self, seq_id: int, behind: bytes = b"") -> memoryview:
         """A sequence's cached tokens as llama.cpp's sequence state, to be used with the same model and the
-        same cache formats. Not as `bytes`: that copy would take ten times as long as llama.cpp does."""
-        return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE)
+        same cache formats, with so many bytes `behind` it. Not as `bytes`: that copy would take ten times
+        as long as llama.cpp does."""
+        return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE, behind)
 
     def checkpoint(self, seq_id: int) -> memoryview:
         """Of that, what `truncate` could not have back: the last window of layers that have one, and the
         states of recurrent layers."""
         return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
-    def _save(self, seq_id: int, flags: int) -> memoryview:
+    def _save(self, seq_id: int, flags: int, behind: bytes = b"") -> memoryview:
         size = llama_cpp.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
-        buffer = np.empty(size, np.uint8)
+        buffer = np.empty(size + len(behind), np.uint8)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n_written = llama_cpp.llama_state_seq_get_data_ext(
             self.pointer, pointer, size, seq_id, flags
         )
-        return buffer[:n_written].data
+        end = n_written + len(behind)
+        buffer[n_written:end] = np.frombuffer(behind, np.uint8)
+        return buffer[:end].data
 
     def restore(self, seq_id: int, state: State) -> None:
         """Fill a sequence with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;
@@ -475,3 +477,23 @@ class Context:
 
 def _padded(n_tokens: int) -> int:
     return -(-n_tokens // _CELL_PADDING) * _CELL_PADDING
+
+
+def _batch_of(
+    seq_id: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32]
+) -> tuple[llama_cpp.llama_batch, object]:
+    """Embeddings of one sequence as a batch, and what must be there as long as the batch is used."""
+    n_rows = len(embeddings)
+    rows = np.ascontiguousarray(embeddings, np.float32)
+    ids = ctypes.pointer(llama_cpp.llama_seq_id(seq_id))
+    of_rows = (ctypes.POINTER(llama_cpp.llama_seq_id) * n_rows)(*[ids] * n_rows)
+    counts, logits = np.ones(n_rows, np.int32), np.zeros(n_rows, np.int8)
+    batch = llama_cpp.llama_batch(
+        n_tokens=n_rows,
+        embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+        pos=positions.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_pos)),
+        n_seq_id=counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+        seq_id=ctypes.cast(of_rows, ctypes.POINTER(ctypes.POINTER(llama_cpp.llama_seq_id))),
+        logits=logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+    )
+    return batch, (rows, positions, counts, of_rows, logits)

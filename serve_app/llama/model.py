@@ -39,6 +39,8 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
+# Kinds of rotary positions with a row and a column (M-RoPE).
+_SEVERAL_DIMENSIONS = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
 # More than names of metadata have.
 _NAME_BYTES = 256
 
@@ -269,6 +271,13 @@ class Model:
     @functools.cached_property
     def _window_is_chunk(self) -> bool:
         return self.meta("general.architecture") == "llama4"
+
+    @functools.cached_property
+    def n_dimensions(self) -> int:
+        """Of a token's position: four with M-RoPE, otherwise one. Source: llama.cpp,
+        `llama_hparams::n_pos_per_embd`."""
+        kind = llama_cpp.llama_model_rope_type(self.pointer)
+        return 4 if kind in _SEVERAL_DIMENSIONS else 1
 
     @functools.cached_property
     def can_rewind(self) -> bool:

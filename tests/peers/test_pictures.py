@@ -1,7 +1,7 @@
 """The same pictures and words to llama-server and to Corral: the same tokens, as likely to rounding.
 
 The weights are random, so the texts mean nothing; but the encoders cut, resize and count as LLaVA's,
-SmolVLM's and Gemma 3's do, and what a model says depends on every pixel.
+SmolVLM's, Gemma 3's and Qwen's do, and what a model says depends on every pixel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from serve_app.demo_model.random_gguf import SHAPES as MODELS
 from serve_app.demo_model.random_gguf import write_random_gguf
 from serve_app.demo_model.random_projector import (
     IDEFICS3_TOKENS,
+    QWEN_TOKENS,
     SHAPES,
     write_random_projector,
 )
@@ -47,10 +48,23 @@ def write_windowed(path: Path) -> None:
     write_gemma3(path, ("<start_of_image>", "<end_of_image>"))
 
 
+def write_qwen2vl(path: Path) -> None:
+    """A text model with positions in several dimensions, and the control tokens of Qwen's pictures."""
+    write_random_gguf(path, MODELS["tiny-qwen2vl"], "f32", more_control=QWEN_TOKENS)
+
+
+def write_qwen3vl(path: Path) -> None:
+    """The same, whose first layer sees a part of pictures of its own."""
+    write_random_gguf(path, MODELS["tiny-qwen3vl"], "f32", more_control=QWEN_TOKENS)
+
+
 KINDS: dict[str, Callable[[Path], None]] = {
     "thin-llava": write_model,
     "thin-smolvlm": write_model,
     "thin-gemma3": write_windowed,
+    "thin-qwen2vl": write_qwen2vl,
+    "thin-qwen2.5vl": write_qwen2vl,
+    "thin-qwen3vl": write_qwen3vl,
 }
 
 

@@ -24,7 +24,7 @@ from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Adapters, Sampled, TokenLogprobs
 
 Row = tuple[int, int, int, bool]
-"""(token, position, seq_id, wants logits): one row of a batch."""
+"""(token, its index in the slot, seq_id, wants logits): one row of a batch."""
 
 
 State = bytes | memoryview
@@ -165,7 +165,7 @@ class DraftModel(Protocol):
         """The token of the other model's vocabulary that is most likely after a row last decoded."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop the slot's cached tokens from position n_past on."""
+        """Drop the slot's cached tokens from index n_past on."""
 
 
 class Backend(Protocol):
@@ -221,6 +221,10 @@ class Backend(Protocol):
         """Whether the last few tokens of a slot can always be dropped."""
 
     @property
+    def can_shift(self) -> bool:
+        """Whether `shift` works."""
+
+    @property
     def fills_gaps(self) -> bool:
         """Whether only consecutive slots are computed together, and rows can be added to those between and
         dropped again without a trace."""
@@ -269,9 +273,11 @@ class Backend(Protocol):
     def draft(self) -> DraftModel | None:
         """The draft model, if there is one."""
 
-    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
-        """Like `decode`, for rows of one slot that are part of one tile: `embeddings` are computed in the
-        places of their tokens."""
+    def decode_tile(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> None:
+        """Like `decode`, for rows of one slot that are those of one tile from its `first` token on:
+        `embeddings` are computed in the places of their tokens."""
 
     def leave(self, leaving: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end early with PassLeftError; or,
@@ -283,8 +289,9 @@ class Backend(Protocol):
         """A sampler for one sequence, kept to a grammar that took nothing yet."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop the slot's cached tokens from position n_past on. Raises DecodeError, and changes
-        nothing, if the model's memory cannot be cut there; it can always be cut at 0."""
+        """Drop the slot's cached tokens from index n_past on. Raises DecodeError, and changes
+        nothing, if the model's memory cannot be cut there; it can always be cut at 0. Some models' cannot
+        be cut within a tile."""
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         """Whether `truncate` can."""

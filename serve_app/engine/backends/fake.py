@@ -25,6 +25,7 @@ from serve_app.engine.options import KernelsName
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.threads import Threads
+from serve_app.llama.vision.positions import Positions
 from serve_app.llama.vision.tiles import Tile
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Adapters, Sampled, TokenLogprobs
@@ -103,6 +104,8 @@ class FakeBackend:
         self.used_adapters: list[Adapters] = []
         """The adapters of each."""
         self.projector: Projector | None = None
+        self.positions = Positions(several=False)
+        """With several dimensions, slots cannot be cut within tiles, as with M-RoPE."""
         self.draft: DraftModel | None = None
         self.adapter_ids: set[str] = set()
         self.hidden_adapters: set[str] = set()
@@ -195,6 +198,8 @@ class FakeBackend:
         self._at_row = {}
         self.unsettled.clear()
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):
+            if token >= 0:
+                self.positions.of(seq_id, position)
             slot = self.slots[seq_id]
             if position != len(slot):
                 raise AssertionError(f"row {i}: position {position} in a slot of {len(slot)}")
@@ -206,10 +211,14 @@ class FakeBackend:
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
 
-    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
+    def decode_tile(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> None:
         """Feed the rows: their tokens tell what is seen. There must be an embedding for each."""
         if len(embeddings) != len(rows):
             raise AssertionError(f"{len(embeddings)} embeddings for {len(rows)} rows")
+        _, index, seq_id, _ = rows[0]
+        self.positions.take(seq_id, index - first, tile, first, len(rows))
         self.decode(rows)
 
     def sampler(
@@ -232,9 +241,13 @@ class FakeBackend:
         if not self.can_cut(seq_id, n_past):
             raise DecodeError("scripted slots that cannot be cut")
         del self.slots[seq_id][n_past:]
+        self.positions.cut(seq_id, n_past)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
-        """Whether it does not forget, or there is nothing to be cut, or nothing to be left."""
+        """Whether it does not forget, or there is nothing to be cut, or nothing to be left; not within a
+        tile."""
+        if self.positions.divides(seq_id, n_past):
+            return False
         return not self.forgets or n_past == 0 or n_past >= len(self.slots[seq_id])
 
     def checkpoint(self, seq_id: int) -> bytes:
@@ -244,16 +257,19 @@ class FakeBackend:
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
         """Drop a slot's tail; what is left has to be what the checkpoint has."""
         self._expect_settled(seq_id)
+        checkpoint, _ = self.positions.parted(checkpoint)
         kept = list(struct.unpack(f"{len(checkpoint) // 4}i", checkpoint))
         if kept != self.slots[seq_id][:n_past]:
             raise AssertionError(f"slot {seq_id} is put back to a checkpoint of other tokens")
         self.slots[seq_id] = kept
+        self.positions.cut(seq_id, n_past)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot; without a unified cache, the next decode does it, as in llama.cpp."""
         if not self.mode.kv_unified:
             self.unsettled |= {source, target}
         self.slots[target] = list(self.slots[source])
+        self.positions.copy(source, target)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """Drop tokens in a slot's middle."""
@@ -267,12 +283,15 @@ class FakeBackend:
     def save(self, seq_id: int) -> bytes:
         """The slot's tokens, four bytes each."""
         self._expect_settled(seq_id)
-        return struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
+        tokens = struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
+        return tokens + self.positions.packed(seq_id)
 
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot those tokens."""
         self._expect_settled(seq_id)
+        state, tiles = self.positions.parted(state)
         self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}i", state))
+        self.positions.put(seq_id, tiles)
 
     def change(self, reason: str) -> None:
         """Empty all slots, and have the other mode."""

@@ -36,6 +36,7 @@ from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
 from serve_app.llama.threads import Threads
+from serve_app.llama.vision.positions import Positions
 from serve_app.llama.vision.tiles import Tile
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
@@ -92,6 +93,7 @@ class LlamaBackend:
         self._hidden_adapters = set[str]()
         self.projector = _open_projector(self.vocabulary, options)
         self._report = report
+        self._positions = Positions(several=self.vocabulary.n_dimensions > 1)
         self._embedder: Embedder | None = None
         self.undisturbed = True
         """Whether its threads had their time when it was profiled, now or at an earlier start."""
@@ -111,7 +113,7 @@ class LlamaBackend:
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
         self.can_rewind = self.vocabulary.can_rewind
-        self.forgets = self._context.forgets
+        self.forgets, self.can_shift = self._context.forgets, self._context.can_shift
         self.fills_gaps = self.can_rewind and not (self.mode.kv_unified or self._context.window)
         logger.info("%s.", self.mode_reason)
         if choice.threads is not None:
@@ -319,6 +321,7 @@ class LlamaBackend:
 
     def _become(self, mode: Mode) -> None:
         self._context.become(flash_attn=mode.flash_attn, kv_unified=mode.kv_unified)
+        self._positions.clear()
         self._context.use_threads(self.threads)
         self._context.warm_up()
 
@@ -361,12 +364,16 @@ class LlamaBackend:
 
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
-        self._context.decode(rows)
+        self._context.decode(self._positions.placed(rows))
 
-    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
+    def decode_tile(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> None:
         """See Backend.decode_tile."""
         assert self.projector is not None
-        self._context.decode_tile(rows, embeddings, causal=self.projector.causal)
+        _, index, seq_id, _ = rows[0]
+        positions = self._positions.take(seq_id, index - first, tile, first, len(rows))
+        self._context.decode_tile(seq_id, embeddings, positions, causal=self.projector.causal)
 
     def leave(self, leaving: bool) -> None:
         """See Backend.leave. Recurrent layers could not forget half of a pass: theirs are computed."""
@@ -381,11 +388,14 @@ class LlamaBackend:
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """See Backend.truncate."""
-        self._context.truncate(seq_id, n_past)
+        self._context.truncate(seq_id, self._positions.of(seq_id, n_past))
+        self._positions.cut(seq_id, n_past)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         """See Backend.can_cut."""
-        return self._context.can_cut(seq_id, n_past)
+        if self._positions.divides(seq_id, n_past):
+            return False
+        return self._context.can_cut(seq_id, self._positions.of(seq_id, n_past))
 
     def checkpoint(self, seq_id: int) -> State:
         """See Backend.checkpoint."""
@@ -393,7 +403,8 @@ class LlamaBackend:
 
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
         """See Backend.rewind."""
-        self._context.rewind(seq_id, checkpoint, n_past)
+        self._context.rewind(seq_id, checkpoint, self._positions.of(seq_id, n_past))
+        self._positions.cut(seq_id, n_past)
 
     @property
     def unsettled(self) -> Set[int]:
@@ -403,10 +414,11 @@ class LlamaBackend:
     def copy(self, source: int, target: int) -> None:
         """See Backend.copy."""
         self._context.copy(source, target)
+        self._positions.copy(source, target)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """See Backend.shift."""
-        if not self._context.can_shift:
+        if not self.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
         if self.mode.kv_unified:  # cells may be shared with other slots, which must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
@@ -415,23 +427,26 @@ class LlamaBackend:
 
     def save(self, seq_id: int) -> State:
         """See Backend.save."""
-        return self._context.save(seq_id)
+        return self._context.save(seq_id, self._positions.packed(seq_id))
 
     @property
     def _layout(self) -> Layout:
         """Of the states that the cache takes."""
         options, mode = self._options, self.mode
         n_streams = 1 if mode.kv_unified else options.n_slots + len(options.pinned)
-        return Layout(n_streams, transposed=not mode.flash_attn)
+        several = self.vocabulary.n_dimensions > 1
+        return Layout(n_streams, transposed=not mode.flash_attn, several_dimensions=several)
 
     def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""
+        state, tiles = self._positions.parted(state)
         if self._context.portable:
             try:
                 state = converted(state, self._layout)
             except ValueError as error:
                 raise DecodeError(f"The saved state cannot be used: {error}") from error
         self._context.restore(seq_id, state)
+        self._positions.put(seq_id, tiles)
 
     @property
     def embedding(self) -> EmbeddingShape:

@@ -60,6 +60,7 @@ class OpenVinoBackend:
     projector: Projector | None = None
     draft: DraftModel | None = None
     can_rewind = True
+    can_shift = False
     forgets = False
     fills_gaps = False
     other: tuple[Mode, Profile] | None = None
@@ -188,7 +189,9 @@ class OpenVinoBackend:
     def free_adapter(self, key: str) -> None:
         """There is none to free."""
 
-    def decode_tile(self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile) -> None:
+    def decode_tile(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> None:
         """Without a projector, nobody asks."""
         raise DecodeError("OpenVINO's backend sees no pictures.")
 

@@ -20,6 +20,8 @@ _WORD = 4
 _BEGIN = 2 * _WORD
 # Behind the number of cells: a cell's words.
 _CELL_BYTES = 3 * _WORD
+# And what stands before its sequence, where positions have several dimensions: column, row and token.
+_DIMENSIONS_BYTES = 3 * _WORD
 # What keys begin with (type, bytes of a cell), and so do values, unless they are transposed (type, bytes of
 # an element, elements of a cell).
 _KEYS, _VALUES = struct.Struct("<iQ"), struct.Struct("<iII")
@@ -30,6 +32,8 @@ class Layout(NamedTuple):
 
     n_streams: int
     transposed: bool
+    several_dimensions: bool = False
+    """Whether positions have."""
 
 
 class _Parts(NamedTuple):
@@ -51,7 +55,7 @@ def converted(state: State, layout: Layout) -> State:
 
 
 def _converted(state: State, layout: Layout) -> State:
-    parts = _parts(state)
+    parts = _parts(state, layout.several_dimensions)
     if parts is None:
         return _joined(state, layout, [])
     if parts.layout == layout:
@@ -69,7 +73,7 @@ def _joined(state: State, layout: Layout, stream: list[State]) -> State:
     return memoryview(b"".join([begin, *stream, bytes(_WORD * n_empty)]))
 
 
-def _parts(state: State) -> _Parts | None:
+def _parts(state: State, several_dimensions: bool) -> _Parts | None:
     whole = memoryview(state).cast("B")
     n_streams = _word(whole, _BEGIN)
     start = _BEGIN + _WORD
@@ -80,13 +84,14 @@ def _parts(state: State) -> _Parts | None:
     start += _WORD * before
     stream = whole[start : len(whole) - _WORD * (n_streams - before - 1)]
     n_cells = _word(stream, 0)
-    end = _WORD + n_cells * _CELL_BYTES
+    end = _WORD + n_cells * (_CELL_BYTES + several_dimensions * _DIMENSIONS_BYTES)
     transposed = _word(stream, end)
     if transposed > 1 or _word(stream, 2 * _WORD) != 1:
         raise ValueError("Its cells are not only positions.")
     keys_end = _end_of_keys(stream, end + _WORD, n_cells)
     keys, values = stream[end + _WORD : keys_end], stream[keys_end:]
-    return _Parts(Layout(n_streams, bool(transposed)), stream[:end], keys, values)
+    layout = Layout(n_streams, bool(transposed), several_dimensions)
+    return _Parts(layout, stream[:end], keys, values)
 
 
 def _end_of_keys(stream: memoryview, start: int, n_cells: int) -> int:

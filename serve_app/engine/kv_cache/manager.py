@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from serve_app.engine.autotune.copy_budget import CopyBudget
@@ -95,6 +96,7 @@ class KVCacheManager:
             if self.checkpoints.needed and choice.slot.sequence is not None:
                 choice.slot.sequence.stop_at(choice.n_tokens)
             return choice
+        choice = replace(choice, n_cached=sequence.n_whole(choice.n_cached))
         lost, restore_s = self.table.loses(choice), 0.0
         if choice.stored and stored is not None:
             restore_s = self.copies.restores.forecast_s(len(stored.state))
@@ -120,6 +122,7 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """A sequence leaves its slot, which keeps what others may start from."""
+        self._drop_part_of_tile(sequence)
         slot = self.table.slots[sequence.slot_id]
         self.table.release(slot)
         if sequence.n_exact is not None:
@@ -144,6 +147,7 @@ class KVCacheManager:
 
     def preempt(self, sequence: Sequence, *, stored: bool = True) -> None:
         """Take a sequence's slot away; what it has in the cache is `stored`."""
+        self._drop_part_of_tile(sequence)
         slot = self.table.slots[sequence.slot_id]
         if stored:
             self.store(slot, slot.tokens[: slot.n_past])
@@ -296,7 +300,7 @@ class KVCacheManager:
         streams would wait too long for it."""
         slot = self.table.slots[sequence.slot_id]
         due = self.checkpoints.is_due(slot, sequence.n_past, sequence.stops)
-        if due and sequence.n_exact is None:
+        if due and sequence.n_exact is None and not sequence.within_tile:
             self._mark(slot, sequence.n_past)
 
     def _mark_end(self, slot: Slot) -> None:
@@ -315,10 +319,15 @@ class KVCacheManager:
         """Drop what a failed batch, or a wrong draft, has left in a sequence's slot behind its tokens.
         False if more is lost by that: it goes on from where it still can."""
         slot = self.table.slots[sequence.slot_id]
-        n_kept = self._contents.keep(slot, sequence.n_past)
+        n_kept = self._contents.keep(slot, sequence.n_whole(sequence.n_past))
         n_kept = self._keep_whole(sequence, slot, n_kept)
         lost, sequence.n_past = n_kept < sequence.n_past, n_kept
         return not lost
+
+    def _drop_part_of_tile(self, sequence: Sequence) -> None:
+        """A sequence stops here: of a tile that it has not all of, nobody could have a part."""
+        if sequence.within_tile:
+            self.drop_rows(sequence)
 
     def _keep_whole(self, sequence: Sequence, slot: Slot, n_kept: int) -> int:
         """Of what was kept for a sequence, drop a part of a picture: another one may begin alike, and some

@@ -125,10 +125,12 @@ class SlotTable:
         return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
 
     def slot_ends(self, n_ctx_slot: int) -> dict[int, int]:
-        """The tokens in the cache of every slot that has room for one more."""
+        """The tokens in the cache of every slot that has room for one more, and could drop it again: none
+        within a picture."""
         ends = {
             slot.id: len(slot.idle_tokens) if slot.sequence is None else slot.sequence.n_past
             for slot in self.slots
+            if slot.sequence is None or not slot.sequence.within_tile
         }
         return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
 

@@ -61,15 +61,11 @@ class Projector:
                 f"llama.cpp cannot use the projector {self.path} with {model.path.name}"
                 f"{': ' if reason else '.'}{reason}"
             )
-        self._pointer = pointer
+        self.pointer: Any = pointer
+        """llama.cpp's."""
         weakref.finalize(self, mtmd_cpp.mtmd_free, pointer).atexit = False
         if not mtmd_cpp.mtmd_support_vision(pointer):
             raise ConfigError(f"The projector {self.path} cannot see: Corral has no sound.")
-        if mtmd_cpp.mtmd_decode_use_mrope(pointer):
-            raise ConfigError(
-                f"The projector {self.path} gives pictures positions in several dimensions (M-RoPE, as "
-                "Qwen-VL's do), which Corral does not have."
-            )
         self.causal = not mtmd_cpp.mtmd_decode_use_non_causal(pointer, None)
         """Whether a tile's embeddings see only those before them; otherwise they go into one batch."""
         self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.pointer)
@@ -83,7 +79,7 @@ class Projector:
     def layout(self, width: int, height: int) -> tuple[Part, ...]:
         """The parts of a prompt that a picture of that size becomes. Raises InvalidRequestError if
         there is no way."""
-        with _tokenized(self._pointer, None, width, height) as chunks:
+        with _tokenized(self.pointer, None, width, height) as chunks:
             return tuple(self._part(chunk) for chunk in _of(chunks))
 
     def _part(self, chunk: int) -> Part:
@@ -98,17 +94,31 @@ class Projector:
                 )
             return tokens
         n = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
+        return Tile(n) if self.model.n_dimensions == 1 else self._placed(chunk, n)
+
+    def _placed(self, chunk: int, n_tokens: int) -> Tile:
+        """A tile for a model with positions in several dimensions. Raises ConfigError if its positions are
+        none of `Tile.positions`: HunyuanVL's depend on how many pictures came before."""
+        image = mtmd_cpp.mtmd_input_chunk_get_tokens_image(chunk)
+        found = (mtmd_cpp.mtmd_decoder_pos * n_tokens)()
+        mtmd_cpp.mtmd_helper_image_get_decoder_pos(image, 0, found)
+        places = np.ctypeslib.as_array(found).view(np.uint32).reshape(n_tokens, 4)
+        time, column, row, zero = places.T
+        tile = Tile(n_tokens, 0 if time[-1] else int(column[-1]) + 1)
         n_positions = mtmd_cpp.mtmd_input_chunk_get_n_pos(chunk)
-        if n_positions != n:
+        known = tile.positions(0, n_tokens, 0)
+        if n_positions != tile.n_positions or any(
+            known != np.concatenate([time, row, column, zero])
+        ):
             raise ConfigError(
-                f"The projector {self.path} has {n_positions} positions for {n} cells."
+                f"The projector {self.path} gives pictures positions that Corral does not know."
             )
-        return Tile(n)
+        return tile
 
     def prepare(self, pixels: bytes, width: int, height: int) -> Prepared:
         """A picture, given as rows of red, green and blue, ready for `encode`: some hundredths of a second
         for a megapixel. Raises InvalidRequestError like `layout`."""
-        with _tokenized(self._pointer, pixels, width, height) as chunks:
+        with _tokenized(self.pointer, pixels, width, height) as chunks:
             image = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
             tiles = [c for c in _of(chunks) if mtmd_cpp.mtmd_input_chunk_get_type(c) == image]
             return Prepared(chunks.detach(), tiles)
@@ -120,7 +130,7 @@ class Projector:
         between two nodes of the graph, and may decode. Raises DecodeError, and what `pause` raises."""
         chunk = prepared.tiles[tile]
         self._pause, self._left, self._error = pause, False, None
-        status = mtmd_cpp.mtmd_encode_chunk(self._pointer, chunk)
+        status = mtmd_cpp.mtmd_encode_chunk(self.pointer, chunk)
         self._pause = None
         if self._error is not None:
             raise self._error
@@ -129,7 +139,7 @@ class Projector:
         if status != 0:
             raise DecodeError(f"mtmd_encode_chunk returned {status}.")
         n = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
-        found = mtmd_cpp.mtmd_get_output_embd(self._pointer)
+        found = mtmd_cpp.mtmd_get_output_embd(self.pointer)
         return np.ctypeslib.as_array(found, shape=(n, self.n_embd)).copy()
 
     def _observe(self, _tensor: int, asks: bool, _data: int) -> bool:

@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A part of a picture that is encoded at once: the whole, or what it was cut into."""
 
     n_tokens: int
-    """Embeddings that it becomes, and cells and positions that these take."""
+    """Embeddings that it becomes, and cells that these take."""
+    width: int = 0
+    """Of its embeddings, those in a row, if they are told apart by row and column (M-RoPE); 0: each has
+    the position after the one before."""
+
+    @property
+    def n_positions(self) -> int:
+        """How far behind its first embedding the token behind it is."""
+        return max(self.width, self.n_tokens // self.width) if self.width else self.n_tokens
+
+    def positions(self, first: int, n_rows: int, start: int) -> NDArray[np.int32]:
+        """For each of its `n_rows` embeddings from the `first` on, time, row, column and a zero, one kind
+        after the other: M-RoPE's positions of a tile that begins at `start`. Source: llama.cpp,
+        `mtmd_image_tokens_get_decoder_pos` in tools/mtmd/mtmd.cpp."""
+        index = np.arange(first, first + n_rows, dtype=np.int32)
+        if not self.width:
+            return np.tile(start + index, 4)
+        row, column = np.divmod(index, np.int32(self.width))
+        time = np.full(n_rows, start, np.int32)
+        return np.concatenate([time, start + row, start + column, np.zeros(n_rows, np.int32)])
 
 
 Part = Tile | tuple[int, ...]

@@ -13,12 +13,16 @@ from serve_app.engine.backends.state_layout import Layout, converted
 
 F16, Q8_0 = 1, 8
 LAYOUTS = [Layout(n, transposed) for n in (1, 3) for transposed in (False, True)]
+SEVERAL = [one._replace(several_dimensions=True) for one in LAYOUTS]
 N_CELLS, N_KEYS, N_VALUES = 5, 6, 4
 
 
 def state(layout: Layout, stream: int = 0, *, value_type: int = F16) -> bytes:
     """Two layers of five cells, whose keys have 6 elements and whose values have 4."""
-    cells = b"".join(struct.pack("<iIi", position, 1, 7) for position in range(N_CELLS))
+    where = struct.pack("<iii", 1, 1, -1) if layout.several_dimensions else b""
+    cells = b"".join(
+        struct.pack("<iI", i, 1) + where + struct.pack("<i", 7) for i in range(N_CELLS)
+    )
     parts = [struct.pack("<I", N_CELLS), cells, struct.pack("<II", layout.transposed, 2)]
     for layer in range(2):
         keys = np.arange(N_CELLS * N_KEYS, dtype="<u2") + 100 * layer
@@ -35,7 +39,9 @@ def state(layout: Layout, stream: int = 0, *, value_type: int = F16) -> bytes:
     return begin + bytes(4 * stream) + b"".join(parts) + bytes(4 * (layout.n_streams - stream - 1))
 
 
-@pytest.mark.parametrize(("before", "after"), list(permutations(LAYOUTS, 2)))
+@pytest.mark.parametrize(
+    ("before", "after"), [*permutations(LAYOUTS, 2), *permutations(SEVERAL, 2)]
+)
 def test_every_kind_becomes_every_other(before: Layout, after: Layout) -> None:
     assert bytes(converted(state(before, before.n_streams - 1), after)) == state(after)
 

@@ -62,8 +62,8 @@ def _find(tokens: bytes, wanted: bytes, start: int) -> int:
 
 
 class ChunkReuse:
-    """Cuts slots for requests with `n_cache_reuse`. Models with a window or recurrent layers cannot be cut:
-    nothing happens there. Decoder thread only."""
+    """Cuts slots for requests with `n_cache_reuse`. Models with a window or recurrent layers cannot be cut,
+    nor those with positions of several dimensions: nothing happens there. Decoder thread only."""
 
     def __init__(self, backend: Backend, table: SlotTable, contents: SlotContents) -> None:
         self._backend = backend
@@ -102,7 +102,8 @@ class ChunkReuse:
         return self._contents.keep(slot, reuse.n_cached)
 
     def _applies(self, sequence: Sequence) -> bool:
-        return sequence.request.n_cache_reuse > 0 and not self._backend.forgets
+        able = self._backend.can_shift and not self._backend.forgets
+        return sequence.request.n_cache_reuse > 0 and able
 
     def _plan(self, sequence: Sequence, slot: Slot, tokens: bytes) -> Reuse:
         """How much the slot can have of these tokens, but for the last one."""

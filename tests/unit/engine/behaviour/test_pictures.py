@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from serve_app.engine import Engine, GenerationRequest, SamplingParams
 from serve_app.errors import DecodeError, InvalidRequestError, PromptTooLongError
+from serve_app.llama.vision.positions import Positions
 from serve_app.llama.vision.tiles import Part, Pause, Tile
 from serve_app.types import PICTURE, FinishReason, Picture
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,
+    SteppedBackend,
     WatchedBackend,
     ask,
     assert_only_own_tokens_were_fed,
@@ -46,7 +48,7 @@ class ScriptedProjector:
         self.may_end = threading.Event()
 
     def layout(self, width: int, height: int) -> tuple[Part, ...]:
-        return BEGIN, Tile(N_SEEN), END
+        return BEGIN, Tile(N_SEEN, width=4), END
 
     def prepare(self, pixels: bytes, width: int, height: int) -> bytes:
         return pixels
@@ -68,10 +70,12 @@ class ScriptedProjector:
         return np.zeros((N_SEEN, 4), np.float32)
 
 
-def seeing(n_slots: int = 2, *, causal: bool = True) -> tuple[WatchedBackend, ScriptedProjector]:
+def seeing(
+    n_slots: int = 2, *, causal: bool = True, several: bool = False
+) -> tuple[SteppedBackend, ScriptedProjector]:
     """A backend, and its projector."""
-    backend, projector = WatchedBackend(n_slots=n_slots), ScriptedProjector(causal=causal)
-    backend.projector = projector
+    backend, projector = SteppedBackend(n_slots=n_slots), ScriptedProjector(causal=causal)
+    backend.projector, backend.positions = projector, Positions(several=several)
     return backend, projector
 
 
@@ -83,6 +87,7 @@ def asked(name: str, *pictures: Picture, after: str = "what?\n") -> GenerationRe
 
 def test_streams_go_on_while_a_picture_is_encoded() -> None:
     backend, projector = seeing()
+    backend.resume()
     with running(backend, options(max_stall_s=0.02)) as engine:
         (stream,) = start(engine, request("s", max_tokens=None))
         until(lambda: len(stream.token_ids) > 2)
@@ -98,9 +103,11 @@ def test_streams_go_on_while_a_picture_is_encoded() -> None:
     assert projector.encoded == [GOOD.pixels]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_pictures_rows_are_a_batch_of_their_own(causal: bool) -> None:
-    backend, projector = seeing(causal=causal)
+@pytest.mark.parametrize(("causal", "several"), [(True, False), (False, False), (True, True)])
+def test_a_pictures_rows_are_a_batch_of_their_own(causal: bool, several: bool) -> None:
+    backend, projector = seeing(causal=causal, several=several)
+    backend.resume()
+    backend.resume()
     projector.may_end.set()
     with running(backend) as engine:
         inboxes = start(engine, asked("a", GOOD), asked("b", OTHER), request("c"))
@@ -118,6 +125,7 @@ def test_a_pictures_rows_are_a_batch_of_their_own(causal: bool) -> None:
 
 def test_one_that_cannot_be_encoded_ends_those_who_need_it_only() -> None:
     backend, projector = seeing(3)
+    backend.resume()
     with running(backend) as engine:
         inboxes = start(engine, asked("a", BAD), asked("b", BAD), asked("c", GOOD))
         assert projector.is_encoding.wait(PATIENCE_S)
@@ -132,6 +140,7 @@ def test_one_that_cannot_be_encoded_ends_those_who_need_it_only() -> None:
 
 def test_nothing_is_encoded_for_those_who_have_left() -> None:
     backend, projector = seeing()
+    backend.resume()
     with running(backend) as engine:
         first, second = start(engine, asked("a", GOOD), asked("b", GOOD))
         assert projector.is_encoding.wait(PATIENCE_S)
@@ -142,6 +151,40 @@ def test_nothing_is_encoded_for_those_who_have_left() -> None:
         second.wait()
         until(lambda: projector.n_left == 1)
         assert ask(engine, request("c")).end.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_who_leaves_within_a_tile_leaves_what_is_before_it(several: bool) -> None:
+    backend, projector = seeing(1, several=several)
+    projector.may_end.set()
+    with running(backend, options(n_slots=1, n_batch=N_SEEN // 2)) as engine:
+        (left,) = start(engine, asked("a", GOOD))
+        backend.wait_for_batch()
+        while not any(token < 0 for token in backend.slots[0]):
+            backend.step()
+        assert len(backend.slots[0]) == len("in <") + N_SEEN // 2
+        engine.abort("a")
+        backend.resume()
+        left.wait()
+        again, other = ask(engine, asked("b", GOOD)), ask(engine, asked("c", OTHER))
+    assert again.end.usage.cached_tokens == other.end.usage.cached_tokens == len("in <")
+    assert_only_own_tokens_were_fed(backend)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_who_comes_while_a_picture_is_computed_starts_from_all_of_it(several: bool) -> None:
+    backend, projector = seeing(3, several=several)
+    projector.may_end.set()
+    with running(backend, options(n_slots=3, n_batch=N_SEEN // 2)) as engine:
+        (first,) = start(engine, asked("a", GOOD))
+        backend.wait_for_batch()
+        while not any(token < 0 for token in backend.slots[0]):
+            backend.step()
+        others = start(engine, asked("b", GOOD, after="why?\n"), asked("c", OTHER))
+        backend.resume()
+        for inbox in (first, *others):
+            assert inbox.wait().reason is FinishReason.LENGTH
+    assert_only_own_tokens_were_fed(backend)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +201,7 @@ def test_what_cannot_be_computed_is_refused(
     one: GenerationRequest, error: type[Exception] | None, told: str
 ) -> None:
     backend, projector = seeing()
+    backend.resume()
     projector.may_end.set()
 
     def submitted(engine: Engine) -> Inbox:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import common_prefix, token_array
 from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
+from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.engine.sequence import Sequence
-from serve_app.types import SHARED_GROUP, GenerationRequest
+from serve_app.llama.vision.tiles import Tile
+from serve_app.types import SHARED_GROUP, GenerationRequest, Picture
 
 BUSY = None
 SlotState = tuple[list[int], int] | None
@@ -307,6 +309,19 @@ def test_slot_ends_are_where_one_more_token_fits() -> None:
     assert busy is not None
     busy.n_past = 1
     assert slots.slot_ends(3) == {0: 1, 1: 2, 2: 0}
+
+
+def test_a_slot_within_a_picture_has_no_end() -> None:
+    """A row there could not be dropped again."""
+    slots = table([BUSY])
+    busy = slots.slots[0].sequence
+    assert busy is not None
+    picture = Picture.of(b"abc", 1, 1)
+    busy.tiles = (PlacedTile(1, Tile(4), picture, 0, b"key", causal=True),)
+    ends = []
+    for busy.n_past in (1, 2, 4, 5):
+        ends.append(slots.slot_ends(9))
+    assert ends == [{0: 1}, {}, {}, {0: 5}]
 
 
 def test_the_garbage_collector_does_not_walk_tokens() -> None:
