@@ -7,12 +7,18 @@ DOCS := .venv-docs
 CLIENTS := .venv-clients
 RELEASE := .venv-release
 
-# GCC 11 and 12 miscompile llama.cpp's AMX kernels: the first quantised matrix product of a process dies
-# of SIGSEGV (ggml-org/llama.cpp issue 20824, pull request 26954). Hiding the macro leaves them out, and
-# changes nothing where there is no AMX. pip's cache does not tell builds by their flags, so ours is apart.
+# Whether llama.cpp gets its AMX kernels: where the CPU has them. `make clean`, then `make serve AMX=`, leaves them out.
+AMX ?= $(shell grep -m1 -o amx_int8 /proc/cpuinfo)
+# Old compilers need help with them, which tiles.h explains. Hiding the macro leaves them out.
+ifneq ($(AMX),)
+export CMAKE_ARGS := -DCMAKE_CXX_FLAGS='-include $(CURDIR)/cluster/llama_cpp/tiles.h'
+else
 export CMAKE_ARGS := -DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__
+endif
+# pip's cache does not tell builds by their flags, so each kind has its own.
+CACHE := $(HOME)/.cache/corral/pip-$(if $(AMX),with,without)-amx
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
-PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(HOME)/.cache/corral/pip-without-amx
+PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
@@ -84,6 +90,10 @@ $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) install --require-hashes -r requirements.lock
 	$(PIP) install --no-deps -e .
+	@if [ -n "$(AMX)" ] && ! $(BIN)/python -m cluster.llama_cpp.probe; then \
+		echo "llama.cpp's AMX kernels do not work here: it is compiled again without them."; \
+		$(PIP) uninstall --yes llama-cpp-python && $(MAKE) AMX= --always-make $@; \
+	fi
 	@touch $@
 
 $(DOCS)/.ready: docs/.site/requirements.lock

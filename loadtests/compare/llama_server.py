@@ -20,13 +20,14 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+import llama_cpp
+
 PROGRAMS = ("llama-server", "llama-batched-bench")
 BATCHED_SERVER = "batched_server.py"
 """The package's examples/server/server.py."""
 FILES = (*PROGRAMS, BATCHED_SERVER)
+TILES = Path(__file__).parents[2] / "cluster/llama_cpp/tiles.h"
 CMAKE_FLAGS = (
-    "-DCMAKE_C_FLAGS=-U__AMX_INT8__",  # as in Makefile, which says why
-    "-DCMAKE_CXX_FLAGS=-U__AMX_INT8__",
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",  # so that a program can be moved
     "-DLLAMA_BUILD_UI=OFF",
@@ -37,9 +38,22 @@ CMAKE_FLAGS = (
 )
 
 
+def has_amx() -> bool:
+    """Whether Corral's own llama.cpp has its AMX kernels."""
+    return b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
+
+
+def compiler_flags(amx: bool) -> tuple[str, ...]:
+    """Those that Corral's own llama.cpp was compiled with; see the Makefile, which says why."""
+    if amx:
+        return (f"-DCMAKE_CXX_FLAGS=-include {TILES}",)
+    return ("-DCMAKE_C_FLAGS=-U__AMX_INT8__", "-DCMAKE_CXX_FLAGS=-U__AMX_INT8__")
+
+
 def folder() -> Path:
     """Where the programs of the installed version are, or will be."""
-    return Path.home() / ".cache/corral" / f"llama-server-{version('llama-cpp-python')}"
+    name = f"llama-server-{version('llama-cpp-python')}{'-amx' if has_amx() else ''}"
+    return Path.home() / ".cache/corral" / name
 
 
 def is_built() -> bool:
@@ -57,7 +71,8 @@ def build(jobs: int) -> Path:
     with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as directory:
         source = _download(Path(directory))
         made = source / "build"
-        _run("cmake", "-S", source / "vendor/llama.cpp", "-B", made, *CMAKE_FLAGS)
+        flags = (*CMAKE_FLAGS, *compiler_flags(has_amx()))
+        _run("cmake", "-S", source / "vendor/llama.cpp", "-B", made, *flags)
         _run("cmake", "--build", made, "--target", *PROGRAMS, "--parallel", str(jobs))
         done = Path(directory) / "done"
         done.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -19,9 +20,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_flags_are_those_of_corrals_own_llama_cpp() -> None:
-    (ours,) = re.findall(r"^export CMAKE_ARGS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    assert set(ours.split()) <= set(llama_server.CMAKE_FLAGS)
+@pytest.mark.parametrize("amx", [True, False])
+def test_flags_are_those_of_corrals_own_llama_cpp(amx: bool) -> None:
+    made = (ROOT / "Makefile").read_text()
+    with_amx, without = re.findall(r"^export CMAKE_ARGS := (.*)$", made, re.M)
+    ours = shlex.split((with_amx if amx else without).replace("$(CURDIR)", str(ROOT)))
+    assert tuple(ours) == llama_server.compiler_flags(amx)
 
 
 def test_what_is_there_is_not_built_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
