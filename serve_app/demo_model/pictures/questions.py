@@ -108,10 +108,6 @@ WORDINGS = {
         ),
         ("Where is the {} in the picture?", "Where can you see the {}?"),
     ),
-    "side": Wordings(
-        ("What is {}?", "What do you see {}?", "Which shape is {}?"),
-        ("What can you see {}?", "Tell me what is {}."),
-    ),
     "digit": Wordings(
         (
             "Which number is this?",
@@ -122,15 +118,6 @@ WORDINGS = {
             "Which digit do you see?",
         ),
         ("What digit is this?", "What number is in the picture?"),
-    ),
-    "presence": Wordings(
-        (
-            "Is there {}?",
-            "Is there {} in this picture?",
-            "Do you see {}?",
-            "Does the picture show {}?",
-        ),
-        ("Is there {} in the picture?", "Can you see {}?"),
     ),
 }
 
@@ -166,20 +153,7 @@ def _topics(scene: Scene, dice: random.Random) -> Iterator[tuple[str, str, str]]
         plural = SHAPES[first.name]
         yield "colours", plural, f"the {plural} are {first.colour}"
     else:
-        thing = dice.choice(scene.things)
-        yield "colour", thing.name, f"the {thing.name} is {thing.colour}"
         yield "count", dice.choice(("shapes", "things")), "two"
-        sides = ("on the left", "on the right") if scene.row else ("at the top", "at the bottom")
-        side = dice.randrange(2)
-        yield "side", sides[side], _with_colour(scene.things[side])
-    yield _presence(scene, dice)
-
-
-def _presence(scene: Scene, dice: random.Random) -> tuple[str, str, str]:
-    there = {thing.name for thing in scene.things}
-    if dice.random() < 0.5:
-        return "presence", a(dice.choice(sorted(there))), "yes"
-    return "presence", a(dice.choice([name for name in SHAPES if name not in there])), "no"
 
 
 def described(scene: Scene) -> str:

@@ -29,8 +29,6 @@ def _true_of(scene: Scene) -> Iterator[tuple[str, object]]:
     yield "count", len(scene.things)
     if scene.place is not None:
         yield "place", scene.place
-    if scene.kind == "two":
-        yield "row", scene.row
     for number, thing in enumerate(scene.things[: 2 if scene.kind == "two" else 1]):
         yield f"name {number}", thing.name
         yield f"colour {number}", thing.colour
@@ -40,7 +38,6 @@ _VALUES: tuple[tuple[str, Sequence[object]], ...] = (
     ("kind", _KINDS),
     ("count", range(1, MOST + 1)),
     ("place", _ALL_PLACES),
-    ("row", (False, True)),
     ("name 0", NAMES),
     ("name 1", NAMES),
     ("colour 0", tuple(COLOURS)),

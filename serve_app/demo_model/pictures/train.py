@@ -31,10 +31,10 @@ from serve_app.demo_model.pictures.shape import SHAPE
 from serve_app.demo_model.pictures.teacher import N_ATTRIBUTES, NAMES, Teacher, attributes
 
 FILE = "corral-demo-mmproj-q8_0.gguf"
-_N_PICTURES = 40_000
+_N_PICTURES = 24_000
 _TEACHER_ROWS, _EYES_ROWS, _ANSWER_ROWS = 16, 64, 16
 """Scenes of a step, by stage."""
-_SAY_EVERY = 25
+_SAY_EVERY = 20
 
 
 class Answers:
@@ -169,7 +169,7 @@ class Trainer:
         answers, losses, began = Answers(), [], time.process_time()
         rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
         for step in range(steps):
-            factor = min(1.0, (step + 1) / 50, (steps - step) / (0.5 * steps))
+            factor = min(1.0, (step + 1) / 20, (steps - step) / (0.5 * steps))
             for optimizer, rate in zip(optimizers, rates, strict=True):
                 optimizer.param_groups[0]["lr"] = rate * factor
             now = loss(answers)

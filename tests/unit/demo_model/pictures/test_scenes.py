@@ -44,40 +44,21 @@ def test_each_kind_of_scene_has_its_right_answers() -> None:
         "colour": {"The star is red."},
         "count": {"One."},
         "place": {"At the top left."},
-        "presence": {"Yes.", "No."},
     }
     assert answers(HEARTS) == {
         "description": {"Two black hearts."},
         "count": {"Two."},
         "colours": {"The hearts are black."},
-        "presence": {"Yes.", "No."},
     }
     assert answers(PAIR) == {
         "description": {"An orange circle and a blue square."},
-        "colour": {"The circle is orange.", "The square is blue."},
         "count": {"Two."},
-        "side": {"An orange circle.", "A blue square."},
-        "presence": {"Yes.", "No."},
     }
     assert answers(SEVEN) == {
         "description": {"The number 7 in green."},
         "digit": {"7."},
         "colour": {"The number is green.", "The digit is green."},
     }
-
-
-def test_answers_fit_their_questions() -> None:
-    for seed in range(200):
-        for asked in questions(PAIR, random.Random(seed)):
-            if asked.kind == "presence":
-                there = any(thing.name in asked.question for thing in PAIR.things)
-                assert asked.answer == ("Yes." if there else "No.")
-            if asked.kind == "side":
-                assert asked.answer == (
-                    "An orange circle." if "at the top" in asked.question else "A blue square."
-                )
-            if asked.kind == "colour":
-                assert asked.answer.split()[1] in asked.question
 
 
 def test_held_out_wordings_are_no_others() -> None:
