@@ -157,10 +157,12 @@ def _corners(name: str) -> Points:
             )
             for n in range(10)
         ]
-    if name == "cross":
-        arm, end = 0.28, 0.92
-        return [(-arm, -end), (arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm),
-                (arm, end), (-arm, end), (-arm, arm), (-end, arm), (-end, -arm), (-arm, -arm)]  # fmt: skip
+    if name == "moon":  # between the arcs of two circles
+        near = [math.radians(degrees) for degrees in range(50, 311, 10)]
+        far = [math.radians(degrees) for degrees in range(279, 80, -11)]
+        return [(0.15 + 0.95 * math.cos(t), 0.95 * math.sin(t)) for t in near] + [
+            (0.65 + 0.74 * math.cos(t), 0.74 * math.sin(t)) for t in far
+        ]
     steps = [n * math.tau / 40 for n in range(40)]
     return [
         (

@@ -23,7 +23,7 @@ LENGTH = 128
 PICTURE, NOTHING = -1, -100
 
 _PLACES = re.compile(r"<picture (\d)>")
-_SHARED = 0.75
+_SHARED = 0.8
 """The share of rows whose questions share one picture before them, as most clients send it."""
 
 
@@ -122,7 +122,7 @@ class Rows:
         for segment in range(1, len(asked)):
             first, second = asked[segment - 1 : segment + 1]
             last, messages = first, _chat(first, dice)
-            if dice.random() < 0.4 and first.kind != second.kind:
+            if dice.random() < 0.25 and first.kind != second.kind:
                 last = second
                 messages.append({"role": "assistant", "content": first.answer})
                 messages.append({"role": "user", "content": second.question})
@@ -154,7 +154,7 @@ class Rows:
 def _chat(asked: Asked, dice: random.Random) -> list[Message]:
     """A first question, with the picture before or behind it, and now and then a system prompt."""
     question = asked.question.lower() if dice.random() < 0.15 else asked.question
-    content = MARK + question if dice.random() < 0.4 else question + MARK
+    content = MARK + question if dice.random() < 0.5 else question + MARK
     messages: list[Message] = [{"role": "user", "content": content}]
     if dice.random() < 0.3:
         messages.insert(0, {"role": "system", "content": dice.choice(PLAIN.prompts)})

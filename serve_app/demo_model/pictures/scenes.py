@@ -23,7 +23,7 @@ SHAPES = {
     "triangle": "triangles",
     "star": "stars",
     "heart": "hearts",
-    "cross": "crosses",
+    "moon": "moons",
 }
 """Each with its plural."""
 PLACES = (

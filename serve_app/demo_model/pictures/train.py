@@ -2,10 +2,11 @@
 
     python -m serve_app.demo_model.pictures.train WORK_DIR
 
-Needs the `train` extra. The language model's weights stay as they are. There are three stages. First, a
+Needs the `train` extra. The language model's weights stay as they are. There are four stages. First, a
 teacher learns which embeddings make the language model answer questions about a scene that is known.
-Then the eyes learn to find these embeddings in pictures. In the end, they learn from the answers
-themselves. Run again with the same folder, it goes on after the last stage that was finished.
+Then the encoder learns to find things in pictures, and the eyes learn to make the teacher's embeddings of
+them. In the end, they learn from the answers themselves. Run again with the same folder, it goes on after
+the last stage that was finished.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from serve_app.demo_model.pictures.shape import SHAPE
 from serve_app.demo_model.pictures.teacher import N_ATTRIBUTES, NAMES, Teacher, attributes
 
 FILE = "corral-demo-mmproj-q8_0.gguf"
-_N_PICTURES = 24_000
-_TEACHER_ROWS, _EYES_ROWS, _ANSWER_ROWS = 16, 64, 16
+_N_PICTURES = 16_000
+_TEACHER_ROWS, _SIGHT_ROWS, _ANSWER_ROWS = 16, 64, 16
 """Scenes of a step, by stage."""
 _SAY_EVERY = 20
 
@@ -95,41 +96,49 @@ class Trainer:
             loss,
         )
 
-    def train_eyes(self, steps: int, rate: float = 3e-3) -> None:
-        """Stage 2."""
+    def train_sight(self, steps: int, rate: float = 3e-3) -> None:
+        """Stage 2: the encoder finds what is in a picture, and where."""
         pictures = self._album()
-        dice = random.Random(f"{self._seed}/eyes")
+        dice = random.Random(f"{self._seed}/sight")
         heads = nn.ModuleList(
             nn.Linear(SHAPE.n_embd, n) for n in (N_ATTRIBUTES, len(NAMES) + 1, len(COLOURS) + 1)
         )
-        with torch.no_grad():
-            known = self.teacher(attributes(pictures.scenes[:2000]))
-            scale = 1 / known.var(0).mean()
         encode = torch.compile(self.eyes.encode, dynamic=False)
 
         def loss(_: Answers) -> Tensor:
-            scenes, pixels = pictures.some(dice, _EYES_ROWS)
-            known = attributes(scenes)
+            scenes, pixels = pictures.some(dice, _SIGHT_ROWS)
             with torch.autocast("cpu", torch.bfloat16):
                 features = encode(pixels)
-                found = self.eyes.project(features)
-                told, names, colours = (head(features) for head in heads)
+                told, names, colours = (head(features).float() for head in heads)
             wanted_names, wanted_colours = maps(scenes, SHAPE.n_side)
-            with torch.no_grad():
-                wanted = self.teacher(known)
             return (
-                functional.binary_cross_entropy_with_logits(told.float().mean(1), known)
-                + 0.2
-                * functional.cross_entropy(names.float().flatten(0, 1), wanted_names.flatten())
-                + 0.2
-                * functional.cross_entropy(colours.float().flatten(0, 1), wanted_colours.flatten())
-                + scale * functional.mse_loss(found.float(), wanted)
+                functional.binary_cross_entropy_with_logits(told.mean(1), attributes(scenes))
+                + 0.2 * functional.cross_entropy(names.flatten(0, 1), wanted_names.flatten())
+                + 0.2 * functional.cross_entropy(colours.flatten(0, 1), wanted_colours.flatten())
             )
 
         self._run(steps, _optimizers([self.eyes, heads], rate), loss)
 
+    def train_eyes(self, steps: int, rate: float = 3e-3) -> None:
+        """Stage 3: the embeddings become the teacher's."""
+        pictures = self._album()
+        dice = random.Random(f"{self._seed}/eyes")
+        with torch.no_grad():
+            scale = 1 / self.teacher(attributes(pictures.scenes[:2000])).var(0).mean()
+        see = torch.compile(self.eyes, dynamic=False)
+
+        def loss(_: Answers) -> Tensor:
+            scenes, pixels = pictures.some(dice, _SIGHT_ROWS)
+            with torch.no_grad():
+                wanted = self.teacher(attributes(scenes))
+            with torch.autocast("cpu", torch.bfloat16):
+                found = see(pixels)
+            return scale * functional.mse_loss(found.float(), wanted)
+
+        self._run(steps, _optimizers([self.eyes], rate), loss)
+
     def train_answers(self, steps: int, rate: float = 1e-3) -> None:
-        """Stage 3."""
+        """Stage 4."""
         pictures = self._album()
         dice = random.Random(f"{self._seed}/answers")
 
@@ -206,7 +215,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the eyes of Corral's built-in model.")
     parser.add_argument("folder", type=Path, help="for the pictures, the stages and the GGUF")
     parser.add_argument("--teacher-steps", type=int, default=800)
-    parser.add_argument("--eyes-steps", type=int, default=1500)
+    parser.add_argument("--sight-steps", type=int, default=1000)
+    parser.add_argument("--eyes-steps", type=int, default=400)
     parser.add_argument("--answer-steps", type=int, default=600)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)
@@ -217,6 +227,7 @@ def main() -> None:
     trainer.stage(
         "teacher", trainer.teacher, lambda: trainer.train_teacher(arguments.teacher_steps)
     )
+    trainer.stage("sight", trainer.eyes, lambda: trainer.train_sight(arguments.sight_steps))
     trainer.stage("eyes", trainer.eyes, lambda: trainer.train_eyes(arguments.eyes_steps))
     trainer.stage("answers", trainer.eyes, lambda: trainer.train_answers(arguments.answer_steps))
     weights = {name: one.numpy() for name, one in trainer.eyes.state_dict().items()}
