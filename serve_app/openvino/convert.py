@@ -1,13 +1,14 @@
-"""Converts a GGUF file to OpenVINO's format, once for each content.
+"""Converts GGUF files to OpenVINO's format, once for each content.
 
-    python -m serve_app.openvino.convert GGUF FOLDER
+    python -m serve_app.openvino.convert FOLDER GGUF...
 
-The converter holds the whole model in memory while it works, so it runs in a process of its own.
+The whole model is in memory meanwhile, so this runs in a process of its own.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -15,66 +16,64 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.readable import inexact, misread
+from serve_app.openvino.readable import rounded, unreadable
 
 logger = logging.getLogger("corral.engine")
 
 MODEL = "openvino_model.xml"
-_PACKAGES = ("openvino", "openvino-genai")
 _LIMIT_S = 1800.0
+_MADE_BY = ("gguf_model.py", "graph.py", "rotary.py", "weights.py")
 
 
+@cache
 def versions() -> str:
-    """Of the packages that convert and compute. Raises ConfigError if they are not installed."""
+    """Of what converts and computes. Raises ConfigError if OpenVINO is not installed."""
     try:
-        return ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+        found = version("openvino")
     except PackageNotFoundError as error:
         raise ConfigError(
             f"engine.backend: openvino needs the package {error.name}. Install corral[openvino]."
         ) from None
+    code = b"".join((Path(__file__).parent / name).read_bytes() for name in _MADE_BY)
+    return f"openvino {found}, graph {hashlib.blake2b(code, digest_size=6).hexdigest()}"
 
 
-def converted(gguf: Path, fingerprint: bytes, folder: Path) -> Path:
+def converted(files: Sequence[Path], fingerprint: bytes, folder: Path) -> Path:
     """The file of the converted model under `folder`, which is made if it is not there. Of several
-    processes that ask at once, one converts. Raises ConfigError if OpenVINO cannot read the model."""
+    processes that ask at once, one converts. Raises ConfigError if the model cannot be converted."""
     made = folder / f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}"
     with _alone(folder, made.name):
         if not (made / MODEL).is_file():
-            _check(gguf)
+            _check(files)
             began = time.monotonic()
-            logger.info("Converting %s for OpenVINO. This is done once.", gguf.name)
-            _convert(gguf, made)
-            logger.info("Converted %s in %.0f s.", gguf.name, time.monotonic() - began)
+            logger.info("Converting %s for OpenVINO. This is done once.", files[0].name)
+            _convert(files, made)
+            logger.info("Converted %s in %.0f s.", files[0].name, time.monotonic() - began)
     return made / MODEL
 
 
-def _check(gguf: Path) -> None:
-    if found := misread(gguf):
+def _check(files: Sequence[Path]) -> None:
+    if reason := unreadable(files):
         raise ConfigError(
-            f"{gguf.name} has {' and '.join(found)}, which OpenVINO's reader ignores: its texts would be "
-            "wrong. Use engine.backend: llama.cpp."
+            f"engine.backend: openvino cannot compute {files[0].name}: {reason}. Use llama.cpp."
         )
-    if formats := inexact(gguf):
-        logger.warning(
-            "OpenVINO rounds the offsets of %s: %s is less exact with it than with llama.cpp. Q4_0, Q6_K, "
-            "Q8_0 and F16 are not.",
-            " and ".join(formats),
-            gguf.name,
-        )
+    if formats := rounded(files):
+        logger.info("OpenVINO computes the %s weights with 8 bits.", " and ".join(formats))
 
 
-def _convert(gguf: Path, made: Path) -> None:
+def _convert(files: Sequence[Path], made: Path) -> None:
     """In a folder of its own, which gets its name when it is whole."""
     part = Path(tempfile.mkdtemp(prefix="part-", dir=made.parent))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, str(gguf), str(part)],
+            [sys.executable, "-m", __name__, str(part), *map(str, files)],
             capture_output=True,
             text=True,
             timeout=_LIMIT_S,
@@ -84,13 +83,14 @@ def _convert(gguf: Path, made: Path) -> None:
         if done.returncode or not (part / MODEL).is_file():
             reason = (done.stderr.strip().splitlines() or ["it ended without a model"])[-1]
             raise ConfigError(
-                f"OpenVINO cannot read {gguf.name}: {reason} Use engine.backend: llama.cpp."
+                f"{files[0].name} cannot be converted for OpenVINO: {reason} "
+                "Use engine.backend: llama.cpp."
             )
         shutil.rmtree(made, ignore_errors=True)
         part.rename(made)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"OpenVINO did not convert {gguf.name} within {_LIMIT_S:.0f} seconds."
+            f"{files[0].name} was not converted for OpenVINO within {_LIMIT_S:.0f} seconds."
         ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -104,15 +104,14 @@ def _alone(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-def main(gguf: Path, folder: Path) -> None:
-    """The converter writes beside the file that it reads: so it gets a link to it in `folder`."""
-    import openvino_genai
+def main(folder: Path, files: Sequence[Path]) -> None:
+    """Write the model of these files to that folder."""
+    import openvino
 
-    link = folder / "model.gguf"
-    link.symlink_to(gguf.resolve())
-    openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
-    link.unlink()
+    from serve_app.openvino.graph import build
+
+    openvino.save_model(build(files), folder / MODEL, compress_to_fp16=False)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), [Path(one) for one in sys.argv[2:]])

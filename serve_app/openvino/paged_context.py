@@ -18,6 +18,7 @@ from serve_app.errors import ConfigError, DecodeError, PassLeftError
 from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.openvino.blocks import BLOCK, BlockCopy, BlockTables
+from serve_app.openvino.graph import HIDDEN
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence, wants logits); see `serve_app.engine.backends.base`."""
@@ -259,10 +260,14 @@ def _compiled(path: Path, threads: int) -> openvino.CompiledModel:
 
 
 def _gather_sampled(model: openvino.Model) -> None:
-    product = model.outputs[0].get_node().input_value(0).get_node()
+    (hidden,) = (
+        one for node in model.get_ops() for one in node.outputs() if HIDDEN in one.get_names()
+    )
+    users = hidden.get_target_inputs()
     wanted = opset13.parameter([-1], np.int64, name=_SAMPLED)
     wanted.output(0).set_names({_SAMPLED})
-    gathered = opset13.gather(product.input_value(0), wanted, opset13.constant(np.int64(0)))
-    product.input(0).replace_source_output(gathered.output(0))
+    gathered = opset13.gather(hidden, wanted, opset13.constant(np.int64(0)))
+    for user in users:
+        user.replace_source_output(gathered.output(0))
     model.add_parameters([wanted])
     model.validate_nodes_and_infer_types()

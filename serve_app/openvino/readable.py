@@ -1,50 +1,54 @@
-"""Finds models that OpenVINO's GGUF reader would compute wrong, because it ignores parts of them.
-
-The reader knows the base of the rotary embedding and nothing else of it. Found by comparing logits with
-llama.cpp's; `tests/integration/openvino/test_readable.py` does so for what is left.
-"""
+"""Says whether OpenVINO's backend can compute a GGUF model, before anything is converted."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from gguf import GGMLQuantizationType, GGUFReader
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
 
-_INEXACT = (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K)
-_BIASES = ("attn_q.bias", "attn_k.bias")
+from serve_app.errors import ConfigError
+from serve_app.openvino.gguf_model import GgufModel
+from serve_app.openvino.graph import ARCHITECTURES
+from serve_app.openvino.weights import is_quantised, is_rounded
 
-
-def misread(gguf: Path) -> list[str]:
-    """Names of what the file has and the reader would leave out or apply wrongly. Blocks for the seconds
-    that it takes to read the file's names."""
-    reader = GGUFReader(gguf)
-    architecture = _value(reader, "general.architecture")
-    names = {tensor.name for tensor in reader.tensors}
-    has = {
-        "rotary frequencies of its own, as Llama 3.1 and later": "rope_freqs.weight" in names,
-        "a scaled rotary embedding": _is_scaled(reader, architecture),
-        "biases of queries or keys in Llama's order": architecture == "llama"
-        and any(name.endswith(_BIASES) for name in names),
-    }
-    return [what for what, is_so in has.items() if is_so]
+_TENSORS = re.compile(
+    r"(token_embd|output_norm|output|rope_freqs"
+    r"|blk\.\d+\.(attn_norm|attn_q|attn_k|attn_v|attn_q_norm|attn_k_norm|attn_output"
+    r"|ffn_norm|ffn_gate|ffn_up|ffn_down))\.(weight|bias)"
+)
 
 
-def inexact(gguf: Path) -> list[str]:
-    """The formats in it whose offsets the reader rounds: weights are less exact than in the file."""
-    kinds = {tensor.tensor_type for tensor in GGUFReader(gguf).tensors}
-    return [kind.name for kind in _INEXACT if kind in kinds]
+def unreadable(files: Sequence[Path]) -> str | None:
+    """Why the model in these files cannot be computed, as the rest of a sentence; None if it can. Blocks
+    for the moment that it takes to read names."""
+    try:
+        model = GgufModel(files)
+        if model.architecture not in ARCHITECTURES:
+            return f"the architecture {model.architecture} is not known"
+        _ = model.rotary
+    except ConfigError as error:
+        return str(error)
+    for tensor in model.tensors:
+        if not _TENSORS.fullmatch(tensor.name):
+            return f"its tensor {tensor.name} would not be used"
+        if is_quantised(tensor.kind) and not _is_known(tensor.kind):
+            return f"nobody has written how to read {tensor.kind.name} weights"
+    return None
 
 
-def _is_scaled(reader: GGUFReader, architecture: str) -> bool:
-    """Whether llama.cpp would divide positions: by a factor, unless the type is `none`."""
-    prefix = f"{architecture}.rope"
-    if _value(reader, f"{prefix}.scaling.type") == "none":
+def rounded(files: Sequence[Path]) -> list[str]:
+    """The formats in them that are rounded to 8 bits."""
+    kinds = {one.kind for one in GgufModel(files).tensors}
+    return sorted(kind.name for kind in kinds if is_rounded(kind))
+
+
+def _is_known(kind: GGMLQuantizationType) -> bool:
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
         return False
-    factor = _value(reader, f"{prefix}.scaling.factor") or _value(reader, f"{prefix}.scale_linear")
-    return factor not in (None, 0.0, 1.0)
-
-
-def _value(reader: GGUFReader, key: str) -> Any:
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
+    return True

@@ -83,7 +83,7 @@ class OpenVinoBackend:
         self._check_model()
         report(Stage("loading"))
         folder = cache_folder() / "openvino"
-        converted_path = converted(self.vocabulary.path, self.vocabulary.fingerprint(), folder)
+        converted_path = converted(self.vocabulary.files, self.vocabulary.fingerprint(), folder)
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = -(-options.n_ctx_slot // BLOCK)
         self._context = PagedContext(
@@ -112,7 +112,6 @@ class OpenVinoBackend:
             "layers that are recurrent": not model.can_rewind,
             "layers with a sliding window": model.window > 0,
             "attention to tokens behind": not model.is_causal,
-            "several files": len(model.files) > 1,
         }
         for what, has in lacks.items():
             if has:

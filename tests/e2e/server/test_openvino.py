@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Corral, model
 
-pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")
+pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 pytestmark = pytest.mark.long
 
 

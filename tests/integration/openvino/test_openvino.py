@@ -26,7 +26,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import TokenLogprobs
 from tests.integration.models.forgetful_models import FORGETFUL
 
-pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")
+pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 OPTIONS = EngineOptions(
     n_slots=4,

@@ -1,0 +1,155 @@
+"""A GGUF file's matrices as OpenVINO's kernels take them: small integers, with a scale for each 32.
+
+The kernels quantise activations, too, and multiply integers. They do so only if what is subtracted from the
+weights is an integer: with any other offset, they compute in floats, and prompts take twice as long. So the
+rest of an offset is a small matrix of its own, which is multiplied by sums of 32 activations:
+`sum(((q - z) s + r) x) = s sum((q - z) x) + r sum(x)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import Q4_K
+from numpy.typing import NDArray
+
+GROUP = 32
+"""Weights of a row that have a scale in common."""
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+_PLAIN = (Kind.F32, Kind.F16)
+_OF_FOUR_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K)
+# Weights that are unpacked at once, to bound memory.
+_AT_ONCE = 2**24
+_MOST = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix: each weight is `(code - zero) * scale + offset`."""
+
+    codes: NDArray[np.int8]
+    """Of shape [rows, groups, GROUP]; the others have [rows, groups]. They fit `bits`, without a sign if
+    there are zeros."""
+    bits: int
+    scales: Floats
+    zeros: Bytes | None = None
+    offsets: Floats | None = None
+
+    def weights(self) -> Floats:
+        """The weights that the kernels compute with."""
+        zeros = 0 if self.zeros is None else self.zeros[..., None].astype(np.float32)
+        found = (self.codes - zeros) * self.scales[..., None]
+        if self.offsets is not None:
+            found += self.offsets[..., None]
+        return found.reshape(len(found), -1).astype(np.float32)
+
+
+def is_rounded(kind: Kind) -> bool:
+    """Whether `quantised` rounds these weights to 8 bits: fewer than 32 share a scale, or they are from a
+    table."""
+    return kind not in (*_PLAIN, Kind.BF16, *_GRIDS)
+
+
+def is_quantised(kind: Kind) -> bool:
+    """Whether the weights are integers with scales."""
+    return kind not in (*_PLAIN, Kind.BF16)
+
+
+def floats(data: NDArray[np.generic], kind: Kind) -> NDArray[np.float16] | Floats:
+    """All weights of a tensor."""
+    if kind in _PLAIN:
+        return data  # type: ignore[return-value]
+    found: Floats = gguf.dequantize(data, kind)
+    return found
+
+
+def quantised(data: Bytes, kind: Kind) -> Quantised:
+    """The matrix with these rows of bytes. Raises NotImplementedError for formats that the gguf package
+    cannot read."""
+    block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    n_rows = max(1, _AT_ONCE // (data.shape[1] // n_bytes * block))
+    found = [_part(data[at : at + n_rows], kind) for at in range(0, len(data), n_rows)]
+    return Quantised(
+        np.concatenate([one.codes for one in found]),
+        found[0].bits,
+        np.concatenate([one.scales for one in found]),
+        _joined([one.zeros for one in found]),
+        _joined([one.offsets for one in found]),
+    )
+
+
+def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:
+    there = [one for one in parts if one is not None]
+    return np.concatenate(there) if there else None
+
+
+def _part(data: Bytes, kind: Kind) -> Quantised:
+    data = np.ascontiguousarray(data)
+    weights = gguf.dequantize(data, kind).reshape(len(data), -1, GROUP)
+    bits = 4 if kind in _OF_FOUR_BITS else 8
+    if kind not in _GRIDS:
+        scales = np.abs(weights).max(axis=-1) / np.float32(_MOST)
+        return Quantised(_codes(weights, scales), bits, scales)
+    _, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    scales, least = _GRIDS[kind](data.reshape(len(data), -1, n_bytes))
+    if least is None:
+        return Quantised(_codes(weights, scales), bits, scales)
+    zeros = np.clip(_codes(-least[..., None], scales)[..., 0], 0, _MOST)
+    offsets = least + zeros * scales
+    codes = _codes(weights - least[..., None], scales)
+    if bits == 4:
+        return Quantised(codes, bits, scales, zeros.astype(np.uint8), offsets)
+    return Quantised(codes - zeros[..., None], bits, scales, None, offsets)
+
+
+def _codes(weights: Floats, scales: Floats) -> NDArray[np.int8]:
+    """The nearest multiples of the scales; 0 where a scale is 0."""
+    factors = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+    return np.rint(weights * factors[..., None]).clip(-_MOST - 1, _MOST).astype(np.int8)
+
+
+# -- the grids of formats: the scale and the least weight of each group, from blocks of bytes ------------
+
+_Grid = Callable[[Bytes], tuple[Floats, Floats | None]]
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The 16-bit float at that byte of each block."""
+    found = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
+    return found.astype(np.float32)
+
+
+def _centred(blocks: Bytes) -> tuple[Floats, Floats | None]:
+    return _half(blocks, 0), None
+
+
+def _with_least(blocks: Bytes) -> tuple[Floats, Floats | None]:
+    return _half(blocks, 0), _half(blocks, 2)
+
+
+def _of_super_blocks(blocks: Bytes) -> tuple[Floats, Floats | None]:
+    rows, n_blocks, _ = blocks.shape
+    scales, least = Q4_K.get_scale_min(np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12))
+    shape = rows, n_blocks, 8
+    scales = _half(blocks, 0)[..., None] * scales.reshape(shape)
+    least = -_half(blocks, 2)[..., None] * least.reshape(shape)
+    return scales.reshape(rows, -1), least.reshape(rows, -1)
+
+
+_GRIDS: dict[Kind, _Grid] = {
+    Kind.Q4_0: _centred,
+    Kind.Q5_0: _centred,
+    Kind.Q8_0: _centred,
+    Kind.Q4_1: _with_least,
+    Kind.Q5_1: _with_least,
+    Kind.Q4_K: _of_super_blocks,
+    Kind.Q5_K: _of_super_blocks,
+}

@@ -1,0 +1,144 @@
+"""Logits of random models beside llama.cpp's, and the refusal of models that OpenVINO cannot compute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import LlamaFileType
+from numpy.typing import NDArray
+
+from serve_app.engine import EngineOptions
+from serve_app.engine.backends.llama_cpp import LlamaBackend
+from serve_app.errors import ConfigError
+from tests.integration.openvino.random_models import Made, requantised
+from tests.integration.store.sharded import split
+
+pytest.importorskip("openvino", reason="corral[openvino] is not installed")
+
+from serve_app.engine.backends.openvino import OpenVinoBackend
+from serve_app.openvino.readable import rounded, unreadable
+
+_OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)
+_N_TOKENS, _N_SEEN = 100, 16
+_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "IQ4_NL", "IQ4_XS")
+_K_FORMATS = ("Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Iterator[None]:
+    """Where converted models are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        yield
+
+
+def logits(backend: LlamaBackend | OpenVinoBackend) -> NDArray[np.float32]:
+    """Of the last tokens of a random text."""
+    text, seen = np.random.default_rng(5).integers(5, 500, _N_TOKENS), _N_TOKENS - _N_SEEN
+    try:
+        backend.decode([(int(token), i, 0, i >= seen) for i, token in enumerate(text)])
+        found = [backend._context.logits(i).copy() for i in range(seen, _N_TOKENS)]
+    finally:
+        backend.close()
+    return np.stack(found)
+
+
+def ours(path: Path) -> NDArray[np.float32]:
+    return logits(OpenVinoBackend(path, _OPTIONS))
+
+
+def theirs(path: Path) -> NDArray[np.float32]:
+    return logits(LlamaBackend(path, _OPTIONS))
+
+
+def agreement(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
+    """The correlation of the two."""
+    return float(np.corrcoef(first.ravel(), second.ravel())[0, 1])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(Made("llama"), id="llama"),
+        pytest.param(Made("llama", n_frequencies=32), id="llama-3.1"),
+        pytest.param(Made("llama", n_frequencies=32, tied=True), id="llama-3.2"),
+        pytest.param(Made("llama", biases=True), id="llama-biases"),
+        pytest.param(Made("qwen2", biases=True), id="qwen2"),
+        pytest.param(Made("qwen3", tied=True), id="qwen3-tied"),
+        *(
+            pytest.param(
+                Made(name, biases=name == "qwen2", scaling={"type": kind, "factor": 4.0}),
+                id=f"{name}-{kind}",
+            )
+            for name, kind in [("llama", "linear"), ("qwen2", "yarn"), ("qwen3", "none")]
+        ),
+        pytest.param(
+            Made(
+                "llama",
+                scaling={"type": "yarn", "factor": 4.0, "attn_factor": 0.8},
+                n_frequencies=32,
+            ),
+            id="llama-yarn",
+        ),
+    ],
+)
+def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
+    path = made.write(tmp_path / "model.gguf")
+    assert unreadable([path]) is None
+    assert agreement(ours(path), theirs(path)) > 0.9999
+
+
+@pytest.mark.parametrize("name", _FORMATS + _K_FORMATS)
+def test_formats_are_read_as_exactly_as_by_llama_cpp(name: str, tmp_path: Path) -> None:
+    plain = Made("llama").write(tmp_path / "plain.gguf")
+    kind = LlamaFileType[f"MOSTLY_{name}"]
+    path = requantised(plain, tmp_path / "model.gguf", kind)
+    unpacked = requantised(path, tmp_path / "unpacked.gguf", LlamaFileType.ALL_F32)
+    exact, found, other = theirs(unpacked), ours(path), theirs(path)
+    assert agreement(found, exact) > 0.9985
+    assert agreement(found, exact) > agreement(other, exact) - 0.0005
+
+
+def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
+    path = Made("qwen3", Kind.Q8_0).write(tmp_path / "model.gguf")
+    first, *_ = split(path, tmp_path / "parts", 3)
+    assert (ours(first) == ours(path)).all()
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        pytest.param(Made("phi2"), "the architecture phi2", id="architecture"),
+        pytest.param(
+            Made("llama", stranger="blk.0.ffn_sub_norm.weight"), "ffn_sub_norm", id="tensor"
+        ),
+        pytest.param(Made("llama", scaling={"type": "longrope"}), "longrope", id="scaling"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(made: Made, reason: str, tmp_path: Path) -> None:
+    found = unreadable([made.write(tmp_path / "model.gguf")])
+    assert found is not None
+    assert reason in found
+
+
+def test_the_refusal_names_the_file_and_the_other_backend(tmp_path: Path) -> None:
+    path = Made("qwen3", stranger="blk.1.more.weight").write(tmp_path / "strange.gguf")
+    with pytest.raises(ConfigError, match=r"strange\.gguf: its tensor blk\.1\.more.*llama\.cpp"):
+        OpenVinoBackend(path, _OPTIONS)
+
+
+def test_formats_that_are_rounded_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exact = Made("llama", Kind.Q8_0).write(tmp_path / "exact.gguf")
+    path = requantised(exact, tmp_path / "model.gguf", LlamaFileType.MOSTLY_Q6_K)
+    assert rounded([exact]) == []
+    assert rounded([path]) == ["Q6_K"]
+    with caplog.at_level(logging.INFO, "corral.engine"):
+        OpenVinoBackend(path, _OPTIONS).close()
+    assert "Q6_K weights with 8 bits" in caplog.text

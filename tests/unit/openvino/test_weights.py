@@ -1,0 +1,72 @@
+"""Matrices as integers with scales, beside the gguf package's own reading of the same bytes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+
+from serve_app.openvino.weights import is_rounded, quantised
+
+_HALVES = {
+    Kind.Q4_0: (0,),
+    Kind.Q4_1: (0, 2),
+    Kind.Q5_0: (0,),
+    Kind.Q5_1: (0, 2),
+    Kind.Q8_0: (0,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+}
+"""Where blocks have 16-bit floats."""
+
+
+def blocks(kind: Kind) -> NDArray[np.uint8]:
+    """Seven rows of 512 random weights."""
+    size, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(3)
+    found = rng.integers(0, 256, (7, 512 // size, n_bytes), np.uint8)
+    for at in _HALVES[kind]:
+        halves = rng.uniform(0.001, 0.002, (7, 512 // size, 1)).astype(np.float16)
+        if at == 2 and n_bytes < 100:  # the least weight itself
+            halves = -8 * halves
+        found[..., at : at + 2] = halves.view(np.uint8)
+    return found.reshape(7, -1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _HALVES if not is_rounded(kind)])
+def test_weights_are_those_of_the_file(kind: Kind) -> None:
+    data = blocks(kind)
+    found, expected = quantised(data, kind), gguf.dequantize(data, kind)
+    np.testing.assert_allclose(found.weights(), expected, rtol=0, atol=1e-6)
+    bits = found.bits
+    least, most = (0, 15) if found.zeros is not None else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    assert found.codes.min() >= least
+    assert found.codes.max() <= most
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _HALVES if is_rounded(kind)])
+def test_other_formats_are_rounded_to_the_127th_part_of_the_largest(kind: Kind) -> None:
+    data = blocks(kind)
+    found, expected = quantised(data, kind).weights(), gguf.dequantize(data, kind)
+    largest = np.abs(expected.reshape(7, -1, 32)).max(axis=-1, keepdims=True)
+    wrong = np.abs(found - expected).reshape(7, -1, 32)
+    assert (wrong <= largest / 127 / 2 * 1.0001).all()
+    assert wrong.max() > 0
+
+
+def test_offsets_are_less_than_a_step() -> None:
+    weights = np.random.default_rng(1).normal(0, 1, (5, 256)).astype(np.float32)
+    found = quantised(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
+    assert found.offsets is not None
+    assert (np.abs(found.offsets) <= found.scales / 2 + 1e-6).all()
+
+
+def test_rows_of_equal_weights_have_no_steps() -> None:
+    weights = np.full((2, 64), -0.5, np.float32)
+    found = quantised(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
+    np.testing.assert_array_equal(found.weights(), weights)
