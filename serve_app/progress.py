@@ -24,9 +24,10 @@ class Stage:
     """The present stage of the work, and its progress."""
 
     name: str
-    """"downloading", "loading" or "measuring"."""
+    """"downloading", "converting", "loading" or "measuring"."""
     done: float = 0.0
-    """The part of the weights that is here; nothing for measuring, whose time runs by itself."""
+    """The part of the weights that is here, converted or loaded; nothing for measuring, whose time runs by
+    itself."""
     limit_s: float | None = None
     """It takes so many seconds at most."""
     from_origin_bytes: int = 0

@@ -238,7 +238,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class FetchingReplica:
-    """An engine replica that does not answer yet, as it fetches its model."""
+    """An engine replica that does not answer yet, as it fetches, converts or loads its model."""
 
     replica_id: str
     node_id: str

@@ -69,6 +69,14 @@ class DownloadsConfig(Section):
     share: bool = True
     """Nodes of a cluster fetch different parts of a file, and have the other parts from each other: so each
     part is downloaded once. Otherwise, each node downloads all of it."""
+    max_converted_gib: Annotated[float, Field(gt=0)] | None = None
+    """The same for models that are converted for OpenVINO, whatever their source. They are in `openvino`
+    in the cache folder."""
+
+    @property
+    def max_converted_bytes(self) -> int | None:
+        """The bound in bytes."""
+        return None if self.max_converted_gib is None else int(self.max_converted_gib * 2**30)
 
 
 NO_DOWNLOADS = DownloadsConfig()

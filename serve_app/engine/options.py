@@ -64,6 +64,8 @@ class EngineOptions:
     load_mode: LoadMode = "auto"
     backend: BackendName = "llama.cpp"
     """Whose kernels compute the model; `auto` takes those that are measured to be faster."""
+    max_converted_bytes: int | None = None
+    """Of all models that are converted for OpenVINO on this node; None for what the disk has room for."""
     max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""

@@ -1,34 +1,37 @@
 """Converts GGUF files to OpenVINO's format, once for each content.
 
-    python -m serve_app.openvino.convert FOLDER GGUF...
+    python -m serve_app.openvino.convert PART GGUF...
 
 The whole model is in memory meanwhile, so this runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.readable import rounded, unreadable
+from serve_app.openvino.folder import MODEL, ConvertedModels, finish
+from serve_app.openvino.readable import converted_bytes, rounded, unreadable
+from serve_app.progress import Report, Stage, nowhere
 
 logger = logging.getLogger("corral.engine")
 
-MODEL = "openvino_model.xml"
-_LIMIT_S = 1800.0
+_LIMIT_S = 3600.0
+_LOOK_EVERY_S, _SAY_EVERY_S = 0.3, 10.0
+_BUILDING = 0.8
+"""The part of the time that is not for writing."""
 _MADE_BY = ("gguf_model.py", "graph.py", "rotary.py", "weights.py")
 
 
@@ -45,18 +48,23 @@ def versions() -> str:
     return f"openvino {found}, graph {hashlib.blake2b(code, digest_size=6).hexdigest()}"
 
 
-def converted(files: Sequence[Path], fingerprint: bytes, folder: Path) -> Path:
-    """The file of the converted model under `folder`, which is made if it is not there. Of several
-    processes that ask at once, one converts. Raises ConfigError if the model cannot be converted."""
-    made = folder / f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}"
-    with _alone(folder, made.name):
-        if not (made / MODEL).is_file():
-            _check(files)
-            began = time.monotonic()
-            logger.info("Converting %s for OpenVINO. This is done once.", files[0].name)
-            _convert(files, made)
-            logger.info("Converted %s in %.0f s.", files[0].name, time.monotonic() - began)
-    return made / MODEL
+def converted(
+    files: Sequence[Path], fingerprint: bytes, models: ConvertedModels, report: Report = nowhere
+) -> Path:
+    """The file of the converted model, which is made if it is not there, and stays until this process ends.
+    Of several processes that ask at once, one converts, and goes on if the one that asked for it dies.
+    Raises ConfigError if the model cannot be converted, or there is no room for it."""
+    name = f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}"
+    while not models.open(name):
+        with models.alone(name) as lock:
+            if lock is not None:
+                _check(files)
+                part = models.make_room(name, converted_bytes(files))
+                _convert(files, part, lock, report)
+                continue
+        report(Stage("converting"))  # elsewhere
+        time.sleep(_LOOK_EVERY_S)
+    return models.of(name)
 
 
 def _check(files: Sequence[Path]) -> None:
@@ -68,49 +76,65 @@ def _check(files: Sequence[Path]) -> None:
         logger.info("OpenVINO computes the %s weights with 8 bits.", " and ".join(formats))
 
 
-def _convert(files: Sequence[Path], made: Path) -> None:
-    """In a folder of its own, which gets its name when it is whole."""
-    part = Path(tempfile.mkdtemp(prefix="part-", dir=made.parent))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, str(part), *map(str, files)],
-            capture_output=True,
+def _convert(files: Sequence[Path], part: Path, lock: int, report: Report) -> None:
+    """In another process, which has the lock, too: nobody else begins before it has ended."""
+    name = files[0].name
+    began = time.monotonic()
+    logger.info("Converting %s for OpenVINO. This is done once.", name)
+    command = [sys.executable, "-m", __name__, str(part), *map(str, files)]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             text=True,
-            timeout=_LIMIT_S,
-            check=False,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        if done.returncode or not (part / MODEL).is_file():
-            reason = (done.stderr.strip().splitlines() or ["it ended without a model"])[-1]
-            raise ConfigError(
-                f"{files[0].name} cannot be converted for OpenVINO: {reason} "
-                "Use engine.backend: llama.cpp."
-            )
-        shutil.rmtree(made, ignore_errors=True)
-        part.rename(made)
-    except subprocess.TimeoutExpired:
+            pass_fds=[lock],
+            env=os.environ | path,
+        ) as process,
+    ):
+        timer = threading.Timer(_LIMIT_S, process.kill)
+        timer.start()
+        try:
+            _tell(process, name, report)
+        finally:
+            process.wait()
+            timer.cancel()
+        errors.seek(0)
+        reason = (errors.read().strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
+    if process.returncode:
         raise ConfigError(
-            f"{files[0].name} was not converted for OpenVINO within {_LIMIT_S:.0f} seconds."
-        ) from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+            f"{name} cannot be converted for OpenVINO: {reason}. Use engine.backend: llama.cpp."
+        )
+    logger.info("Converted %s in %.0f s.", name, time.monotonic() - began)
 
 
-@contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _tell(process: subprocess.Popen[str], name: str, report: Report) -> None:
+    """Read how far the other process is, until it says no more."""
+    assert process.stdout is not None
+    said = time.monotonic()
+    for line in process.stdout:
+        done = float(line)
+        report(Stage("converting", done))
+        if time.monotonic() - said > _SAY_EVERY_S:
+            said = time.monotonic()
+            logger.info("Converting %s: %.0f%%.", name, 100 * done)
 
 
-def main(folder: Path, files: Sequence[Path]) -> None:
-    """Write the model of these files to that folder."""
+def main(part: Path, files: Sequence[Path]) -> None:
+    """Write the model of these files to that folder, and say on the standard output how far it is."""
     import openvino
 
     from serve_app.openvino.graph import build
 
-    openvino.save_model(build(files), folder / MODEL, compress_to_fp16=False)
+    def tell(built: float) -> None:
+        # Nobody reads any more if the server was killed: the model is made all the same.
+        with contextlib.suppress(BrokenPipeError):
+            print(f"{built * _BUILDING:.3f}", flush=True)
+
+    openvino.save_model(build(files, tell), part / MODEL, compress_to_fp16=False)
+    finish(part)
 
 
 if __name__ == "__main__":

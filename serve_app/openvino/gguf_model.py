@@ -24,6 +24,7 @@ class Tensor:
     name: str
     data: NDArray[Any]
     kind: GGMLQuantizationType
+    n_weights: int
 
 
 class GgufModel:
@@ -33,7 +34,7 @@ class GgufModel:
         readers = [GGUFReader(path) for path in files]
         self._first = readers[0]
         self._tensors = {
-            one.name: Tensor(one.name, one.data, one.tensor_type)
+            one.name: Tensor(one.name, one.data, one.tensor_type, int(one.n_elements))
             for reader in readers
             for one in reader.tensors
         }
@@ -71,6 +72,12 @@ class GgufModel:
     def tensors(self) -> list[Tensor]:
         """All of them."""
         return list(self._tensors.values())
+
+    @property
+    def part_taken(self) -> float:
+        """Of all weights, the part that was taken."""
+        taken = sum(self._tensors[name].n_weights for name in self._taken)
+        return taken / sum(one.n_weights for one in self.tensors)
 
     @property
     def left(self) -> list[str]:

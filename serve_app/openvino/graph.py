@@ -7,7 +7,7 @@ values are state, which paged attention replaces, and the rotary embedding and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,13 @@ ARCHITECTURES = {
 }
 
 
-def build(files: Sequence[Path]) -> openvino.Model:
-    """The graph of the model in these files. Raises ConfigError for a model that it does not know, with the
-    reason as the rest of a sentence."""
+def build(files: Sequence[Path], tell: Callable[[float], None]) -> openvino.Model:
+    """The graph of the model in these files; `tell` is told now and then which part of it is there. Raises
+    ConfigError for a model that it does not know, with the reason as the rest of a sentence."""
     model = GgufModel(files)
     if model.architecture not in ARCHITECTURES:
         raise ConfigError(f"the architecture {model.architecture} is not known")
-    graph = _Graph(model).build()
+    graph = _Graph(model, tell).build()
     if model.left:
         more = f" and {len(model.left) - 1} more" if len(model.left) > 1 else ""
         raise ConfigError(f"its tensor {model.left[0]}{more} would not be used")
@@ -59,8 +59,8 @@ def build(files: Sequence[Path]) -> openvino.Model:
 class _Graph:
     """The graph while it is built."""
 
-    def __init__(self, model: GgufModel) -> None:
-        self._model = model
+    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
+        self._model, self._tell = model, tell
         self._kind = ARCHITECTURES[model.architecture]
         self._n_head = model.count("attention.head_count")
         self._n_head_kv = model.count("attention.head_count_kv", self._n_head)
@@ -88,6 +88,7 @@ class _Graph:
         self._cos, self._sin = self._turns()
         for layer in range(model.count("block_count")):
             hidden = self._layer(f"blk.{layer}.", layer, hidden)
+            self._tell(model.part_taken)
         hidden = self._norm("output_norm", hidden)
         hidden.output(0).set_names({HIDDEN})
         if model.has("output.weight"):

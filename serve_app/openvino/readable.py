@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from serve_app.errors import ConfigError
 from serve_app.openvino.gguf_model import GgufModel
 from serve_app.openvino.graph import ARCHITECTURES
-from serve_app.openvino.weights import is_quantised, is_rounded
+from serve_app.openvino.weights import is_quantised, is_rounded, n_bytes
 
 _TENSORS = re.compile(
     r"(token_embd|output_norm|output|rope_freqs"
@@ -38,6 +38,12 @@ def unreadable(files: Sequence[Path]) -> str | None:
         if is_quantised(tensor.kind) and not _is_known(tensor.kind):
             return f"nobody has written how to read {tensor.kind.name} weights"
     return None
+
+
+def converted_bytes(files: Sequence[Path]) -> int:
+    """The size of the model when it is converted, at most; its vectors are left out."""
+    tensors = GgufModel(files).tensors
+    return sum(n_bytes(one.kind, one.n_weights) for one in tensors if one.data.ndim > 1)
 
 
 def rounded(files: Sequence[Path]) -> list[str]:

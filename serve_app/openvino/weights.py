@@ -58,6 +58,14 @@ def is_rounded(kind: Kind) -> bool:
     return kind not in (*_PLAIN, Kind.BF16, *_GRIDS)
 
 
+def n_bytes(kind: Kind, n_weights: int) -> int:
+    """Of a matrix with so many weights, at most, when it is converted."""
+    if not is_quantised(kind):
+        return n_weights * (2 if kind is Kind.F16 else 4)
+    of_group = GROUP // 2 + 6 if kind in _OF_FOUR_BITS else GROUP + 5
+    return n_weights // GROUP * of_group
+
+
 def is_quantised(kind: Kind) -> bool:
     """Whether the weights are integers with scales."""
     return kind not in (*_PLAIN, Kind.BF16)

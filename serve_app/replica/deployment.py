@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -92,8 +92,10 @@ class EngineReplica:
             adapters=tuple(adapters),
             projector=projector,
             draft=draft,
+            max_converted_bytes=model.downloads.max_converted_bytes,
         )
-        self._engine = Engine.load(path, options, report)
+        async with fetching.told(context, node_id, report) as tell:
+            self._engine = await _in_new_thread(partial(Engine.load, path, options, tell))
         self._vocabulary_key = self._engine.vocabulary_key
         replica_id, node_id = _whereabouts()
         self._channels = Channels(node_id, replica_id)
@@ -376,6 +378,12 @@ def _prefixes(
         return ()
     tokenizer = Tokenizer(path, chat_template)
     return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
+
+
+async def _in_new_thread(load: Callable[[], Engine]) -> Engine:
+    """The event loop goes on meanwhile. The thread is new because it inherits this one's processors."""
+    with ThreadPoolExecutor(1) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, load)
 
 
 def _reserved_cpus() -> float:

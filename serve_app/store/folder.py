@@ -1,16 +1,13 @@
 """The folder that downloaded models lie in: who uses which, and which go when there is no room.
 
-Each model has a folder, and a lock file that is never deleted: whoever has the model open holds the lock
-shared until its process ends, however it ends; whoever changes the folder holds it alone.
+Each model has a folder, and a lock; see `serve_app.locks`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,21 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.errors import ConfigError
+from serve_app.locks import FolderLocks
 from serve_app.store import download
 from serve_app.store.remote import RemoteModel
 
 _LOOK_EVERY_S = 0.3
 _VOCABULARIES = "vocabulary"
 """The folder in a model's for what is left when it goes: a few megabytes."""
-_LOCKS = ".locks"
 SPARE_BYTES = 2**29
 """Of the disk that downloads leave free."""
 _GIB = 2**30
 logger = logging.getLogger("corral.store")
-
-_open: dict[Path, int] = {}
-"""Locks that this process holds shared, until it ends."""
-_opening = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +51,24 @@ class ModelsFolder:
 
     def open(self, model: RemoteModel) -> bool:
         """Whether the model is here, whole. It stays until this process ends then."""
-        lock = self._lock(model.folder)
-        with _opening:
-            descriptor = _open.get(lock)
-            if descriptor is None:
-                descriptor = _descriptor(lock)
-                if not _try(descriptor, fcntl.LOCK_SH):
-                    os.close(descriptor)
-                    return False
-            if not all(download.is_whole(self.of(model), file) for file in model.files):
-                os.close(descriptor)
-                _open.pop(lock, None)
-                return False
-            _open[lock] = descriptor
-            os.utime(lock)
-        return True
+
+        def is_whole() -> bool:
+            return all(download.is_whole(self.of(model), file) for file in model.files)
+
+        return self._locks.share(model.folder, is_whole)
 
     @contextmanager
     def alone(self, model: RemoteModel) -> Iterator[bool]:
         """Whether nobody else uses or changes the model's folder now; nobody does then until the end."""
-        with self._held(self._lock(model.folder), fcntl.LOCK_EX | fcntl.LOCK_NB) as held:
-            yield held
+        with self._locks.alone(model.folder) as held:
+            yield held is not None
 
     @contextmanager
     def reading(self, model: RemoteModel, on_wait: Callable[[], None]) -> Iterator[None]:
         """Alone with the model's vocabulary; waits as long as somebody else makes it."""
-        lock = self._lock(f"{model.folder}.{_VOCABULARIES}")
         while True:
-            with self._held(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) as held:
-                if held:
+            with self._locks.alone(f"{model.folder}.{_VOCABULARIES}") as held:
+                if held is not None:
                     yield
                     return
             on_wait()
@@ -98,8 +80,8 @@ class ModelsFolder:
         not enough, and OSError."""
         folder = self.of(model)
         folder.mkdir(parents=True, exist_ok=True)
-        with self._held(self._lock(".room"), fcntl.LOCK_EX):
-            others = sorted(self._others(model), key=self._last_used)
+        with self._locks.alone(".room", wait=True):
+            others = sorted(self._others(model), key=lambda one: self._locks.last_used(one.name))
             while True:
                 lacking = self._lacking(model)
                 if lacking <= 0:
@@ -134,17 +116,11 @@ class ModelsFolder:
             if path.is_dir() and not path.name.startswith(".") and path != self.of(model)
         ]
 
-    def _last_used(self, folder: Path) -> float:
-        try:
-            return self._lock(folder.name).stat().st_mtime
-        except OSError:
-            return 0.0
-
     def _remove(self, folder: Path) -> bool:
         """Whether that made room. Vocabularies stay."""
-        with self._held(self._lock(folder.name), fcntl.LOCK_EX | fcntl.LOCK_NB) as held:
+        with self._locks.alone(folder.name) as held:
             n_bytes = _n_bytes(folder)
-            if not held or not n_bytes:
+            if held is None or not n_bytes:
                 return False
             for path in _files(folder):
                 path.unlink(missing_ok=True)
@@ -160,32 +136,9 @@ class ModelsFolder:
             f"{free / _GIB:.2f} GiB left. Make room, or set downloads.folder or downloads.max_gib."
         )
 
-    def _lock(self, name: str) -> Path:
-        return self.path / _LOCKS / name
-
-    @contextmanager
-    def _held(self, lock: Path, how: int) -> Iterator[bool]:
-        descriptor = _descriptor(lock)
-        try:
-            yield _try(descriptor, how)
-        finally:
-            os.close(descriptor)
-
-
-def _descriptor(lock: Path) -> int:
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _try(descriptor: int, how: int) -> bool:
-    """Whether the lock was got; waits for it unless `how` says not to."""
-    if how == fcntl.LOCK_SH:
-        how |= fcntl.LOCK_NB
-    try:
-        fcntl.flock(descriptor, how)
-    except BlockingIOError:
-        return False
-    return True
+    @property
+    def _locks(self) -> FolderLocks:
+        return FolderLocks(self.path / ".locks")
 
 
 def _files(folder: Path) -> list[Path]:

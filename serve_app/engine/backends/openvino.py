@@ -36,6 +36,7 @@ from serve_app.llama.threads import Threads
 from serve_app.llama.vision.tiles import Tile
 from serve_app.openvino.blocks import BLOCK
 from serve_app.openvino.convert import converted, versions
+from serve_app.openvino.folder import ConvertedModels
 from serve_app.openvino.paged_context import PagedContext
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
@@ -81,9 +82,10 @@ class OpenVinoBackend:
         self.vocabulary = Model(path, vocab_only=True, delimiters=DELIMITERS)
         self._options = options
         self._check_model()
+        models = ConvertedModels(cache_folder() / "openvino", options.max_converted_bytes)
+        fingerprint = self.vocabulary.fingerprint()
+        converted_path = converted(self.vocabulary.files, fingerprint, models, report)
         report(Stage("loading"))
-        folder = cache_folder() / "openvino"
-        converted_path = converted(self.vocabulary.files, self.vocabulary.fingerprint(), folder)
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = -(-options.n_ctx_slot // BLOCK)
         self._context = PagedContext(

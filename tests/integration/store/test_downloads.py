@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from serve_app import locks
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.progress import Stage, nowhere
-from serve_app.store import download, gguf_header
-from serve_app.store import folder as folder_module
+from serve_app.store import download, folder, gguf_header
 from serve_app.store.models import locate, pinned, vocabulary
 from serve_app.store.remote import UnreachableError
 from tests.integration.store.conftest import PIECE_BYTES
@@ -34,7 +34,7 @@ FIRST_SHARD = "tiny-Q8_0-00001-of-00003.gguf"
 @pytest.fixture(autouse=True)
 def forget_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is as a process of its own."""
-    monkeypatch.setattr(folder_module, "_open", {})
+    monkeypatch.setattr(locks, "_open", {})
 
 
 def test_a_model_is_downloaded_once(hub: Hub, downloads: DownloadsConfig) -> None:
@@ -229,7 +229,7 @@ def _until(condition: object) -> None:
 def test_a_full_disk_is_told_before(
     hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "SPARE_BYTES", 2**60)
+    monkeypatch.setattr(folder, "SPARE_BYTES", 2**60)
     with pytest.raises(ConfigError, match="more than there is room for"):
         locate(ONE, downloads, nowhere)
     assert hub.n_bytes["tiny-Q4_0.gguf"] == 0
@@ -272,9 +272,9 @@ def test_the_least_recently_used_gives_way_and_what_is_open_never(
     first, second = locate(ONE, bounded, nowhere), locate(THREE, bounded, nowhere)
     with pytest.raises(ConfigError, match="beside the models that are in use"):
         locate(old, bounded, nowhere)
-    for descriptor in folder_module._open.values():
+    for descriptor in locks._open.values():
         os.close(descriptor)  # as if their processes had ended
-    folder_module._open.clear()
+    locks._open.clear()
     locate(ONE, bounded, nowhere)
     os.utime(next((tmp_path / "models" / ".locks").glob(second.parent.name)), (0, 0))
     third = locate(old, bounded, nowhere)
