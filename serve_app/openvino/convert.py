@@ -32,7 +32,7 @@ _LIMIT_S = 3600.0
 _LOOK_EVERY_S, _SAY_EVERY_S = 0.3, 10.0
 _BUILDING = 0.8
 """The part of the time that is not for writing."""
-_MADE_BY = ("gguf_model.py", "graph.py", "rotary.py", "weights.py")
+_MADE_BY = ("architectures.py", "gguf_model.py", "graph.py", "rotary.py", "weights.py")
 
 
 @cache

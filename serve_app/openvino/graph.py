@@ -2,13 +2,12 @@
 
 The graph is the one that OpenVINO's own tools write for such models, so that its passes know it: keys and
 values are state, which paged attention replaces, and the rotary embedding and the norms are written out.
-`MODEL` says what each architecture has.
+`ARCHITECTURES` says how they differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as op
 
 from serve_app.errors import ConfigError
+from serve_app.openvino.architectures import ARCHITECTURES
 from serve_app.openvino.gguf_model import GgufModel, Tensor
 from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
 
@@ -26,21 +26,6 @@ HIDDEN = "hidden_states"
 
 Node = Any
 """An operation of OpenVINO's, which has no types."""
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The traits that tell it from others."""
-
-    interleaved: bool = False
-    """Whether neighbours turn together, as llama.cpp stores Llama's heads; otherwise halves do."""
-
-
-ARCHITECTURES = {
-    "llama": Architecture(interleaved=True),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(),
-}
 
 
 def build(files: Sequence[Path], tell: Callable[[float], None]) -> openvino.Model:

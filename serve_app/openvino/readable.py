@@ -11,8 +11,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from serve_app.errors import ConfigError
+from serve_app.openvino.architectures import ARCHITECTURES
 from serve_app.openvino.gguf_model import GgufModel
-from serve_app.openvino.graph import ARCHITECTURES
 from serve_app.openvino.weights import is_quantised, is_rounded, n_bytes
 
 _TENSORS = re.compile(

@@ -16,7 +16,7 @@ from serve_app.engine.backends.choice.measuring import measured
 from serve_app.errors import ConfigError
 from tests.integration.models.forgetful_models import FORGETFUL
 
-pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")
+pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=256, threads=2, n_batch=64, profile_limit_s=1.0, backend="auto"
