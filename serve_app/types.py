@@ -63,8 +63,14 @@ def may_start_from(group: str, held: str) -> bool:
     return held == group or (held == SHARED_GROUP and _ADAPTED not in group)
 
 
-PICTURE = -1
-"""Stands in a prompt for the next one of its pictures. No vocabulary has negative tokens."""
+MEDIUM = -1
+"""Stands in a prompt for the next one of its pictures and sounds. No vocabulary has negative tokens."""
+
+SAMPLE_RATE = 16_000
+"""Samples of a second of sound: as many as models that hear are made for."""
+
+Size = tuple[int, ...]
+"""Width and height of a picture, or how many samples a sound has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,35 @@ class Picture:
         size = b"%d %d " % (width, height)
         return cls(blake2b(size + pixels, digest_size=32).digest(), width, height, pixels)
 
+    @property
+    def size(self) -> Size:
+        """Its width and height."""
+        return self.width, self.height
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A sound that is decoded."""
+
+    key: bytes
+    """A hash of its samples."""
+    samples: bytes
+    """Of one channel, SAMPLE_RATE a second, from -1 to 1: floats of four bytes."""
+
+    @classmethod
+    def of(cls, samples: bytes) -> Sound:
+        """With its key."""
+        return cls(blake2b(samples, digest_size=32, person=b"sound").digest(), samples)
+
+    @property
+    def size(self) -> Size:
+        """How many samples it has."""
+        return (len(self.samples) // 4,)
+
+
+Medium = Picture | Sound
+"""What a prompt has besides text."""
+
 
 def account(client: str, *, background: bool) -> str:
     """The name of a client's account."""
@@ -96,8 +131,8 @@ class GenerationRequest:
 
     id: str
     prompt: tuple[int, ...]
-    """Token ids of the model's own vocabulary, at least one, shorter than a slot's context; and PICTURE for
-    each of `pictures`, until an engine has put their own tokens there."""
+    """Token ids of the model's own vocabulary, at least one, shorter than a slot's context; and MEDIUM for
+    each of `media`, until an engine has put their own tokens there."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     client: str = ""
     """Whose it is: slots are shared fairly among clients."""
@@ -133,7 +168,7 @@ class GenerationRequest:
     """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
     adapters: Adapters = ()
     """Its LoRA adapters. KV computed with them is of no use with others."""
-    pictures: tuple[Picture, ...] = ()
+    media: tuple[Medium, ...] = ()
     """Those in its prompt, in order."""
 
     @property

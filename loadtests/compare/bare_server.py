@@ -28,6 +28,7 @@ from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
+from serve_app.llama.vision.senses import NO_SENSES, senses
 from serve_app.progress import nowhere
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.store.models import locate
@@ -50,7 +51,7 @@ def serve(file: Path) -> None:
     try:
         pooling = options.embedding_pooling
         tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
-        sees = options.projector is not None
+        found = senses(options.projector) if options.projector else NO_SENSES
         served = ServedModel(
             model.id,
             model.options.n_ctx_slot,
@@ -59,7 +60,8 @@ def serve(file: Path) -> None:
             model.aliases,
             model.tags,
             model.defaults.over(tokenizer.recommended),
-            sees=sees,
+            sees=found.sees,
+            hears=found.hears,
         )
         file_of = ModelFile(
             served.id,
@@ -68,7 +70,8 @@ def serve(file: Path) -> None:
             model.aliases,
             model.defaults,
             pooling,
-            sees=sees,
+            sees=found.sees,
+            hears=found.hears,
         )
         workers = WorkerPool([file_of], PREPARATIONS)
         api = build_api({served.id: served}, access(config.ingress), workers)

@@ -13,7 +13,7 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, GenerationRequest, TokenDelta
 from serve_app.errors import NotSupportedError
 from serve_app.ingress.model_registry import Answers
-from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
+from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, Size, SlotAction
 
 
 class LocalClient:
@@ -31,9 +31,9 @@ class LocalClient:
         finally:
             self._engine.abort(request.id)
 
-    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+    async def media_tokens(self, sizes: Sequence[Size]) -> int:
         """See EngineClient."""
-        return self._engine.picture_tokens(sizes)
+        return self._engine.media_tokens(sizes)
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str

@@ -262,8 +262,8 @@ class ModelConfig(Section):
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
     projector: ModelSource | None = None
-    """A GGUF file (`mmproj`) with which the model sees pictures: every kind of source that a model has, but
-    for `builtin`. Default: it reads text only."""
+    """A GGUF file (`mmproj`) with which the model sees pictures, or hears sounds: every kind of source
+    that a model has, but for `builtin`. Default: it reads text only."""
     defaults: DefaultsConfig = DefaultsConfig()
     """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()

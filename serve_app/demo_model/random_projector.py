@@ -1,4 +1,4 @@
-"""Writes projectors with random weights: a vision encoder of real shape whose pictures mean nothing.
+"""Writes projectors with random weights: an encoder of real shape whose pictures or sounds mean nothing.
 
     python -m serve_app.demo_model.random_projector OUT --shape tiny-llava --n-embd 256
 
@@ -19,9 +19,11 @@ import numpy as np
 from gguf import GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 
-Kind = Literal["mlp", "idefics3", "gemma3", "qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"]
+Kind = Literal[
+    "mlp", "idefics3", "gemma3", "qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "qwen2a"
+]
 """How patches become embeddings, by llama.cpp's names: LLaVA's, SmolVLM's, Gemma 3's, and those of
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL; and how Qwen2-Audio hears."""
 QWEN_KINDS = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
 """Those for models with positions of several dimensions."""
 
@@ -38,9 +40,9 @@ class ProjectorShape:
     n_embd: int
     n_ff: int
     n_head: int
-    image_size: int
+    image_size: int = 0
     """Pixels of a side of what is encoded at once."""
-    patch_size: int
+    patch_size: int = 0
     n_merge: int = 1
     """Patches of a side that become one embedding."""
     longest_edge: int = 0
@@ -56,6 +58,7 @@ SHAPES: dict[str, ProjectorShape] = {
     "tiny-qwen2vl": ProjectorShape("qwen2vl_merger", 2, 32, 64, 2, 56, 14, 2),
     "tiny-qwen2.5vl": ProjectorShape("qwen2.5vl_merger", 2, 32, 64, 2, 56, 14, 2),
     "tiny-qwen3vl": ProjectorShape("qwen3vl_merger", 2, 32, 64, 2, 64, 16, 2, n_deepstack=1),
+    "tiny-qwen2audio": ProjectorShape("qwen2a", 2, 32, 64, 2),
     "thin-llava": ProjectorShape("mlp", 3, 64, 128, 2, 336, 14),
     "thin-smolvlm": ProjectorShape("idefics3", 2, 64, 128, 2, 512, 16, 4, 2048),
     "thin-gemma3": ProjectorShape("gemma3", 1, 64, 128, 2, 896, 14, 4),
@@ -78,6 +81,8 @@ IDEFICS3_TOKENS = (
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>")
 """The same for Qwen's."""
 
+_N_MEL, _N_STEPS = 80, 1500
+"""Bands of a sound's spectrum, and steps of half a minute."""
 _STD = 0.3
 """Of the pictures' embeddings, so that they change what a random model says."""
 
@@ -93,7 +98,7 @@ def write_random_projector(
         _add_metadata(writer, shape, n_embd)
         rng = np.random.default_rng(seed)
         for name, tensor in _Drawing(shape, n_embd, rng).all():
-            matrix = tensor.ndim > 1 and not name.startswith("v.position")
+            matrix = tensor.ndim > 1 and not (".position_" in name or name.endswith(".bias"))
             writer.add_tensor(name, tensor.astype(np.float16 if matrix else np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -107,19 +112,24 @@ def write_random_projector(
 def _add_metadata(writer: GGUFWriter, shape: ProjectorShape, n_embd: int) -> None:
     writer.add_name("random projector")
     writer.add_file_type(LlamaFileType.MOSTLY_F16)
-    writer.add_bool("clip.has_vision_encoder", True)
+    sense = "audio" if shape.kind == "qwen2a" else "vision"
+    writer.add_bool(f"clip.has_{sense}_encoder", True)
     writer.add_string("clip.projector_type", shape.kind)
     gated = shape.kind == "qwen2.5vl_merger"
     writer.add_bool("clip.use_silu" if gated else "clip.use_gelu", True)
     numbers = {
-        "image_size": shape.image_size,
-        "patch_size": shape.patch_size,
         "embedding_length": shape.n_embd,
         "feed_forward_length": shape.n_ff,
         "projection_dim": n_embd,
         "block_count": shape.n_layer,
         "attention.head_count": shape.n_head,
     }
+    if sense == "audio":
+        numbers["num_mel_bins"] = _N_MEL
+    else:
+        numbers |= {"image_size": shape.image_size, "patch_size": shape.patch_size}
+        writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+        writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
     if shape.kind in ("idefics3", "gemma3"):
         numbers["projector.scale_factor"] = shape.n_merge
     if shape.kind == "qwen2.5vl_merger":  # every so many blocks, one without windows
@@ -127,10 +137,8 @@ def _add_metadata(writer: GGUFWriter, shape: ProjectorShape, n_embd: int) -> Non
     if shape.longest_edge:
         numbers["preproc_image_size"] = shape.longest_edge
     for name, number in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", number)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
-    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+        writer.add_uint32(f"clip.{sense}.{name}", number)
+    writer.add_float32(f"clip.{sense}.attention.layer_norm_epsilon", 1e-6)
 
 
 class _Drawing:
@@ -138,6 +146,7 @@ class _Drawing:
 
     def __init__(self, shape: ProjectorShape, n_embd: int, rng: np.random.Generator) -> None:
         self._shape = shape
+        self._prefix = "a" if shape.kind == "qwen2a" else "v"
         self._n_out = n_embd
         self._rng = rng
 
@@ -171,16 +180,27 @@ class _Drawing:
             positions = self.matrix(side * side, shape.n_embd, std=shape.n_embd**0.5)
             yield "v.position_embd.weight", positions
 
+    def spectrum(self) -> Tensors:
+        """Half a minute's spectrum becomes 1500 steps of numbers."""
+        n = self._shape.n_embd
+        for i, n_in in ((1, _N_MEL), (2, n)):
+            yield f"a.conv1d.{i}.weight", self.matrix(n, n_in, 3)
+            yield f"a.conv1d.{i}.bias", np.zeros((n, 1), np.float32)
+        yield "a.position_embd.weight", self.matrix(_N_STEPS, n, std=n**0.5)
+
     def layer(self, i: int) -> Tensors:
         """A block of the encoder, and what Qwen3-VL takes from its output."""
-        shape, name = self._shape, f"v.blk.{i}"
+        shape, name = self._shape, f"{self._prefix}.blk.{i}"
         yield from self.norm(f"{name}.ln1", shape.n_embd)
         yield from self.norm(f"{name}.ln2", shape.n_embd)
         if shape.kind == "qwen3vl_merger":
             yield from self.linear(f"{name}.attn_qkv", 3 * shape.n_embd, shape.n_embd)
         else:
             for part in ("attn_q", "attn_k", "attn_v"):
-                yield from self.linear(f"{name}.{part}", shape.n_embd, shape.n_embd)
+                tensors = self.linear(f"{name}.{part}", shape.n_embd, shape.n_embd)
+                yield next(tensors)
+                if part != "attn_k" or shape.kind != "qwen2a":  # whose keys have no bias
+                    yield from tensors
         yield from self.linear(f"{name}.attn_out", shape.n_embd, shape.n_embd)
         if shape.kind == "qwen2.5vl_merger":
             yield from self.linear(f"{name}.ffn_gate", shape.n_ff, shape.n_embd)
@@ -196,8 +216,10 @@ class _Drawing:
         """The tensors that make embeddings of the encoder's output."""
         shape = self._shape
         n_merged = shape.n_embd * shape.n_merge**2
-        yield from self.norm("v.post_ln", shape.n_embd)
-        if shape.kind == "idefics3":
+        yield from self.norm(f"{self._prefix}.post_ln", shape.n_embd)
+        if shape.kind == "qwen2a":
+            yield from self.linear("mm.a.fc", self._n_out, shape.n_embd, _STD)
+        elif shape.kind == "idefics3":
             yield "mm.model.fc.weight", self.matrix(self._n_out, n_merged, std=_STD)
         elif shape.kind == "gemma3":  # stored as it is used: turned
             yield "mm.input_projection.weight", self.matrix(shape.n_embd, self._n_out, std=_STD)
@@ -209,7 +231,7 @@ class _Drawing:
 
     def all(self) -> Tensors:
         """Every tensor."""
-        yield from self.patches()
+        yield from self.spectrum() if self._prefix == "a" else self.patches()
         for i in range(self._shape.n_layer):
             yield from self.layer(i)
         yield from self.last()

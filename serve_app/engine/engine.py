@@ -31,7 +31,15 @@ from serve_app.errors import (
 )
 from serve_app.llama.vision.tiles import Tile
 from serve_app.progress import Report
-from serve_app.types import PICTURE, GenerationRequest, RequestRecord, TokenDelta
+from serve_app.types import (
+    MEDIUM,
+    GenerationRequest,
+    Picture,
+    RequestRecord,
+    Size,
+    Sound,
+    TokenDelta,
+)
 
 logger = logging.getLogger("corral.engine")
 
@@ -145,13 +153,14 @@ class Engine:
         request's; empty if it is unknown."""
         return self._loop.explain(wanted)
 
-    def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """How many tokens pictures of these widths and heights have in a prompt. Raises
+    def media_tokens(self, sizes: Sequence[Size]) -> int:
+        """How many tokens media of these sizes have in a prompt. The first time, a sound takes some tenths
+        of a second for each half minute: submitting it then does not. Raises
         InvalidRequestError."""
         projector = self._loop.projector
         if projector is None:
             raise InvalidRequestError("This model reads text only: it has no projector.", "model")
-        parts = [part for size in sizes for part in projector.layout(*size)]
+        parts = [part for size in sizes for part in projector.layout(size)]
         return sum(part.n_tokens if isinstance(part, Tile) else len(part) for part in parts)
 
     def stats(self) -> EngineStats:
@@ -232,19 +241,22 @@ class Engine:
         return sequence
 
     def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
-        """The request with its pictures' own tokens. Raises InvalidRequestError."""
+        """The request with its media's own tokens. Raises InvalidRequestError."""
         projector = self._loop.projector
-        if not request.pictures:
+        if not request.media:
             return request, ()
         if projector is None:
             raise InvalidRequestError("This model reads text only: it has no projector.", "model")
-        if request.prompt.count(PICTURE) != len(request.pictures):
-            raise InvalidRequestError("The prompt has not as many places as pictures.", "prompt")
+        for kind, able in ((Picture, projector.sees), (Sound, projector.hears)):
+            if not able and any(isinstance(one, kind) for one in request.media):
+                raise InvalidRequestError(f"This model takes no {kind.__name__.lower()}s.", "model")
+        if request.prompt.count(MEDIUM) != len(request.media):
+            raise InvalidRequestError("The prompt has not as many places as media.", "prompt")
         if request.sampling.prompt_logprobs:
-            raise InvalidRequestError("A picture has no log-probabilities.", "logprobs")
+            raise InvalidRequestError("Media have no log-probabilities.", "logprobs")
         if request.context_shift:
             raise InvalidRequestError(
-                "A prompt with pictures cannot be shifted: half of one is none.", "context_shift"
+                "A prompt with media cannot be shifted: half of one is none.", "context_shift"
             )
         return expanded(request, projector, self.options.n_batch)
 

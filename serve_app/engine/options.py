@@ -92,11 +92,11 @@ class EngineOptions:
     adapters: tuple[AdapterFile, ...] = ()
     """LoRA adapters that requests may ask for."""
     projector: Path | None = None
-    """A GGUF file with what the model sees with; None: it reads text only."""
+    """A GGUF file with what the model sees or hears with; None: it reads text only."""
     draft: Path | None = None
     """A GGUF file with a small model of the same vocabulary, which proposes tokens; None: none does."""
     picture_ram_bytes: int = 2**27
-    """Memory for pictures that are encoded."""
+    """Memory for pictures and sounds that are encoded."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "threads", "n_batch"):

@@ -48,6 +48,8 @@ from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
+from serve_app.llama.vision.senses import NO_SENSES, Senses
+from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast, fetching, reports
@@ -60,6 +62,7 @@ from serve_app.types import (
     GenerationRequest,
     ReplicaStats,
     RequestRecord,
+    Size,
     SlotAction,
     TokenDelta,
 )
@@ -254,10 +257,10 @@ class HandleClient:
         found, missing = await self._ask_all("explain", wanted)
         return Answers(tuple(record for one in found for record in one.records), missing)
 
-    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+    async def media_tokens(self, sizes: Sequence[Size]) -> int:
         """See EngineClient."""
         async with self._loading(), _translated():
-            answer: int | CorralError = await self._handle.picture_tokens.remote(sizes)
+            answer: int | CorralError = await self._handle.media_tokens.remote(sizes)
         if isinstance(answer, CorralError):
             raise answer
         return answer
@@ -339,6 +342,7 @@ def _served(
     handle: DeploymentHandle[Any],
     listener: Listener,
     adapters: AdapterControl,
+    senses: Senses,
 ) -> ServedModel:
     pooling = model.options.embedding_pooling
     tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
@@ -355,8 +359,16 @@ def _served(
         tags=model.tags,
         defaults=model.defaults.over(tokenizer.recommended),
         adapters=numbered(model),
-        sees=model.projector is not None,
+        sees=senses.sees,
+        hears=senses.hears,
     )
+
+
+def _senses(model: ResolvedModel) -> Senses:
+    """Raises ConfigError."""
+    if model.projector is None:
+        return NO_SENSES
+    return senses_of(vocabulary(model.projector, model.downloads))
 
 
 class CpuShare:
@@ -398,6 +410,7 @@ class Ingress:
         paths = [
             await asyncio.to_thread(vocabulary, model.source, model.downloads) for model in models
         ]
+        senses = [await asyncio.to_thread(_senses, model) for model in models]
         self._workers = WorkerPool(
             [
                 ModelFile(
@@ -408,13 +421,14 @@ class Ingress:
                     model.defaults,
                     model.options.embedding_pooling,
                     numbered(model),
-                    model.projector is not None,
+                    sees=found.sees,
+                    hears=found.hears,
                 )
-                for model, path in zip(models, paths, strict=True)
+                for model, path, found in zip(models, paths, senses, strict=True)
             ],
             PREPARATIONS,
         )
-        served = zip(models, paths, handles, strict=True)
+        served = zip(models, paths, handles, senses, strict=True)
         context: Any = ray.get_runtime_context()
         node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         listener = Listener(context.get_node_id(), node_ip, reports.HERE.hearing)
@@ -426,8 +440,8 @@ class Ingress:
             self._workers,
             LoadedAdapters(serve.get_replica_context().app_name),
         )
-        for model, path, handle in served:
-            self._models[model.id] = _served(model, path, handle, listener, self._adapters)
+        for model, path, handle, found in served:
+            self._models[model.id] = _served(model, path, handle, listener, self._adapters, found)
         await self._adapters.look()
         self._watching = asyncio.create_task(self._adapters.watch())
         self._runs = Runs(self._models, RayStore(kept_responses), self._open)

@@ -23,6 +23,7 @@ from serve_app.types import (
     GenerationRequest,
     ReplicaStats,
     RequestRecord,
+    Size,
     SlotAction,
     TokenDelta,
 )
@@ -84,7 +85,7 @@ class EngineClient(Protocol):
     async def fetching(self) -> Sequence[FetchingReplica]:
         """The replicas that fetch their model now. Nothing if nobody knows in time."""
 
-    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+    async def media_tokens(self, sizes: Sequence[Size]) -> int:
         """How many tokens pictures of these widths and heights have. Raises CorralError."""
 
     async def act_on_slot(
@@ -115,7 +116,9 @@ class ServedModel:
     used: Adapters = ()
     """Those that its requests have, if they do not say."""
     sees: bool = False
-    """Whether it has a projector, for pictures."""
+    """Whether it has a projector for pictures, ..."""
+    hears: bool = False
+    """... and for sounds."""
 
     def adapted(self, adapter: AdapterUse) -> ServedModel:
         """The model with one of its adapters, under a name of its own."""
@@ -149,7 +152,7 @@ class ServedModel:
             created=self.created,
             n_ctx_slot=self.n_ctx_slot,
             status=ModelStatus(value="loaded" if self.engine.is_loaded else "unloaded"),
-            capabilities=["vision"] if self.sees else [],
+            capabilities=[*(["vision"] if self.sees else ()), *(["audio"] if self.hears else ())],
         )
 
 

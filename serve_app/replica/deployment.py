@@ -55,7 +55,9 @@ from serve_app.types import (
     ReplicaRecords,
     ReplicaStats,
     SequenceEnd,
+    Size,
     SlotAction,
+    Sound,
     TokenDelta,
 )
 
@@ -139,6 +141,8 @@ class EngineReplica:
             channel = await self._channels.to(address)
             if request.sampling.grammar is not None:
                 await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
+            if sizes := [one.size for one in request.media if isinstance(one, Sound)]:
+                await asyncio.to_thread(self._engine.media_tokens, sizes)
             end = await self._run(request, channel, number)
             if not request.background:
                 self._metrics.ended(end)
@@ -229,10 +233,10 @@ class EngineReplica:
             latencies=self._engine.latencies(),
         )
 
-    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int | CorralError:
-        """See Engine.picture_tokens. What goes wrong is returned."""
+    async def media_tokens(self, sizes: Sequence[Size]) -> int | CorralError:
+        """See Engine.media_tokens. What goes wrong is returned."""
         try:
-            return self._engine.picture_tokens(sizes)
+            return await asyncio.to_thread(self._engine.media_tokens, sizes)
         except CorralError as error:
             return error
 

@@ -30,8 +30,8 @@ _COUNTED = {
     "failovers": "Requests that other replicas began and could not end.",
     "embedded_texts": "Texts that became vectors.",
     "embedded_tokens": "Their tokens.",
-    "encoded_tiles": "Parts of pictures that were encoded.",
-    "found_tiles": "Parts of pictures that had been encoded for others.",
+    "encoded_tiles": "Parts of pictures and sounds that were encoded.",
+    "found_tiles": "Parts of pictures and sounds that had been encoded for others.",
     "steps": "Steps of the engine.",
 }
 
@@ -67,7 +67,7 @@ class ReplicaMetrics:
         self._counters = {name: counter(name, what) for name, what in _COUNTED.items()}
         self._requests = counter("requests", "Requests by the reason of their end.", "reason")
         self._throttled = counter("cpu_throttled_seconds", "CPU time withheld by quotas.")
-        self._encoding = counter("encode_seconds", "Time that pictures were encoded.")
+        self._encoding = counter("encode_seconds", "Time that pictures and sounds were encoded.")
         self._running = gauge("slots_busy", "Slots with a request.")
         self._waiting = gauge("requests_waiting", "Requests that wait for a slot.")
         self._kv_used = gauge("kv_cache_used_ratio", "Of the cache's tokens, those in use.")

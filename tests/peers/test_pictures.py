@@ -10,6 +10,7 @@ import base64
 import io
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,13 @@ def seeing(
     model, projector = folder / "model.gguf", folder / "projector.gguf"
     KINDS[request.param](model)
     write_random_projector(projector, SHAPES[request.param], Tokenizer(model).n_embd)
+    with both(model, projector) as pair:
+        yield pair
+
+
+@contextmanager
+def both(model: Path, projector: Path) -> Iterator[Pair]:
+    """Both servers, with these."""
 
     def theirs(_: Path, port: int) -> list[str | Path]:
         return [
@@ -172,8 +180,13 @@ def steps(body: Any) -> list[Step]:
 
 @pytest.mark.parametrize("name", CHATS)
 def test_pictures_are_seen_alike(seeing: Pair, name: str) -> None:
+    assert_alike(seeing, CHATS[name])
+
+
+def assert_alike(pair: Pair, messages: list[dict[str, Any]]) -> None:
+    """Both servers have as many tokens for a chat, and find the same answers as likely."""
     body = {
-        "messages": CHATS[name],
+        "messages": messages,
         "max_tokens": N_TOKENS,
         "temperature": 0,
         "logprobs": True,
@@ -181,11 +194,11 @@ def test_pictures_are_seen_alike(seeing: Pair, name: str) -> None:
         "ignore_eos": True,
         "grammar": ASCII,
     }
-    theirs, ours = seeing.ask("POST", "/v1/chat/completions", body)
+    theirs, ours = pair.ask("POST", "/v1/chat/completions", body)
     assert (theirs.status, ours.status) == (200, 200), (theirs.body, ours.body)
     usages = [one.body["usage"]["prompt_tokens"] for one in (theirs, ours)]
     assert usages[1] == usages[0]
-    counts = seeing.ask("POST", "/v1/chat/completions/input_tokens", {"messages": CHATS[name]})
+    counts = pair.ask("POST", "/v1/chat/completions/input_tokens", {"messages": messages})
     assert [one.body["input_tokens"] for one in counts] == usages
     found = list(zip(steps(theirs.body), steps(ours.body), strict=True))
     assert len(found) == N_TOKENS

@@ -21,7 +21,7 @@ from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.tiles import Part, Pause, Tile
 from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Adapters, Sampled, TokenLogprobs
+from serve_app.types import Adapters, Medium, Sampled, Size, TokenLogprobs
 
 Row = tuple[int, int, int, bool]
 """(token, its index in the slot, seq_id, wants logits): one row of a batch."""
@@ -119,20 +119,28 @@ class EmbeddingShape:
 
 
 class Projector(Protocol):
-    """Makes embeddings of pictures; see `serve_app.llama.vision.projector.Projector`."""
+    """Makes embeddings of pictures and sounds; see `serve_app.llama.vision.projector.Projector`."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether it takes pictures."""
+
+    @property
+    def hears(self) -> bool:
+        """Whether it takes sounds."""
 
     @property
     def causal(self) -> bool:
-        """Whether a tile's rows see only those before them; otherwise all are in one batch."""
+        """Whether the rows of all pictures' tiles see only those before them."""
 
     @property
     def fingerprint(self) -> bytes:
         """A hash of all that embeddings depend on, besides the picture."""
 
-    def layout(self, width: int, height: int) -> tuple[Part, ...]:
-        """Any thread: what pictures of that size become in a prompt. Raises InvalidRequestError."""
+    def layout(self, size: Size) -> tuple[Part, ...]:
+        """Any thread: what media of that size become in a prompt. Raises InvalidRequestError."""
 
-    def prepare(self, pixels: bytes, width: int, height: int) -> Any:
+    def prepare(self, medium: Medium) -> Any:
         """Any thread: what `encode` takes. Raises InvalidRequestError."""
 
     def encode(
@@ -267,7 +275,7 @@ class Backend(Protocol):
 
     @property
     def projector(self) -> Projector | None:
-        """The projector, if the model reads pictures."""
+        """The projector, if the model sees or hears."""
 
     @property
     def draft(self) -> DraftModel | None:

@@ -370,10 +370,9 @@ class LlamaBackend:
         self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
     ) -> None:
         """See Backend.decode_tile."""
-        assert self.projector is not None
         _, index, seq_id, _ = rows[0]
         positions = self._positions.take(seq_id, index - first, tile, first, len(rows))
-        self._context.decode_tile(seq_id, embeddings, positions, causal=self.projector.causal)
+        self._context.decode_tile(seq_id, embeddings, positions, causal=tile.causal)
 
     def leave(self, leaving: bool) -> None:
         """See Backend.leave. Recurrent layers could not forget half of a pass: theirs are computed."""

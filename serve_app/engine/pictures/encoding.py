@@ -16,7 +16,7 @@ from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError
-from serve_app.types import Picture
+from serve_app.types import Medium
 
 # Of the stall budget, what a step and a piece of encoding are planned for together; of what the step
 # leaves, what prompts leave to the encoding beside them.
@@ -127,11 +127,11 @@ class Encoding:
             return None
         sequence, placed = wanted
         try:
-            prepared = self._prepare(running(), placed.picture, _PATIENCE_S if idle else 0)
+            prepared = self._prepare(running(), placed.medium, _PATIENCE_S if idle else 0)
             if prepared is not None:
                 self._encode(sequence, placed, prepared, running, step_s)
         except CorralError as error:
-            self._prepared.pop(placed.picture.key, None)
+            self._prepared.pop(placed.medium.key, None)
             return Failure(_who_needs(placed, running()), error)
         return None
 
@@ -139,21 +139,17 @@ class Encoding:
         """End the other thread."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(
-        self, running: Sequence[EngineSequence], picture: Picture, patience_s: float
-    ) -> Any:
-        """The part of a picture that is encoded; None if that is not there yet. The one needed
+    def _prepare(self, running: Sequence[EngineSequence], medium: Medium, patience_s: float) -> Any:
+        """A medium as it is encoded; None if that is not there yet. The one needed
         after it is begun, too. Raises CorralError."""
-        wanted = {one.picture.key: one.picture for _, one in _missing(running)}
+        wanted = {one.medium.key: one.medium for _, one in _missing(running)}
         for key in self._prepared.keys() - wanted.keys():
             del self._prepared[key]
         for one in list(wanted.values())[:_PREPARED]:
             if one.key not in self._prepared:
-                self._prepared[one.key] = self._preparing.submit(
-                    self._projector.prepare, one.pixels, one.width, one.height
-                )
+                self._prepared[one.key] = self._preparing.submit(self._projector.prepare, one)
         try:
-            return self._prepared[picture.key].result(patience_s)
+            return self._prepared[medium.key].result(patience_s)
         except TimeoutError:
             return None
 

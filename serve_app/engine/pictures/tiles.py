@@ -1,4 +1,4 @@
-"""A prompt's tiles, and the tokens that take the place of its pictures."""
+"""A prompt's tiles, and the tokens that take the place of its pictures and sounds."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from numpy.typing import NDArray
 from serve_app.engine.backends.base import Projector
 from serve_app.engine.pictures import runs
 from serve_app.errors import InvalidRequestError
-from serve_app.llama.vision.tiles import Tile
-from serve_app.types import PICTURE, GenerationRequest, Picture
+from serve_app.llama.vision.tiles import Tile, cannot_be_used
+from serve_app.types import MEDIUM, GenerationRequest, Medium
 
 
 @dataclass(slots=True)
 class PlacedTile:
-    """A tile of a picture, and where it stands in a prompt. Decoder thread only, once it is there."""
+    """A tile of a picture or sound, and where it stands in a prompt. Decoder thread only, once there."""
 
     start: int
     """Its first token's index."""
     tile: Tile
-    picture: Picture
+    medium: Medium
     number: int
-    """Among its picture's tiles."""
+    """Among its medium's tiles."""
     key: bytes
     """Tells it from all others with other embeddings."""
-    causal: bool
-    """Whether its rows may be computed in parts."""
     embeddings: NDArray[np.float32] | None = field(default=None, repr=False)
     """Its embeddings, as long as they are needed."""
 
@@ -42,43 +40,44 @@ class PlacedTile:
 def expanded(
     request: GenerationRequest, projector: Projector, n_batch: int
 ) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
-    """The request with its pictures' tokens in the places of PICTURE, and where their tiles stand. Raises
+    """The request with its media's tokens in the places of MEDIUM, and where their tiles stand. Raises
     InvalidRequestError for what cannot be computed, in batches of at most `n_batch` rows."""
     prompt: list[int] = []
     placed: list[PlacedTile] = []
-    pictures = iter(request.pictures)
+    media = iter(request.media)
     for token in request.prompt:
-        if token == PICTURE:
-            placed += _place(next(pictures), prompt, projector)
+        if token == MEDIUM:
+            placed += _place(next(media), prompt, projector)
         else:
             prompt.append(token)
-    _check(placed, len(prompt), projector, n_batch)
+    _check(placed, len(prompt), n_batch)
     return replace(request, prompt=tuple(prompt)), tuple(placed)
 
 
-def _place(picture: Picture, prompt: list[int], projector: Projector) -> list[PlacedTile]:
-    """Write a picture's tokens at the prompt's end."""
+def _place(medium: Medium, prompt: list[int], projector: Projector) -> list[PlacedTile]:
+    """Write a medium's tokens at the prompt's end."""
     placed: list[PlacedTile] = []
-    for part in projector.layout(picture.width, picture.height):
+    for part in projector.layout(medium.size):
         if not isinstance(part, Tile):
             prompt += part
             continue
         if part.n_tokens < runs.LEAST_TOKENS:
-            message = f"A picture of {picture.width} x {picture.height} pixels cannot be used."
-            raise InvalidRequestError(message, "messages")
+            raise InvalidRequestError(cannot_be_used(medium.size), "messages")
         number = len(placed)
-        said = projector.fingerprint + picture.key + number.to_bytes(4, "little")
+        said = projector.fingerprint + medium.key + number.to_bytes(4, "little")
         key = blake2b(said, digest_size=32).digest()
-        placed.append(PlacedTile(len(prompt), part, picture, number, key, projector.causal))
+        placed.append(PlacedTile(len(prompt), part, medium, number, key))
         prompt += runs.run(key, part.n_tokens)
     return placed
 
 
-def _check(placed: Sequence[PlacedTile], n_prompt: int, projector: Projector, n_batch: int) -> None:
+def _check(placed: Sequence[PlacedTile], n_prompt: int, n_batch: int) -> None:
     if placed and placed[-1].end == n_prompt:
-        raise InvalidRequestError("Text must follow the last picture of a prompt.", "prompt")
-    largest = max((one.tile.n_tokens for one in placed), default=0)
-    if not projector.causal and largest > n_batch:
+        raise InvalidRequestError(
+            "Text must follow the last picture or sound of a prompt.", "prompt"
+        )
+    largest = max((one.tile.n_tokens for one in placed if not one.tile.causal), default=0)
+    if largest > n_batch:
         raise InvalidRequestError(
             f"A picture has {largest} tokens, and this model computes them in one batch of "
             f"engine.n_batch ({n_batch}) at most.",

@@ -350,7 +350,7 @@ class Scheduler:
                 break
             n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
             tile = sequence.tile
-            if tile is not None and not tile.causal:  # all of it, or nothing
+            if tile is not None and not tile.tile.causal:  # all of it, or nothing
                 if turns and n_rows < tile.tile.n_tokens:
                     continue
                 n_rows = tile.tile.n_tokens

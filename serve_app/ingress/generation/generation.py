@@ -22,7 +22,7 @@ async def n_tokens(models: Mapping[str, ServedModel], found: PromptLength) -> in
     """All of a prompt's, its pictures' included. Raises CorralError."""
     if not found.sizes:
         return found.n_tokens
-    return found.n_tokens + await find(models, found.model).engine.picture_tokens(found.sizes)
+    return found.n_tokens + await find(models, found.model).engine.media_tokens(found.sizes)
 
 
 def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
@@ -51,7 +51,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             cache_group=caller.cache_group(wanted.cache_salt),
             background=caller.yields,
             adapters=wanted.adapters,
-            pictures=wanted.pictures,
+            media=wanted.media,
         )
         for i, prompt in enumerate(wanted.prompts)
         for j in range(n)

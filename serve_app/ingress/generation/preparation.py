@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from serve_app.errors import InvalidRequestError, PromptTooLongError
-from serve_app.ingress.generation import pictures
+from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
+from serve_app.ingress.generation import media
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
 from serve_app.ingress.model_registry import active
 from serve_app.ingress.openai.messages import ChatMessage
@@ -16,7 +16,7 @@ from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationP
 from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
 from serve_app.sampling import ReasoningBudget, SamplingParams
-from serve_app.types import Adapters, Picture
+from serve_app.types import Adapters, Medium, Size
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Generation:
     id_slot: int
     sse_ping_interval: int | None
     adapters: Adapters = ()
-    pictures: tuple[Picture, ...] = ()
+    media: tuple[Medium, ...] = ()
     """Those in its prompt: there is only one then."""
 
 
@@ -77,7 +77,7 @@ def generation(
     n: int,
     sampling: SamplingParams,
     prompt_field: str,
-    pictures: tuple[Picture, ...] = (),
+    media: tuple[Medium, ...] = (),
 ) -> Generation:
     """`n` answers to each prompt. Raises InvalidRequestError for what this model cannot do."""
     for prompt in prompts:
@@ -112,7 +112,7 @@ def generation(
         id_slot=params.id_slot,
         sse_ping_interval=params.sse_ping_interval,
         adapters=_adapters(model, params),
-        pictures=pictures,
+        media=media,
     )
 
 
@@ -139,8 +139,8 @@ class PromptLength:
     """Its id."""
     n_tokens: int
     """Of its words."""
-    sizes: tuple[tuple[int, int], ...]
-    """Widths and heights of its pictures: only an engine knows how many tokens these are."""
+    sizes: tuple[Size, ...]
+    """Of its pictures and sounds: only an engine knows how many tokens these are."""
 
 
 def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
@@ -160,12 +160,12 @@ def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
 
 def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
-    prompt, pictures = pictured_chat(model, body, prompt_field)
+    prompt, found = chat_with_media(model, body, prompt_field)
     sampling = _with_calls(model, body, prompt)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
-        generation(model, body, [prompt], n, sampling, prompt_field, pictures),
+        generation(model, body, [prompt], n, sampling, prompt_field, found),
         body.tools_for_template() if body.parse_tool_calls else [],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         _prefill(body)[1],
@@ -185,28 +185,30 @@ def _reasoning(
     return model.tokenizer.reasoning_budget(prompt, n_tokens, said)
 
 
-def pictured_chat(
+def chat_with_media(
     model: KnownModel, body: ChatCompletionRequest, prompt_field: str
-) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
-    """The prompt that asks for the chat's next turn, with PICTURE in the places of its pictures, and these.
-    Raises InvalidRequestError."""
-    urls = [one.image_url.url for message in body.messages for one in message.pictures]
-    if urls and not model.sees:
-        raise pictures.refusal(prompt_field)
-    return pictures.placed(chat_prompt(model, body), urls, prompt_field)
+) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
+    """The prompt that asks for the chat's next turn, with MEDIUM in the places of its pictures and sounds,
+    and these. Raises InvalidRequestError, and MediaError for what the model neither sees nor hears."""
+    parts = [one for message in body.messages for one in message.media]
+    for part in parts:
+        media.check(model, part.type == "input_audio", prompt_field)
+    urls = [part.url for part in parts]
+    return media.placed(model, chat_prompt(model, body), urls, prompt_field)
 
 
 def length(model: KnownModel, body: ChatCompletionRequest, prompt_field: str) -> PromptLength:
     """How long the prompt would be. Raises InvalidRequestError."""
-    if not model.sees and any(message.pictures for message in body.messages):
-        raise InvalidRequestError(pictures.refusal(prompt_field).message, prompt_field)
-    prompt, seen = pictured_chat(model, body, prompt_field)
-    sizes = tuple((one.width, one.height) for one in seen)
-    return PromptLength(model.id, len(prompt) - len(seen), sizes)
+    try:
+        prompt, found = chat_with_media(model, body, prompt_field)
+    except MediaError as error:
+        raise InvalidRequestError(error.message, prompt_field) from None
+    sizes = tuple(one.size for one in found)
+    return PromptLength(model.id, len(prompt) - len(found), sizes)
 
 
 def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
-    """The prompt that asks for the chat's next turn. The first picture is -1 there, the second -2. Raises
+    """The prompt that asks for the chat's next turn. The first medium is -1 there, the second -2. Raises
     InvalidRequestError."""
     prompt, prefill = _rendered(model, body, model.tokenizer.encode_chat)
     return (*prompt, *model.tokenizer.tokenize(prefill, False, False)) if prefill else prompt
@@ -225,10 +227,10 @@ def _rendered(
     turns, prefill = _prefill(body)
     messages = [message.for_template() for message in turns]
     placing: dict[str, Any] = {}
-    if any(turn.pictures for turn in turns):
-        marks = pictures.Marks()
+    if any(turn.media for turn in turns):
+        marks = media.Marks()
         for turn, message in zip(turns, messages, strict=True):
-            if turn.pictures:
+            if turn.media:
                 text = turn.marked(marks.next)
                 takes_text = model.tokenizer.template_caps["supports_string_content"]
                 message["content"] = text if takes_text else [{"type": "text", "text": text}]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation import pictures, preparation
+from serve_app.ingress.generation import media, preparation
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.generation.tokenization import (
     refuse_huge,
@@ -23,8 +23,8 @@ from serve_app.ingress.llama_server.protocol import (
     LlamaCompletionRequest,
     LlamaParams,
     LoraAdapter,
+    MediaPrompt,
     ModelRequest,
-    PicturedPrompt,
     PropsRequest,
     SlotRequest,
     TokenizeRequest,
@@ -33,7 +33,7 @@ from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.ingress.workers.worker import KnownModel, Models
 from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Picture
+from serve_app.types import Medium
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +57,22 @@ def completion(models: Models, body: bytes) -> Completion:
     """POST /completion. Raises CorralError."""
     asked = parsed(LlamaCompletionRequest, body)
     model = find(models, asked.model)
-    if isinstance(asked.prompt, PicturedPrompt):
-        prompt, seen = _pictured(model, asked.prompt)
-        return _completion(model, asked, [prompt], is_batch=asked.is_batch, seen=seen)
+    if isinstance(asked.prompt, MediaPrompt):
+        prompt, found = _with_media(model, asked.prompt)
+        return _completion(model, asked, [prompt], is_batch=asked.is_batch, found=found)
     prompts = [mixed_tokens(model, prompt, "prompt") for prompt in asked.prompts]
     return _completion(model, asked, prompts, is_batch=asked.is_batch)
 
 
-def _pictured(
-    model: KnownModel, asked: PicturedPrompt
-) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
-    if not model.sees:
-        raise pictures.refusal("prompt")
+def _with_media(
+    model: KnownModel, asked: MediaPrompt
+) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
+    media.check(model, model.hears, "prompt")
     texts = asked.prompt_string.split(MEDIA_MARKER)
     if len(texts) - 1 != len(asked.multimodal_data):
         raise InvalidRequestError(
             f"The prompt has {len(texts) - 1} places {MEDIA_MARKER} for "
-            f"{len(asked.multimodal_data)} pictures.",
+            f"{len(asked.multimodal_data)} pictures and sounds.",
             "prompt",
         )
     encode = model.tokenizer.tokenize
@@ -82,7 +81,7 @@ def _pictured(
         tokens += [-i] if i else []
         tokens += tokenize_checked(model, "prompt", len(text), encode, text, i == 0, True)
     urls = [f"data:;base64,{data}" for data in asked.multimodal_data]
-    return pictures.placed(tuple(tokens), urls, "prompt")
+    return media.placed(model, tuple(tokens), urls, "prompt")
 
 
 def infill(models: Models, body: bytes) -> Completion:
@@ -98,12 +97,12 @@ def _completion(
     prompts: list[tuple[int, ...]],
     *,
     is_batch: bool,
-    seen: tuple[Picture, ...] = (),
+    found: tuple[Medium, ...] = (),
 ) -> Completion:
     sampling, n = _with_triggers(model, asked), asked.n_answers
     fields = asked.response_fields
     return Completion(
-        preparation.generation(model, asked, prompts, n, sampling, "prompt", seen),
+        preparation.generation(model, asked, prompts, n, sampling, "prompt", found),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,
         asked.return_tokens,

@@ -60,13 +60,13 @@ def _is_text(part: object) -> bool:
     )
 
 
-class PicturedPrompt(RequestModel):
-    """A prompt with pictures."""
+class MediaPrompt(RequestModel):
+    """A prompt with pictures and sounds."""
 
     prompt_string: Text
     """`<__media__>` stands for the next one."""
     multimodal_data: Annotated[list[str], Field(min_length=1)]
-    """Pictures in base64."""
+    """Files in base64."""
 
 
 class GrammarTrigger(BaseModel):
@@ -156,7 +156,7 @@ class LlamaParams(GenerationParams):
 class LlamaCompletionRequest(LlamaParams):
     """POST /completion."""
 
-    prompt: Text | list[Mixed | Text | TokenId] | PicturedPrompt
+    prompt: Text | list[Mixed | Text | TokenId] | MediaPrompt
     """A text, or token ids and texts mixed; or several of either."""
 
     @field_validator("prompt", mode="before")
@@ -178,7 +178,7 @@ class LlamaCompletionRequest(LlamaParams):
     @property
     def prompts(self) -> list[str | list[int | str]]:
         """The prompt, or the prompts."""
-        if isinstance(self.prompt, PicturedPrompt):
+        if isinstance(self.prompt, MediaPrompt):
             return [self.prompt.prompt_string]
         return several(self.prompt)
 

@@ -130,7 +130,7 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bo
             "bos_token": found.tokenizer.bos,
             "eos_token": found.tokenizer.eos,
             "media_marker": MEDIA_MARKER,
-            "modalities": {"vision": found.sees, "video": False, "audio": False},
+            "modalities": {"vision": found.sees, "video": False, "audio": found.hears},
             "build_info": BUILD,
             "endpoint_slots": True,
             "endpoint_props": caller.is_operator and caller.account is not None,

@@ -179,6 +179,7 @@ def _capabilities(model: KnownModel) -> list[str]:
         "tools": True,
         "insert": tokenizer.can_infill,
         "vision": model.sees,
+        "audio": model.hears,
         "thinking": tokenizer.thinks,
     }
     return [name for name, has_it in found.items() if has_it]

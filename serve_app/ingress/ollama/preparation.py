@@ -23,7 +23,7 @@ from serve_app.ingress.ollama.protocol import (
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.workers.worker import KnownModel, Models
-from serve_app.types import Picture
+from serve_app.types import Medium
 
 _NUM_KEEP = 4
 """Ollama's: so many first tokens stay when a prompt is cut."""
@@ -98,10 +98,10 @@ def generate(models: Models, body: bytes) -> Asked | Load:
         found = _untemplated(model, asked, asked.as_completion(), prompt, thinks=False)
         return _asked(model, asked, found, context=False)
     request = asked.as_chat(_turns(asked), [], can_think=model.tokenizer.thinks)
-    prompt, pictures = preparation.pictured_chat(model, request, "images")
+    prompt, media = preparation.chat_with_media(model, request, "images")
     prompt = _after_context(model, asked, prompt)
-    found = _untemplated(model, asked, request, prompt, thinks=True, pictures=pictures)
-    return _asked(model, asked, found, context=not pictures)
+    found = _untemplated(model, asked, request, prompt, thinks=True, media=media)
+    return _asked(model, asked, found, context=not media)
 
 
 def show(models: Models, body: bytes) -> str:
@@ -200,14 +200,14 @@ def _untemplated(
     prompt: tuple[int, ...],
     *,
     thinks: bool,
-    pictures: tuple[Picture, ...] = (),
+    media: tuple[Medium, ...] = (),
 ) -> Chat:
-    """The answer to these tokens, cut if they must and may be: not with pictures."""
-    if not pictures and len(prompt) >= model.n_ctx_slot and asked.truncates:
+    """The answer to these tokens, cut if they must and may be: not with media."""
+    if not media and len(prompt) >= model.n_ctx_slot and asked.truncates:
         prompt = _cut(prompt, _room(model, asked), asked.options.num_keep)
     sampling = params.sampling(model.defaults)
     sampling = dataclasses.replace(sampling, logprobs=asked.n_logprobs)
-    found = preparation.generation(model, params, [prompt], 1, sampling, "prompt", pictures)
+    found = preparation.generation(model, params, [prompt], 1, sampling, "prompt", media)
     return Chat(found, (), thinks)
 
 

@@ -44,13 +44,42 @@ class PicturePart(RequestModel):
     def _short(cls, value: object) -> object:
         return {"url": value} if isinstance(value, str) else value
 
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.image_url.url
+
     @classmethod
     def of(cls, url: str) -> PicturePart:
         """The picture at that URL."""
         return cls(type="image_url", image_url=ImageUrl(url=url))
 
 
-AnyPart = Annotated[TextPart | PicturePart, Field(discriminator="type")]
+class InputAudio(RequestModel):
+    """A sound."""
+
+    data: Annotated[str, Field(min_length=1)]
+    """A file in base64, or a data URL: `data:audio/wav;base64,…`."""
+    format: Literal["wav", "mp3", "flac"] = "wav"
+    """What the file is: the file itself tells, too."""
+
+
+class SoundPart(RequestModel):
+    """A sound in a user's message."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+    @property
+    def url(self) -> str:
+        """It as a data URL."""
+        data = self.input_audio.data
+        is_url = data[:5].lower() == "data:"
+        return data if is_url else f"data:audio/{self.input_audio.format};base64,{data}"
+
+
+MediumPart = PicturePart | SoundPart
+AnyPart = Annotated[TextPart | MediumPart, Field(discriminator="type")]
 
 
 class FunctionDefinition(RequestModel):
@@ -128,7 +157,7 @@ class ChatMessage(RequestModel):
     @field_validator("content", mode="before")
     @classmethod
     def _only_text(cls, value: object) -> object:
-        media.refuse(value, "messages", takes={"image_url"})
+        media.refuse(value, "messages", takes={"image_url", "input_audio"})
         return value
 
     @model_validator(mode="after")
@@ -143,8 +172,10 @@ class ChatMessage(RequestModel):
             raise InvalidRequestError(
                 "A tool's message, and no other, has a 'tool_call_id'.", "messages"
             )
-        if self.pictures and self.role not in ("user", "tool"):
-            raise InvalidRequestError(f"A message of the {self.role} has a picture.", "messages")
+        if self.media and self.role not in ("user", "tool"):
+            raise InvalidRequestError(
+                f"A message of the {self.role} has a picture or a sound.", "messages"
+            )
         if self.content is None and not self.tool_calls:
             raise InvalidRequestError("A message has no 'content'.", "messages")
         return self
@@ -180,14 +211,14 @@ class ChatMessage(RequestModel):
         return self.content or ""
 
     @property
-    def pictures(self) -> list[PicturePart]:
-        """Those among its parts."""
+    def media(self) -> list[MediumPart]:
+        """The pictures and sounds among its parts."""
         parts = self.content if isinstance(self.content, list) else ()
-        return [part for part in parts if isinstance(part, PicturePart)]
+        return [part for part in parts if not isinstance(part, TextPart)]
 
     def marked(self, mark: Callable[[], str]) -> str:
-        """The content as one text, with marks in the places of pictures. Texts side by side are lines; at
-        pictures no line ends, as at llama-server."""
+        """The content as one text, with marks in the places of media. Texts side by side are lines; at
+        media no line ends, as at llama-server."""
         made = ""
         after_text = False
         for part in self.content if isinstance(self.content, list) else ():

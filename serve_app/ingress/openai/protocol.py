@@ -560,7 +560,7 @@ class ModelCard(BaseModel):
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one request may have."""
     status: ModelStatus
-    capabilities: list[Literal["vision"]] = []
+    capabilities: list[Literal["vision", "audio"]] = []
     """Its capabilities besides text."""
 
 

@@ -54,12 +54,20 @@ class PicturePart(RequestModel):
         return {"type": self.type, "image_url": self.image_url, "detail": "auto"}
 
 
+class SoundPart(messages.SoundPart):
+    """A sound in a message."""
+
+    def told(self) -> Json:
+        """As it is kept and given back."""
+        return self.model_dump()
+
+
 def _parts(value: object) -> object:
-    media.refuse(value, "input", takes={"input_image"})
+    media.refuse(value, "input", takes={"input_image", "input_audio"})
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-AnyPart = Annotated[Part | PicturePart, Field(discriminator="type")]
+AnyPart = Annotated[Part | PicturePart | SoundPart, Field(discriminator="type")]
 Parts = Annotated[
     list[AnyPart], BeforeValidator(_parts, json_schema_input_type=str | list[AnyPart])
 ]
@@ -70,6 +78,8 @@ def _content(parts: Sequence[AnyPart]) -> list[messages.AnyPart]:
     return [
         messages.TextPart(type="text", text=part.text)
         if isinstance(part, Part)
+        else part
+        if isinstance(part, SoundPart)
         else messages.PicturePart.of(part.image_url)
         for part in parts
     ]

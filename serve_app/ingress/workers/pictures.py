@@ -71,11 +71,11 @@ def is_wanting(url: str) -> bool:
     return url.partition(":")[0].lower() in ("http", "https") and url not in _files.get()
 
 
-def from_url(url: str, name: str, field: str) -> Picture:
-    """The picture in a data URL, or in the file that was fetched for it. Raises InvalidRequestError that
-    begins with its name."""
+def from_url(url: str, name: str, field: str) -> bytes:
+    """The file in a data URL, or that was fetched for it. Raises InvalidRequestError that begins with its
+    name."""
     if (file := _files.get().get(url)) is not None:
-        return decoded(bytes(file), name, field)
+        return bytes(file)
     scheme, _, rest = url.partition(":")
     head, comma, data = rest.partition(",")
     if scheme.lower() != "data" or not comma or not head.lower().endswith(";base64"):
@@ -83,13 +83,12 @@ def from_url(url: str, name: str, field: str) -> Picture:
     return from_base64(data, name, field)
 
 
-def from_base64(text: str, name: str, field: str) -> Picture:
-    """The picture in base64. Raises InvalidRequestError that begins with its name."""
+def from_base64(text: str, name: str, field: str) -> bytes:
+    """The file in base64. Raises InvalidRequestError that begins with its name."""
     try:
-        data = base64.b64decode(text, validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise _bad(name, "it is not base64", field) from None
-    return decoded(data, name, field)
 
 
 def decoded(data: bytes, name: str, field: str) -> Picture:

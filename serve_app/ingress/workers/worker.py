@@ -70,6 +70,10 @@ class KnownModel(Protocol):
     def sees(self) -> bool:
         """See ServedModel."""
 
+    @property
+    def hears(self) -> bool:
+        """See ServedModel."""
+
     def adapted(self, adapter: AdapterUse) -> Self:
         """See ServedModel."""
 
@@ -86,6 +90,7 @@ class LocalModel:
     adapters: NumberedAdapters = field(default_factory=dict)
     used: Adapters = ()
     sees: bool = False
+    hears: bool = False
 
     def adapted(self, adapter: AdapterUse) -> LocalModel:
         """See KnownModel."""
@@ -100,13 +105,15 @@ def local(
     defaults: ModelDefaults,
     pooling: EmbeddingPooling | None,
     adapters: NumberedAdapters,
-    sees: bool,
+    *,
+    sees: bool = False,
+    hears: bool = False,
 ) -> LocalModel:
     """Read a model's vocabulary, once for all workers that are forked then. Raises ConfigError."""
     tokenizer = Tokenizer(path, defaults.chat_template, pooling)
     tokenizer.warm_up()
     own = defaults.over(tokenizer.recommended)
-    return LocalModel(name, n_ctx_slot, tokenizer, aliases, own, adapters, sees=sees)
+    return LocalModel(name, n_ctx_slot, tokenizer, aliases, own, adapters, sees=sees, hears=hears)
 
 
 Models = Mapping[str, KnownModel]

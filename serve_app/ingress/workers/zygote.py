@@ -25,7 +25,7 @@ from pathlib import Path
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
 from serve_app.ingress.model_registry import NumberedAdapters
-from serve_app.ingress.workers import pictures, slices, wire, worker
+from serve_app.ingress.workers import pictures, slices, sounds, wire, worker
 from serve_app.llama.formats import EmbeddingPooling
 
 PID = struct.Struct("<i")
@@ -47,7 +47,9 @@ class ModelFile:
     """Instead of what the file says."""
     adapters: NumberedAdapters = field(default_factory=dict)
     sees: bool = False
-    """Whether it has a projector, for pictures."""
+    """Whether it has a projector for pictures, ..."""
+    hears: bool = False
+    """... and for sounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ def _models(start: Start) -> dict[str, worker.LocalModel] | CorralError:
             importlib.import_module(module)
         if any(one.sees for one in start.models):
             pictures.load()
+        if any(one.hears for one in start.models):
+            sounds.load()
         return {
             one.id: worker.local(
                 one.id,
@@ -91,7 +95,8 @@ def _models(start: Start) -> dict[str, worker.LocalModel] | CorralError:
                 one.defaults,
                 one.pooling,
                 one.adapters,
-                one.sees,
+                sees=one.sees,
+                hears=one.hears,
             )
             for one in start.models
         }

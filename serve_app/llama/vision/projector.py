@@ -1,4 +1,4 @@
-"""A projector: the part of a model that sees, by llama.cpp's libmtmd. Pictures become embeddings."""
+"""A projector: the part of a model that sees or hears, by llama.cpp's libmtmd. It makes embeddings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from numpy.typing import NDArray
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.model import Model, fingerprint_of
-from serve_app.llama.vision.tiles import Part, Pause, Tile
+from serve_app.llama.vision.senses import check_counts
+from serve_app.llama.vision.tiles import Part, Pause, Tile, cannot_be_used
+from serve_app.types import SAMPLE_RATE, Medium, Picture, Size
 
 _MARKER = b"<__media__>"
 _LARGE = (4096, 2048)
+_LAYOUTS_KEPT = 256
 
 
 class Prepared:
-    """A picture that was resized and cut. Any thread; freed with the last reference."""
+    """A picture that was resized and cut, or a sound's spectrum. Any thread; freed with the last
+    reference."""
 
     def __init__(self, chunks: int, tiles: Sequence[int]) -> None:
         self.tiles = tuple(tiles)
@@ -64,23 +68,42 @@ class Projector:
         self.pointer: Any = pointer
         """llama.cpp's."""
         weakref.finalize(self, mtmd_cpp.mtmd_free, pointer).atexit = False
-        if not mtmd_cpp.mtmd_support_vision(pointer):
-            raise ConfigError(f"The projector {self.path} cannot see: Corral has no sound.")
-        self.causal = not mtmd_cpp.mtmd_decode_use_non_causal(pointer, None)
-        """Whether a tile's embeddings see only those before them; otherwise they go into one batch."""
+        self.sees = bool(mtmd_cpp.mtmd_support_vision(pointer))
+        """Whether it takes pictures."""
+        self.hears = bool(mtmd_cpp.mtmd_support_audio(pointer))
+        """Whether it takes sounds."""
+        if self.hears:
+            check_counts(self.path)
+        rate = mtmd_cpp.mtmd_get_audio_sample_rate(pointer) if self.hears else SAMPLE_RATE
+        if rate != SAMPLE_RATE:
+            raise ConfigError(
+                f"The projector {self.path} hears {rate} samples a second. Corral has {SAMPLE_RATE}."
+            )
+        self.causal = not (self.sees and mtmd_cpp.mtmd_decode_use_non_causal(pointer, None))
+        """Whether all tiles of pictures are."""
         self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.pointer)
         """Numbers in an embedding."""
         self.n_bytes = self.path.stat().st_size
         """Bytes of its file: nearly all of them are tensors."""
         self.fingerprint = fingerprint_of([self.path])
         """Tells its content from other projectors'."""
-        self.layout(*_LARGE)  # has all the control tokens that there are
+        self._layouts: dict[Size, tuple[Part, ...]] = {}
+        if self.sees:
+            self.layout(_LARGE)  # has all the control tokens that there are
+        if self.hears:
+            self.layout((SAMPLE_RATE,))
 
-    def layout(self, width: int, height: int) -> tuple[Part, ...]:
-        """The parts of a prompt that a picture of that size becomes. Raises InvalidRequestError if
-        there is no way."""
-        with _tokenized(self.pointer, None, width, height) as chunks:
-            return tuple(self._part(chunk) for chunk in _of(chunks))
+    def layout(self, size: Size) -> tuple[Part, ...]:
+        """The parts of a prompt that a picture or sound of that size becomes. llama.cpp computes a sound's
+        spectrum to tell, so the last results are kept. Raises InvalidRequestError if there is no way."""
+        found = self._layouts.get(size)
+        if found is None:
+            with _tokenized(self.pointer, None, size) as chunks:
+                found = tuple(self._part(chunk) for chunk in _of(chunks))
+            if len(self._layouts) >= _LAYOUTS_KEPT:
+                self._layouts.clear()
+            self._layouts[size] = found
+        return found
 
     def _part(self, chunk: int) -> Part:
         if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_TEXT:
@@ -89,14 +112,19 @@ class Projector:
             tokens = tuple(found[i] for i in range(n_tokens.value))
             if min(tokens) < 0:
                 raise ConfigError(
-                    f"{self.model.path.name} has not the control tokens that pictures stand between with "
+                    f"{self.model.path.name} has not the control tokens that media stand between with "
                     f"the projector {self.path.name}."
                 )
             return tokens
         n = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
-        return Tile(n) if self.model.n_dimensions == 1 else self._placed(chunk, n)
+        causal = not mtmd_cpp.mtmd_decode_use_non_causal(self.pointer, chunk)
+        is_picture = (
+            mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
+        )
+        placed = is_picture and self.model.n_dimensions > 1
+        return self._placed(chunk, n, causal) if placed else Tile(n, causal=causal)
 
-    def _placed(self, chunk: int, n_tokens: int) -> Tile:
+    def _placed(self, chunk: int, n_tokens: int, causal: bool) -> Tile:
         """A tile for a model with positions in several dimensions. Raises ConfigError if its positions are
         none of `Tile.positions`: HunyuanVL's depend on how many pictures came before."""
         image = mtmd_cpp.mtmd_input_chunk_get_tokens_image(chunk)
@@ -104,7 +132,7 @@ class Projector:
         mtmd_cpp.mtmd_helper_image_get_decoder_pos(image, 0, found)
         places = np.ctypeslib.as_array(found).view(np.uint32).reshape(n_tokens, 4)
         time, column, row, zero = places.T
-        tile = Tile(n_tokens, 0 if time[-1] else int(column[-1]) + 1)
+        tile = Tile(n_tokens, 0 if time[-1] else int(column[-1]) + 1, causal)
         n_positions = mtmd_cpp.mtmd_input_chunk_get_n_pos(chunk)
         known = tile.positions(0, n_tokens, 0)
         if n_positions != tile.n_positions or any(
@@ -115,18 +143,19 @@ class Projector:
             )
         return tile
 
-    def prepare(self, pixels: bytes, width: int, height: int) -> Prepared:
-        """A picture, given as rows of red, green and blue, ready for `encode`: some hundredths of a second
-        for a megapixel. Raises InvalidRequestError like `layout`."""
-        with _tokenized(self.pointer, pixels, width, height) as chunks:
-            image = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
-            tiles = [c for c in _of(chunks) if mtmd_cpp.mtmd_input_chunk_get_type(c) == image]
+    def prepare(self, medium: Medium) -> Prepared:
+        """A picture or sound, ready for `encode`: some hundredths of a second for a megapixel, some tenths
+        for half a minute. Raises InvalidRequestError like `layout`."""
+        data = medium.pixels if isinstance(medium, Picture) else medium.samples
+        with _tokenized(self.pointer, data, medium.size) as chunks:
+            text = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_TEXT
+            tiles = [c for c in _of(chunks) if mtmd_cpp.mtmd_input_chunk_get_type(c) != text]
             return Prepared(chunks.detach(), tiles)
 
     def encode(
         self, prepared: Prepared, tile: int, pause: Pause | None = None
     ) -> NDArray[np.float32] | None:
-        """The embeddings of one of a picture's tiles, a row each; None if `pause` ended it. That is called
+        """The embeddings of one of its tiles, a row each; None if `pause` ended it. That is called
         between two nodes of the graph, and may decode. Raises DecodeError, and what `pause` raises."""
         chunk = prepared.tiles[tile]
         self._pause, self._left, self._error = pause, False, None
@@ -165,22 +194,25 @@ class _Chunks:
         return pointer
 
 
+def _bitmap(data: bytes | None, size: Size) -> Any:
+    if len(size) == 2:
+        pixels = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_uint8))
+        return mtmd_cpp.mtmd_bitmap_init(*size, pixels if data else None)
+    samples = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_float))
+    return mtmd_cpp.mtmd_bitmap_init_from_audio(*size, samples if data else None)
+
+
 @contextmanager
-def _tokenized(projector: Any, pixels: bytes | None, width: int, height: int) -> Iterator[_Chunks]:
-    """The chunks of a picture; without pixels, they cannot be encoded."""
-    data = (
-        None
-        if pixels is None
-        else ctypes.cast(ctypes.c_char_p(pixels), ctypes.POINTER(ctypes.c_uint8))
-    )
-    bitmap = mtmd_cpp.mtmd_bitmap_init(width, height, data)
+def _tokenized(projector: Any, data: bytes | None, size: Size) -> Iterator[_Chunks]:
+    """The chunks of a picture or sound; without its data, they cannot be encoded."""
+    bitmap = _bitmap(data, size)
     chunks = _Chunks()
     try:
         text = mtmd_cpp.mtmd_input_text(_MARKER, len(_MARKER), False, True)
         bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(bitmap)
         status = mtmd_cpp.mtmd_tokenize(projector, chunks.pointer, ctypes.byref(text), bitmaps, 1)
         if status != 0:
-            raise InvalidRequestError(f"A picture of {width} x {height} pixels cannot be used.")
+            raise InvalidRequestError(cannot_be_used(size))
         yield chunks
     finally:
         mtmd_cpp.mtmd_bitmap_free(bitmap)

@@ -1,4 +1,4 @@
-"""The rows that pictures become in prompts."""
+"""The rows that pictures and sounds become in prompts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.types import SAMPLE_RATE, Size
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of a picture that is encoded at once: the whole, or what it was cut into."""
+    """A part of a picture or sound that is encoded at once: the whole, or what it was cut into."""
 
     n_tokens: int
     """Embeddings that it becomes, and cells that these take."""
     width: int = 0
     """Of its embeddings, those in a row, if they are told apart by row and column (M-RoPE); 0: each has
     the position after the one before."""
+    causal: bool = True
+    """Whether its embeddings see only those before them; otherwise they go into one batch."""
 
     @property
     def n_positions(self) -> int:
@@ -41,3 +45,10 @@ Part = Tile | tuple[int, ...]
 
 Pause = Callable[[], bool]
 """Called now and then while a picture is encoded, on the same thread; False ends that."""
+
+
+def cannot_be_used(size: Size) -> str:
+    """A message about a picture or sound."""
+    if len(size) == 2:
+        return f"A picture of {size[0]} x {size[1]} pixels cannot be used."
+    return f"A sound of {size[0] / SAMPLE_RATE:.1f} seconds cannot be used."

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from serve_app.llama.vision.projector import Projector
-from serve_app.types import Picture
+from serve_app.types import Medium, Sound
 
 MARKER = "<__media__>"
 
@@ -38,10 +38,10 @@ class Reference:
         self._n_batch = n_batch
         self._n_past = llama_cpp.llama_pos(0)
 
-    def prompt(self, text: str, pictures: Sequence[Picture]) -> None:
-        """Compute a text, with MARKER in the places of pictures."""
+    def prompt(self, text: str, media: Sequence[Medium]) -> None:
+        """Compute a text, with MARKER in the places of media."""
         chunks = mtmd_cpp.mtmd_input_chunks_init()
-        bitmaps = [_bitmap(one) for one in pictures]
+        bitmaps = [_bitmap(one) for one in media]
         said = mtmd_cpp.mtmd_input_text(text.encode(), len(text.encode()), False, True)
         places = (mtmd_cpp.mtmd_bitmap_p_ctypes * len(bitmaps))(*bitmaps)
         pointer = self._projector.pointer
@@ -89,6 +89,10 @@ def reference(model: Path, projector: Path, n_ctx: int, n_batch: int) -> Iterato
         one.close()
 
 
-def _bitmap(picture: Picture) -> Any:
+def _bitmap(medium: Medium) -> Any:
+    if isinstance(medium, Sound):
+        samples = ctypes.cast(ctypes.c_char_p(medium.samples), ctypes.POINTER(ctypes.c_float))
+        return mtmd_cpp.mtmd_bitmap_init_from_audio(*medium.size, samples)
+    picture = medium
     pixels = ctypes.cast(ctypes.c_char_p(picture.pixels), ctypes.POINTER(ctypes.c_uint8))
     return mtmd_cpp.mtmd_bitmap_init(picture.width, picture.height, pixels)

@@ -22,7 +22,7 @@ from serve_app.demo_model.random_projector import QWEN_TOKENS, SHAPES, write_ran
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import PICTURE, Picture, SequenceEnd, TokenDelta, TokenLogprobs
+from serve_app.types import MEDIUM, Picture, SequenceEnd, TokenDelta, TokenLogprobs
 from tests.integration.engine.opening import opener
 from tests.integration.engine.picture_reference import MARKER, reference
 
@@ -73,10 +73,10 @@ class Seeing:
         self, name: str, *pictures: Picture, after: Sequence[int] | None = None
     ) -> GenerationRequest:
         """A question about pictures."""
-        places = (PICTURE,) * len(pictures)
+        places = (MEDIUM,) * len(pictures)
         after = self.after if after is None else after
         prompt = (*self.before, *places, *after)
-        return GenerationRequest(name, prompt, GREEDY, pictures=pictures)
+        return GenerationRequest(name, prompt, GREEDY, media=pictures)
 
     def text(self, name: str) -> GenerationRequest:
         """A question about none."""
@@ -166,10 +166,10 @@ PICTURES = drawn(0), drawn(1, 300, 60), drawn(2, 60, 200)
 @pytest.mark.parametrize("n_batch", [48, 128])
 async def test_tokens_are_as_likely_as_by_llama_cpps_helper(seeing: Seeing, n_batch: int) -> None:
     """Several pictures in a prompt, the first of them cached, in chunks of any size."""
-    places = (PICTURE,) * len(PICTURES)
+    places = (MEDIUM,) * len(PICTURES)
     sampling = replace(GREEDY, logprobs=5)
     prompt = (*seeing.before, *places[:1], *seeing.after, *places[1:], *seeing.more)
-    request = GenerationRequest("a", prompt, sampling, pictures=PICTURES)
+    request = GenerationRequest("a", prompt, sampling, media=PICTURES)
     seen, between = f"What is in {MARKER}", f"? I see{MARKER}{MARKER} How many are there?"
     async with seeing.opened(n_slots=1, n_batch=n_batch) as engine:
         await answer(engine, seeing.asked("b", PICTURES[0]))
@@ -204,7 +204,7 @@ async def test_several_pictures_stand_where_the_prompt_has_them(seeing: Seeing) 
         one, end = await answer(engine, asked("a", drawn(0), drawn(1)))
         other, _ = await answer(engine, asked("b", drawn(1), drawn(0)))
         again, _ = await answer(engine, asked("c", drawn(0), drawn(1)))
-        n_seen = engine.picture_tokens([(128, 128)] * 2)
+        n_seen = engine.media_tokens([(128, 128)] * 2)
     assert one == again != other
     assert end.usage.prompt_tokens == len(seeing.before) + n_seen + len(seeing.after)
 
@@ -215,12 +215,12 @@ async def test_what_is_behind_a_picture_stands_right_wherever_it_comes_from(
 ) -> None:
     """From its own slot, from a copy of another one's, or from the store."""
     first, other = drawn(0), drawn(1, 60, 100)
-    talk = (*seeing.after, PICTURE, *seeing.more)
+    talk = (*seeing.after, MEDIUM, *seeing.more)
     last = (*talk, *seeing.after)
 
     def asked(name: str, after: Sequence[int]) -> GenerationRequest:
-        pictures = (first, other) if PICTURE in after else (first,)
-        return GenerationRequest(name, (*seeing.before, PICTURE, *after), GREEDY, pictures=pictures)
+        pictures = (first, other) if MEDIUM in after else (first,)
+        return GenerationRequest(name, (*seeing.before, MEDIUM, *after), GREEDY, media=pictures)
 
     async with seeing.opened(n_slots=1, kv_unified=kv_unified) as engine:
         expected, end = await answer(engine, asked("a", last))
@@ -286,7 +286,7 @@ async def test_who_leaves_within_a_picture_leaves_what_is_before_it(seeing: Seei
     seen = drawn(0, 240, 240)
 
     def asked(name: str) -> GenerationRequest:
-        return GenerationRequest(name, (*before, PICTURE, *seeing.after), GREEDY, pictures=(seen,))
+        return GenerationRequest(name, (*before, MEDIUM, *seeing.after), GREEDY, media=(seen,))
 
     async with seeing.opened(n_slots=1) as engine:
         expected, _ = await answer(engine, asked("a"))

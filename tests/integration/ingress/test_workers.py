@@ -61,7 +61,7 @@ def test_what_a_vocabulary_costs_once_is_paid_before_workers_are_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each would pay it again, at its first text: a large vocabulary made that slow work."""
-    model = worker.local("demo", 2048, BUILTIN_MODEL, (), NO_DEFAULTS, None, {}, sees=False)
+    model = worker.local("demo", 2048, BUILTIN_MODEL, (), NO_DEFAULTS, None, {})
     monkeypatch.delattr(llama_cpp, "llama_vocab_get_text")
     assert model.tokenizer.least_tokens(1000) > 1
 

@@ -27,6 +27,7 @@ from serve_app.types import (
     ReplicaStats,
     RequestRecord,
     SequenceEnd,
+    Size,
     SlotAction,
     Timings,
     TokenDelta,
@@ -218,7 +219,7 @@ class ScriptedEngine:
             self.left_early = True
             raise
 
-    async def picture_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+    async def media_tokens(self, sizes: Sequence[Size]) -> int:
         """Ten for each pixel of their heights."""
         if self.refusal is not None:
             raise self.refusal

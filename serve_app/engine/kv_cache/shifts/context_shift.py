@@ -16,7 +16,7 @@ def n_kept(request: GenerationRequest, options: EngineOptions) -> int | None:
     wanted = options.context_shift if asked is None else asked
     if not wanted or request.sampling.max_tokens is None or options.n_ctx_slot < _LEAST_CTX:
         return None
-    if request.pictures:  # half of one is none
+    if request.media:  # half of one is none
         return None
     n_keep = options.n_keep if request.n_keep is None else request.n_keep
     n_keep = len(request.prompt) if n_keep < 0 else n_keep

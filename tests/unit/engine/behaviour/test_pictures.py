@@ -14,7 +14,7 @@ from serve_app.engine import Engine, GenerationRequest, SamplingParams
 from serve_app.errors import DecodeError, InvalidRequestError, PromptTooLongError
 from serve_app.llama.vision.positions import Positions
 from serve_app.llama.vision.tiles import Part, Pause, Tile
-from serve_app.types import PICTURE, FinishReason, Picture
+from serve_app.types import MEDIUM, FinishReason, Medium, Picture, Size
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,
@@ -39,6 +39,7 @@ class ScriptedProjector:
     BAD fails then."""
 
     fingerprint = b"scripted"
+    sees, hears = True, False
 
     def __init__(self, *, causal: bool = True) -> None:
         self.causal = causal
@@ -47,11 +48,12 @@ class ScriptedProjector:
         self.is_encoding = threading.Event()
         self.may_end = threading.Event()
 
-    def layout(self, width: int, height: int) -> tuple[Part, ...]:
-        return BEGIN, Tile(N_SEEN, width=4), END
+    def layout(self, size: Size) -> tuple[Part, ...]:
+        return BEGIN, Tile(N_SEEN, 4, self.causal), END
 
-    def prepare(self, pixels: bytes, width: int, height: int) -> bytes:
-        return pixels
+    def prepare(self, medium: Medium) -> bytes:
+        assert isinstance(medium, Picture)
+        return medium.pixels
 
     def encode(
         self, prepared: bytes, tile: int, pause: Pause | None = None
@@ -81,8 +83,8 @@ def seeing(
 
 def asked(name: str, *pictures: Picture, after: str = "what?\n") -> GenerationRequest:
     """A question about pictures."""
-    prompt = (*b"in ", *(PICTURE,) * len(pictures), *after.encode())
-    return GenerationRequest(name, prompt, SamplingParams(max_tokens=4), pictures=pictures)
+    prompt = (*b"in ", *(MEDIUM,) * len(pictures), *after.encode())
+    return GenerationRequest(name, prompt, SamplingParams(max_tokens=4), media=pictures)
 
 
 def test_streams_go_on_while_a_picture_is_encoded() -> None:
@@ -113,7 +115,7 @@ def test_a_pictures_rows_are_a_batch_of_their_own(causal: bool, several: bool) -
         inboxes = start(engine, asked("a", GOOD), asked("b", OTHER), request("c"))
         ends = [inbox.wait() for inbox in inboxes]
         assert engine.stats().encoded_tiles == 2
-        assert engine.picture_tokens([(8, 8), (9, 9)]) == 2 * (1 + N_SEEN + 1)
+        assert engine.media_tokens([(8, 8), (9, 9)]) == 2 * (1 + N_SEEN + 1)
     assert_only_own_tokens_were_fed(backend)
     assert ends[0].usage.prompt_tokens == len("in ") + 1 + N_SEEN + 1 + len("what?\n")
     seen = [batch for batch in backend.batches if any(token < 0 for token, *_ in batch)]
@@ -190,8 +192,8 @@ def test_who_comes_while_a_picture_is_computed_starts_from_all_of_it(several: bo
 @pytest.mark.parametrize(
     ("one", "error", "told"),
     [
-        (replace(asked("a", GOOD), pictures=()), InvalidRequestError, "outside 0 to"),
-        (replace(asked("a", GOOD), pictures=(GOOD, GOOD)), InvalidRequestError, "places"),
+        (replace(asked("a", GOOD), media=()), InvalidRequestError, "outside 0 to"),
+        (replace(asked("a", GOOD), media=(GOOD, GOOD)), InvalidRequestError, "places"),
         (asked("a", GOOD, after=""), None, ""),
         (asked("a", *[GOOD] * 7), PromptTooLongError, "tokens"),
         (replace(asked("a", GOOD), context_shift=True), InvalidRequestError, "shifted"),

@@ -23,7 +23,7 @@ from serve_app.errors import (
 )
 from serve_app.ingress.anthropic import preparation as anthropic
 from serve_app.ingress.generation.generation import n_tokens
-from serve_app.ingress.generation.pictures import read
+from serve_app.ingress.generation.media import read
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.llama_server import preparation as llama_server
 from serve_app.ingress.model_registry import ServedModel
@@ -33,7 +33,7 @@ from serve_app.ingress.responses import preparation as responses
 from serve_app.ingress.workers import pictures
 from serve_app.ingress.workers.worker import LocalModel
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import PICTURE
+from serve_app.types import MEDIUM, Picture
 from tests.unit.ingress.harness import ScriptedEngine
 
 Image = pytest.importorskip("PIL.Image")
@@ -135,13 +135,14 @@ ASKS = [
 def test_pictures_stand_in_the_prompt_in_their_order(ask: Ask) -> None:
     found = ask(SEEING, file_of(RED), file_of(BLUE, (4, 4)))
     (prompt,) = found.prompts
-    assert prompt.count(PICTURE) == 2
-    assert min(prompt) == PICTURE
-    words = TOKENIZER.decode(prompt[prompt.index(PICTURE) :])
+    assert prompt.count(MEDIUM) == 2
+    assert min(prompt) == MEDIUM
+    words = TOKENIZER.decode(prompt[prompt.index(MEDIUM) :])
     assert "What?" in words
-    first, second = found.pictures
-    assert (first.width, first.height, first.pixels) == (8, 6, bytes(RED) * 48)
-    assert (second.width, second.height, second.pixels) == (4, 4, bytes(BLUE) * 16)
+    assert found.media == (
+        Picture.of(bytes(RED) * 48, 8, 6),
+        Picture.of(bytes(BLUE) * 16, 4, 4),
+    )
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -160,7 +161,7 @@ def test_users_cannot_write_places() -> None:
     content = "<__media__> 123456789012<0>"
     body = {"messages": [{"role": "user", "content": content}]}
     made = openai.chat(SEEING, json.dumps(body).encode()).chat
-    assert made.generation.pictures == ()
+    assert made.generation.media == ()
     assert content in TOKENIZER.decode(made.prompt, special=True)
 
 
@@ -169,7 +170,7 @@ def test_texts_are_the_same_tokens_around_a_picture() -> None:
     body = {"messages": [{"role": "user", "content": "See%What?"}]}
     (plain,) = openai.chat(SEEING, json.dumps(body).encode()).chat.generation.prompts
     (percent,) = TOKENIZER.tokenize("%", False, False)
-    assert [percent if token == PICTURE else token for token in pictured] == list(plain)
+    assert [percent if token == MEDIUM else token for token in pictured] == list(plain)
 
 
 def test_what_is_left_to_count_is_told_to_who_counts_pictures() -> None:
@@ -258,11 +259,11 @@ def bomb(side: int) -> bytes:
 )
 def test_what_is_no_picture_is_refused(given: str, told: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^it: ({told})"):
-        pictures.from_url(given, "it", "messages")
+        pictures.decoded(pictures.from_url(given, "it", "messages"), "it", "messages")
 
 
 def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidRequestError, match="50 pictures: a request may have 16"):
+    with pytest.raises(InvalidRequestError, match="50 pictures and sounds: a request may have"):
         of_openai(SEEING, *[file_of()] * 50)
     monkeypatch.setattr(pictures, "MAX_BYTES", 400)
     with pytest.raises(InvalidRequestError, match="Picture 3 of 3: all up to this one"):
@@ -272,7 +273,7 @@ def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> No
 def test_urls_are_named_all_at_once_for_who_fetches_them() -> None:
     urls = [url(file_of()), "http://169.254.169.254/latest", "HTTPS://a.example/b.png"]
     with pytest.raises(PicturesWantedError, match="Picture 2 of 3: URLs are not fetched") as caught:
-        read(urls, "messages")
+        read(SEEING["m"], urls, "messages")
     assert caught.value.param == "messages"
     assert caught.value.pictures == ((urls[1], "Picture 2 of 3"), (urls[2], "Picture 3 of 3"))
 
@@ -288,7 +289,7 @@ def message(role: str, content: Any) -> bytes:
     ("body", "told"),
     [
         (message("system", [{"type": "image_url", "image_url": "x"}]), "of the system"),
-        (message("user", [{"type": "input_audio", "input_audio": {}}]), "Audio input"),
+        (message("user", [{"type": "input_audio", "input_audio": {"data": "x"}}]), "Audio input"),
         (message("user", [{"type": "image_url"}]), r"messages\.0\.content"),
     ],
 )

@@ -28,6 +28,7 @@ from serve_app.ingress.workers.in_process import InProcess
 from serve_app.ingress.workers.pictures import WithFiles
 from serve_app.ingress.workers.worker import LocalModel
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.types import Picture
 
 HERE = "127.0.0.1"
 OK, MOVED = (
@@ -227,7 +228,8 @@ async def test_a_body_is_read_again_with_its_files() -> None:
         web.answers["/a"] = ok(b"<svg/>")
         with pytest.raises(InvalidRequestError, match="Picture 1 of 2: it is none of PNG"):
             await workers.run("client", preparation.chat, body)
-    assert [one.pixels[:3] for one in made.chat.generation.pictures] == [b"\xff\0\0"] * 2
+    seen = [one for one in made.chat.generation.media if isinstance(one, Picture)]
+    assert [one.pixels[:3] for one in seen] == [b"\xff\0\0"] * 2
     assert len(web.seen) == 2
 
 
