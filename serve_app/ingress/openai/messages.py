@@ -61,7 +61,7 @@ class InputAudio(RequestModel):
     data: Annotated[str, Field(min_length=1)]
     """A file in base64, or a data URL: `data:audio/wav;base64,…`."""
     format: Literal["wav", "mp3", "flac"] = "wav"
-    """What the file is: the file itself tells, too."""
+    """The kind of the file, which the file itself tells, too."""
 
 
 class SoundPart(RequestModel):
