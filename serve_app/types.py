@@ -117,7 +117,7 @@ class Sound:
 
 
 Medium = Picture | Sound
-"""What a prompt has besides text."""
+"""A part of a prompt that is no text."""
 
 
 def account(client: str, *, background: bool) -> str:

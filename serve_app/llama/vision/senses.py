@@ -1,4 +1,4 @@
-"""What a projector is for, by its file's metadata: to know it, llama.cpp need not load it."""
+"""The senses that a projector is for, by its file's metadata: llama.cpp need not load it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.errors import ConfigError
 
 
 class Senses(NamedTuple):
-    """What a model takes besides text."""
+    """The kinds of media that a model takes."""
 
     sees: bool = False
     """Pictures."""
