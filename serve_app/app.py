@@ -28,6 +28,7 @@ from serve_app.config.schema import (
 from serve_app.config.sizing import ModelNeeds
 from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine.backends.draft_model import N_CTX, check_draft
+from serve_app.engine.backends.own_layers import check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.batch.books import Limits
 from serve_app.ingress.batch.service import BatchOptions
@@ -375,6 +376,9 @@ def _with_draft(
 ) -> ModelNeeds:
     """The target's needs with those of its draft model, if it has one. Raises ConfigError if that
     cannot propose for it."""
+    if model.engine.draft is not None and model.engine.draft.own_layers:
+        check_own_layers(target)
+        return replace(needs, draft_bytes=slot_bytes(target, N_CTX))
     source = _draft_source(model)
     if source is None:
         return needs

@@ -45,10 +45,18 @@ _INGRESS_ONGOING_REQUESTS = 1000
 
 
 class DraftConfig(Section):
-    """A small model that proposes tokens for a larger one."""
+    """What proposes tokens for a model: exactly one of `source` and `own_layers`."""
 
-    source: ModelSource
+    source: ModelSource | None = None
     """The draft model's GGUF file, of the same vocabulary: every kind of source that a model has."""
+    own_layers: bool = False
+    """The model's own prediction layers (MTP), if its file has them."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> DraftConfig:
+        if (self.source is not None) == self.own_layers:
+            raise ValueError("give exactly one of source and own_layers: true")
+        return self
 
 
 class EngineConfig(Section):

@@ -60,7 +60,7 @@ class ModelNeeds:
     recurrent_elements: int = 0
     """Of one slot's recurrent layers, of four bytes."""
     draft_bytes: int = 0
-    """Of one slot in a draft model's cache; the draft's weights are among `weight_bytes`."""
+    """Of one slot of what proposes tokens; a draft model's weights are among `weight_bytes`."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
@@ -205,6 +205,7 @@ def resolve(
         max_stall_s=None if config.max_stall_ms is None else config.max_stall_ms / 1000,
         speculate=config.speculate,
         context_shift=config.context_shift,
+        own_layers=config.draft is not None and config.draft.own_layers,
         n_keep=config.n_keep,
         embedding_pooling=None if config.embedding_pooling == "auto" else config.embedding_pooling,
         prefix_folder=config.cache_folder,

@@ -95,6 +95,8 @@ class EngineOptions:
     """A GGUF file with what the model sees or hears with; None: it reads text only."""
     draft: Path | None = None
     """A GGUF file with a small model of the same vocabulary, which proposes tokens; None: none does."""
+    own_layers: bool = False
+    """Whether the model's own prediction layers propose tokens."""
     picture_ram_bytes: int = 2**27
     """Memory for pictures and sounds that are encoded."""
 
@@ -138,7 +140,7 @@ class EngineOptions:
         refused = {
             "adapters": bool(self.adapters),
             "projector": self.projector is not None,
-            "engine.draft": self.draft is not None,
+            "engine.draft": self.draft is not None or self.own_layers,
             "engine.kv_unified": self.kv_unified is not None,
             "engine.flash_attn: false": self.flash_attn is False,
             "engine.context_shift": self.context_shift,

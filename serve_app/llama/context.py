@@ -20,6 +20,7 @@ from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftE
 from serve_app.llama import library
 from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
+from serve_app.llama.own_layers import hidden_states
 from serve_app.llama.sampling import cuts
 from serve_app.llama.threads import FEW_ROWS, Threads
 
@@ -108,6 +109,8 @@ class Context:
     common beginning share its cells too. Raises ConfigError when llama.cpp cannot allocate it.
     """
 
+    _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT
+
     def __init__(
         self,
         model: Model,
@@ -125,13 +128,15 @@ class Context:
         cache_type_k: CacheType = "f16",
         cache_type_v: CacheType = "f16",
         pooling: Pooling | None = None,
+        tells_hidden: bool = False,
     ) -> None:
         """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each sequence. `n_outputs`
         is how many rows of a batch may want logits; default: one for each sequence. `threads_batch` is for
         batches of more than one row; default: `threads`. With `pooling`, the context makes embeddings, and
         every row must want them. llama.cpp computes `n_ubatch` rows at once, default: all; layers with a
-        window have cells for the window and so many more."""
+        window have cells for the window and so many more. `tells_hidden` is for `hidden`."""
         self.model = model
+        self._tells_hidden = tells_hidden
         self.n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
         params = llama_cpp.llama_context_default_params()
@@ -145,6 +150,7 @@ class Context:
         params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
         params.swa_full = False
         params.no_perf = True
+        params.ctx_type = self._KIND
         if pooling is not None:
             params.embeddings = True
             params.pooling_type = _POOLINGS[pooling]
@@ -177,6 +183,8 @@ class Context:
             int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
+        if self._tells_hidden:
+            hidden_states.tell_hidden(self.pointer)
         self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
@@ -332,6 +340,11 @@ class Context:
         if address not in self._views:
             self._views[address] = np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
         return self._views[address]
+
+    def hidden(self, n_rows: int) -> NDArray[np.float32]:
+        """What a model's own prediction layers are fed: the last hidden states of the `n_rows` rows of the
+        last decoded batch. Only with `tells_hidden`. A view, good until the next `decode`."""
+        return hidden_states.hidden(self.pointer, n_rows, self.model.n_embd)
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
         """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded

@@ -79,8 +79,10 @@ class Model:
         load_mode: LoadMode = "auto",
         delimiters: Iterable[str] = (),
         on_loaded: Callable[[float], None] | None = None,
+        own_layers: bool = False,
     ) -> None:
-        """`on_loaded` is told, while the weights are loaded, which part of them is."""
+        """`on_loaded` is told, while the weights are loaded, which part of them is. `own_layers` loads its
+        own prediction layers, too."""
         library.init()
         self.path = Path(path)
         if not self.path.is_file():
@@ -89,6 +91,7 @@ class Model:
         params.vocab_only = vocab_only
         params.n_gpu_layers = 0
         params.load_mode = _LOAD_MODES[load_mode]
+        params.load_mtp = own_layers
         if on_loaded is not None:
             params.progress_callback = _progress(
                 on_loaded
@@ -181,8 +184,13 @@ class Model:
 
     @property
     def n_layer(self) -> int:
-        """Its layers."""
-        return self.meta_int("block_count", 1)
+        """Its layers, without its own prediction layers."""
+        return self.meta_int("block_count", 1) - self.n_own_layers
+
+    @property
+    def n_own_layers(self) -> int:
+        """Its own prediction layers (MTP), which guess further tokens by its hidden states."""
+        return self.meta_int("nextn_predict_layers", 0)
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -210,7 +218,7 @@ class Model:
         if self.meta(name) is None:  # each layer has its own
             field = GGUFReader(self.path).get_field(name)
             found = field.contents() if field is not None else heads
-            return list(found) if isinstance(found, list) else [heads] * n_layer
+            return list(found)[:n_layer] if isinstance(found, list) else [heads] * n_layer
         every = self.meta_int("full_attention_interval", 1)
         return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
 

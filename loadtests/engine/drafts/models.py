@@ -1,4 +1,4 @@
-"""Models of real shapes that agree: random weights, of which the same token always follows."""
+"""Models of real shapes with random weights: some say always the same, and so agree; others do not."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ def agreeing(folder: Path, shape: ModelShape, dtype: str) -> Path:
     path = folder / f"agreeing-{shape.name}-{dtype}.gguf"
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    write_random_gguf(part, shape, dtype)
+    part = random(folder, shape, dtype).rename(path.with_suffix(".part"))
     reader = GGUFReader(part, "r+")
     (norm,) = (tensor for tensor in reader.tensors if tensor.name == "output_norm.weight")
     norm.data[:] = 0
     reader.data.flush()
     part.rename(path)
+    return path
+
+
+def random(folder: Path, shape: ModelShape, dtype: str) -> Path:
+    """A model that says anything, made if it is not there yet."""
+    path = folder / f"{shape.name}-{dtype}.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_random_gguf(path, shape, dtype)
     return path

@@ -150,9 +150,21 @@ class Projector(Protocol):
         backend may decode meanwhile. Raises DecodeError."""
 
 
+GUESSED = -1
+"""The place of a row that a draft model proposed itself."""
+
+
 class DraftModel(Protocol):
-    """A small model of the same vocabulary, with a cache of its own; see
-    `serve_app.engine.backends.draft_model.LlamaDraft`."""
+    """What proposes tokens, with a cache of its own: a small model of the same vocabulary
+    (`serve_app.engine.backends.draft_model.LlamaDraft`), or the other model's own prediction layers
+    (`serve_app.engine.backends.own_layers.OwnLayers`)."""
+
+    @property
+    def own_layers(self) -> bool:
+        """Whether it goes by the other model's hidden states."""
+
+    def first_fed(self, seq_id: int) -> int:
+        """The first place in the text of the other model's slot from which on `decode` can be fed."""
 
     @property
     def n_ctx(self) -> int:
@@ -166,8 +178,9 @@ class DraftModel(Protocol):
     def profile(self) -> Profile:
         """The cost of batches; empty if that was not measured."""
 
-    def decode(self, rows: Sequence[Row]) -> None:
-        """One forward pass. Raises DecodeError if they cannot be decoded; some may be in the cache."""
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+        """One forward pass, with the place of each row in the other model's text, or `GUESSED`. Raises
+        DecodeError if they cannot be decoded; some may be in the cache."""
 
     def most_likely(self, row: int) -> int:
         """The token of the other model's vocabulary that is most likely after a row last decoded."""

@@ -1,10 +1,11 @@
-"""The draft model of the real backend: another GGUF file, with a context of its own."""
+"""The draft model of the real backend, with a context of its own: another GGUF file."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
@@ -17,6 +18,20 @@ from serve_app.llama import library
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from serve_app.llama.threads import Threads
+
+
+class ContextSettings(TypedDict):
+    """What a draft model's context is made with; see `Context`."""
+
+    n_seq_max: int
+    n_ctx_slot: int
+    n_batch: int
+    n_outputs: int
+    threads: int
+    threads_batch: int | None
+    flash_attn: bool
+    kv_unified: bool
+
 
 logger = logging.getLogger("corral.engine")
 
@@ -31,32 +46,18 @@ _MOST_PADDED = 128
 
 
 class LlamaDraft:
-    """A model that proposes tokens for another one. Raises ConfigError if it cannot be loaded, or cannot
-    propose for that one."""
+    """Proposes tokens by a context of its own."""
 
-    def __init__(self, target: Model, path: Path, options: EngineOptions, threads: Threads) -> None:
-        model = Model(path, load_mode=options.load_mode)
-        check_draft(target, model)
-        self.n_ctx = max(_LEAST_CTX, min(N_CTX, options.n_ctx_slot))
-        if 0 < model.window < self.n_ctx:
-            raise ConfigError(
-                f"engine.draft: {path.name} looks back on {model.window} tokens only, and could not take "
-                "back what it proposed."
-            )
-        self.n_batch = max(_N_BATCH, options.n_slots)
+    own_layers = False
+
+    def __init__(
+        self, model: Model, context: Context, n_vocab: int, options: EngineOptions, threads: Threads
+    ) -> None:
+        """`n_vocab` are the tokens that it may propose. Measures its passes; see `settings`."""
+        self.n_ctx, self.n_batch = _sizes(options)
         self._model = model
-        self._n_vocab = min(target.n_vocab, model.n_vocab)
-        self._context = Context(
-            model,
-            n_seq_max=options.n_slots,
-            n_ctx_slot=self.n_ctx,
-            n_batch=self.n_batch,
-            n_outputs=max(options.n_slots, MAX_DRAFTED_ROWS),
-            threads=options.threads,
-            threads_batch=options.threads_batch,
-            flash_attn=True,
-            kv_unified=True,
-        )
+        self._n_vocab = n_vocab
+        self._context = context
         self._context.use_threads(threads)
         self._context.warm_up()
         self.profile = self._measure(options)
@@ -67,6 +68,7 @@ class LlamaDraft:
         folder = options.profile_folder
         name = profile_cache.key(
             draft=self._model.fingerprint().hex(),
+            own_layers=self.own_layers,
             llama_cpp=library.version(),
             threads=(options.threads, options.threads_batch, options.numa),
             slots=(options.n_slots, self.n_ctx),
@@ -92,7 +94,11 @@ class LlamaDraft:
         logger.info("Measured the draft model %s.", self._model.path.name)
         return profiler.profile
 
-    def decode(self, rows: Sequence[Row]) -> None:
+    def first_fed(self, seq_id: int) -> int:
+        """See DraftModel.first_fed."""
+        return 0
+
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
         """See DraftModel.decode."""
         self._context.decode(rows)
 
@@ -119,6 +125,40 @@ class LlamaDraft:
     def close(self) -> None:
         """Free the context."""
         self._context.close()
+
+
+def open_draft(target: Model, path: Path, options: EngineOptions, threads: Threads) -> LlamaDraft:
+    """A model of another file. Raises ConfigError if it cannot be loaded, or propose for that one."""
+    model = Model(path, load_mode=options.load_mode)
+    check_draft(target, model)
+    n_ctx, _ = _sizes(options)
+    if 0 < model.window < n_ctx:
+        raise ConfigError(
+            f"engine.draft: {path.name} looks back on {model.window} tokens only, and could not take "
+            "back what it proposed."
+        )
+    context = Context(model, **settings(options))
+    return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
+
+
+def settings(options: EngineOptions) -> ContextSettings:
+    """The settings of a draft model's context."""
+    n_ctx, n_batch = _sizes(options)
+    return {
+        "n_seq_max": options.n_slots,
+        "n_ctx_slot": n_ctx,
+        "n_batch": n_batch,
+        "n_outputs": max(options.n_slots, MAX_DRAFTED_ROWS),
+        "threads": options.threads,
+        "threads_batch": options.threads_batch,
+        "flash_attn": True,
+        "kv_unified": True,
+    }
+
+
+def _sizes(options: EngineOptions) -> tuple[int, int]:
+    """Tokens that each slot holds, and most rows of a batch."""
+    return max(_LEAST_CTX, min(N_CTX, options.n_ctx_slot)), max(_N_BATCH, options.n_slots)
 
 
 def check_draft(target: Model, draft: Model) -> None:

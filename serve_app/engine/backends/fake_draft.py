@@ -24,19 +24,30 @@ class FakeDraft:
         n_ctx: int = 64,
         profile: Profile = CHEAP,
         fail_on: Iterable[int] = (),
+        own_layers: bool = False,
     ) -> None:
         self.n_ctx = n_ctx
         self.n_batch = 256
         self.profile = profile
         self.slots: list[list[int]] = [[] for _ in range(n_slots)]
+        self.own_layers = own_layers
+        self.unknown = [0] * n_slots
+        """The tokens at the beginning of each slot's text that cannot be fed."""
         self.batches: list[list[Row]] = []
-        """Every batch that was submitted."""
+        """Every batch that was submitted, ..."""
+        self.places: list[list[int]] = []
+        """... and where its rows stand in their texts."""
         self._script = script
         self._fail_on = frozenset(fail_on)
         self._at_row: dict[int, list[int]] = {}
 
-    def decode(self, rows: Sequence[Row]) -> None:
+    def first_fed(self, seq_id: int) -> int:
+        """See `unknown`."""
+        return self.unknown[seq_id]
+
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
         """Feed the rows to their slots."""
+        self.places.append(list(places))
         self.batches.append(list(rows))
         self._at_row = {}
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):

@@ -23,7 +23,8 @@ from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import ALONE, Measures, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
-from serve_app.engine.backends.draft_model import LlamaDraft
+from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
+from serve_app.engine.backends.own_layers import OwnLayers
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
@@ -34,6 +35,7 @@ from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Adapter, Context
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.model import Model
+from serve_app.llama.own_layers.hidden_states import HiddenStates
 from serve_app.llama.sampler import Sampler
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.positions import Positions
@@ -87,6 +89,7 @@ class LlamaBackend:
             load_mode=options.load_mode,
             delimiters=DELIMITERS,
             on_loaded=lambda part: report(Stage("loading", part)),
+            own_layers=options.own_layers,
         )
         self._options = options
         self._adapters = {one.id: Adapter(self.vocabulary, one.path) for one in options.adapters}
@@ -148,6 +151,7 @@ class LlamaBackend:
             n_ctx=n_ctx,
             cache_type_k=options.cache_type_k,
             cache_type_v=options.cache_type_v,
+            tells_hidden=options.own_layers,
         )
         context.warm_up()
         return context
@@ -296,9 +300,16 @@ class LlamaBackend:
 
     def _open_draft(self) -> LlamaDraft | None:
         options = self._options
-        if options.draft is None:
-            return None
-        return LlamaDraft(self.vocabulary, options.draft, options, self.threads)
+        if options.own_layers:
+            return OwnLayers(self.vocabulary, options, self.threads)
+        if options.draft is not None:
+            return open_draft(self.vocabulary, options.draft, options, self.threads)
+        return None
+
+    @property
+    def _states(self) -> HiddenStates | None:
+        """Of the slots, if the model's own layers want them."""
+        return self.draft.states if isinstance(self.draft, OwnLayers) else None
 
     # -- changing ---------------------------------------------------------------------------------
 
@@ -324,6 +335,8 @@ class LlamaBackend:
         self._positions.clear()
         self._context.use_threads(self.threads)
         self._context.warm_up()
+        for seq_id in range(self._options.n_slots):
+            self._moves(seq_id)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -365,6 +378,8 @@ class LlamaBackend:
     def decode(self, rows: Sequence[Row]) -> None:
         """See Backend.decode."""
         self._context.decode(self._positions.placed(rows))
+        if self._states:
+            self._states.computed(rows, self._context.hidden(len(rows)))
 
     def decode_tile(
         self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
@@ -389,6 +404,8 @@ class LlamaBackend:
         """See Backend.truncate."""
         self._context.truncate(seq_id, self._positions.of(seq_id, n_past))
         self._positions.cut(seq_id, n_past)
+        if self._states:
+            self._states.cut(seq_id, n_past)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         """See Backend.can_cut."""
@@ -402,6 +419,7 @@ class LlamaBackend:
 
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
         """See Backend.rewind."""
+        self._moves(seq_id)
         self._context.rewind(seq_id, checkpoint, self._positions.of(seq_id, n_past))
         self._positions.cut(seq_id, n_past)
 
@@ -412,13 +430,19 @@ class LlamaBackend:
 
     def copy(self, source: int, target: int) -> None:
         """See Backend.copy."""
+        self._moves(target)
         self._context.copy(source, target)
         self._positions.copy(source, target)
+
+    def _moves(self, seq_id: int) -> None:
+        if self._states:
+            self._states.moved(seq_id)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """See Backend.shift."""
         if not self.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
+        self._moves(seq_id)
         if self.mode.kv_unified:  # cells may be shared with other slots, which must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
         for n_keep, n_discard in cuts:
@@ -438,6 +462,7 @@ class LlamaBackend:
 
     def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""
+        self._moves(seq_id)
         state, tiles = self._positions.parted(state)
         if self._context.portable:
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from serve_app.engine.autotune.cost_model import CostModel
-from serve_app.engine.backends.base import DraftModel, Row
+from serve_app.engine.backends.base import GUESSED, DraftModel, Row
 from serve_app.engine.drafts.rates import CommonRate, SequenceRate
 from serve_app.engine.drafts.window import SlotWindow
 from serve_app.engine.health import Progress
@@ -18,7 +18,7 @@ from serve_app.errors import DecodeError
 logger = logging.getLogger("corral.engine")
 
 # A sequence of which more tokens are to be fed first is not ready for a draft.
-_MOST_FED = 8
+_MOST_FED = 16
 # Passes that failed, after which the draft model counts as broken.
 _MAX_FAILED = 3
 
@@ -43,7 +43,9 @@ class Drafter:
         self._clock = clock
         self._costs = CostModel(model.profile)
         self._common = CommonRate()
-        self._windows = [SlotWindow(model.n_ctx) for _ in range(n_slots)]
+        self._windows = [
+            SlotWindow(model.n_ctx, own_layers=model.own_layers) for _ in range(n_slots)
+        ]
         self._n_failed = 0
         self.spent: list[tuple[Sequence, float]] = []
         """Seconds that passes took since somebody looked, and for whom."""
@@ -56,14 +58,16 @@ class Drafter:
 
     def begin(self, sequences: SequenceOf[Sequence], room: int) -> dict[str, int]:
         """A step is planned over these: how many tokens of each are to be fed before a draft of up to
-        `room` tokens."""
+        `room` tokens. Those that can have none are left out."""
         behind: dict[str, int] = {}
         for one in sequences:
             window = self._windows[one.slot_id]
             window.proposed = 0
             if not window.owned_by(one) or window.rate is None:
                 window.rate = self._common.begin()
-            behind[one.id] = window.follow(one, room)
+            first = self._model.first_fed(one.slot_id)
+            if first < len(one.tokens):
+                behind[one.id] = window.follow(one, room, first)
         return behind
 
     @staticmethod
@@ -103,23 +107,21 @@ class Drafter:
         ready, ordered by slot. Nothing if a pass fails."""
         windows = [self._windows[one.slot_id] for one in sequences]
         rows: list[Row] = []
+        places: list[int] = []
         last_rows: list[int] = []
         for one, window in zip(sequences, windows, strict=True):
-            self._cut(one.slot_id, window)
-            fed = window.tail(_MOST_FED)
-            rows += [(token, place, one.slot_id, False) for token, place in fed]
-            rows[-1] = (*rows[-1][:3], True)
+            self._feed(one.slot_id, window, _MOST_FED, rows, places)
             last_rows.append(len(rows) - 1)
-            window.fed([token for token, _ in fed])
         drafts: list[list[int]] = [[] for _ in sequences]
         for _ in range(n_drafted):
-            found = self._pass(sequences, rows, last_rows)
+            found = self._pass(sequences, rows, places, last_rows)
             if found is None:
                 return {}
             for draft, token in zip(drafts, found, strict=True):
                 draft.append(token)
             if len(drafts[0]) < n_drafted:
                 rows, last_rows = [], list(range(len(sequences)))
+                places = [GUESSED] * len(sequences)
                 for one, window, token in zip(sequences, windows, found, strict=True):
                     rows.append((token, len(window.cells), one.slot_id, True))
                     window.fed([token], guessed=True)
@@ -130,34 +132,43 @@ class Drafter:
     def catch_up(self, sequences: SequenceOf[Sequence], within_s: float | None) -> None:
         """Feed some of what is to be fed of these sequences, in about so many seconds; None: all."""
         for one in sequences:
-            window = self._windows[one.slot_id]
-            self._cut(one.slot_id, window)
             n_rows = self._model.n_batch
             while within_s is not None and n_rows > _MOST_FED and self.feed_s(n_rows) > within_s:
                 n_rows //= 2
-            fed = window.tail(n_rows)
-            rows = [(token, place, one.slot_id, False) for token, place in fed]
-            rows[-1] = (*rows[-1][:3], True)
-            window.fed([token for token, _ in fed])
-            if self._pass([one], rows, []) is None:
+            rows: list[Row] = []
+            places: list[int] = []
+            self._feed(one.slot_id, self._windows[one.slot_id], n_rows, rows, places)
+            if self._pass([one], rows, places, []) is None:
                 return
             if within_s is not None:
                 within_s -= self.feed_s(len(rows))
                 if within_s <= 0:
                     return
 
-    def _cut(self, slot_id: int, window: SlotWindow) -> None:
+    def _feed(
+        self, slot_id: int, window: SlotWindow, n_most: int, rows: list[Row], places: list[int]
+    ) -> None:
+        """Add rows for what is to be fed of a text, and their places there; the last has logits."""
         if window.cut():
             self._model.truncate(slot_id, len(window.cells))
+        fed = window.tail(n_most)
+        rows += [(token, position, slot_id, False) for token, position, _ in fed]
+        rows[-1] = (*rows[-1][:3], True)
+        places += [place for *_, place in fed]
+        window.fed([token for token, *_ in fed])
 
     def _pass(
-        self, sequences: SequenceOf[Sequence], rows: list[Row], wanted: list[int]
+        self,
+        sequences: SequenceOf[Sequence],
+        rows: list[Row],
+        places: list[int],
+        wanted: list[int],
     ) -> list[int] | None:
         """One batch, and the most likely tokens after the wanted rows; None if it failed."""
         n_past, began = self._n_cells - len(rows), self._clock()
         try:
             with self._progress.computing(self._costs.batch_s(len(rows), n_past)):
-                self._model.decode(rows)
+                self._model.decode(rows, places)
             found = [self._model.most_likely(row) for row in wanted]
         except DecodeError as error:
             self._fail(error)

@@ -16,9 +16,12 @@ from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.engine.backends.own_layers import slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.http.limits.bodies import BodyLimits
+from serve_app.llama.model import Model
 from serve_app.placement.machine import Machine
+from tests.integration.models.prediction_models import write_random
 from tests.unit.placement.machines import EPYC, SMALL, topology
 
 ROOT = Path(__file__).parents[3]
@@ -302,6 +305,29 @@ def test_a_draft_takes_of_the_models_memory() -> None:
     without, beside = (resolve([one], here)[0] for one in (free, drafted))
     assert (without.draft, beside.draft) == (None, drafted.engine.draft.source)
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
+
+
+def test_own_layers_are_of_the_models_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.gguf"
+    write_random(path)
+    asked = model(source={"path": str(path)}, engine={"draft": {"own_layers": True}})
+    (resolved,) = resolve(schema.parse({"models": [asked]}).models, HERE)
+    assert resolved.options.own_layers
+    assert resolved.draft is None
+    # Keys and values of two heads of 32 numbers, and states of 64, of which each is four bytes.
+    assert slot_bytes(Model(path, vocab_only=True), 512) == 512 * 2 * 2 * 32 * 2 + 256 * 64 * 4
+
+
+def test_a_model_without_own_layers_is_refused_at_the_start() -> None:
+    asked = model(engine={"draft": {"own_layers": True}})
+    with pytest.raises(ConfigError, match=r"own_layers: corral-demo-q8_0\.gguf has no prediction"):
+        resolve(schema.parse({"models": [asked]}).models, HERE)
+
+
+@pytest.mark.parametrize("draft", [{}, {"source": {"builtin": True}, "own_layers": True}])
+def test_a_draft_is_one_thing(draft: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="give exactly one of source and own_layers: true"):
+        schema.parse({"models": [model(engine={"draft": draft})]})
 
 
 def test_a_draft_that_is_not_there_is_refused() -> None:

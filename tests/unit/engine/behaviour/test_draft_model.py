@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serve_app.engine import EngineStats
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.backends.base import Row
+from serve_app.engine.backends.base import GUESSED, Row
 from serve_app.engine.backends.fake import FakeBackend, Script
 from serve_app.engine.backends.fake_draft import CHEAP, FakeDraft
 from serve_app.types import FinishReason
@@ -180,6 +180,25 @@ def test_text_longer_than_the_drafts_cells() -> None:
     assert inbox.token_ids == said("x" * 100, 200)
     assert stats.accepted_proposed_tokens > 100
     assert max(row[1] for batch in draft.batches for row in batch) < 64
+
+
+@pytest.mark.parametrize("n_unknown", [0, 3, 30])
+def test_own_layers_are_fed_what_is_known(n_unknown: int) -> None:
+    made = backend(alphabet)
+    draft = made.draft = FakeDraft(alphabet, n_slots=1, own_layers=True)
+    draft.unknown[0] = n_unknown
+    stats = run(made, 40)
+    assert stats.accepted_proposed_tokens == stats.proposed_tokens > 4
+    fed = [place for places in draft.places for place in places if place != GUESSED]
+    assert fed == list(range(n_unknown, fed[-1] + 1))
+
+
+def test_nothing_is_proposed_where_nothing_is_known() -> None:
+    made = backend(alphabet)
+    draft = made.draft = FakeDraft(alphabet, n_slots=1, own_layers=True)
+    draft.unknown[0] = 1000
+    assert run(made).proposed_tokens == 0
+    assert draft.batches == []
 
 
 def test_a_draft_model_that_fails_is_left_alone() -> None:

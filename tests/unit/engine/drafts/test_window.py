@@ -24,10 +24,10 @@ def feed(window: SlotWindow) -> None:
     """All that is to be fed."""
     window.cut()
     fed = window.tail(N_CTX)
-    assert [place for _, place in fed] == list(
+    assert [position for _, position, _ in fed] == list(
         range(len(window.cells), len(window.cells) + len(fed))
     )
-    window.fed([token for token, _ in fed])
+    window.fed([token for token, *_ in fed])
 
 
 def test_a_short_text_is_fed_whole_and_then_what_is_new() -> None:
@@ -74,6 +74,41 @@ def test_of_a_long_text_the_first_tokens_and_the_last_ones() -> None:
     assert window.cells == [*range(N_SINK), *range(500 - N_CTX // 2, 500)]
 
 
+def test_places_are_those_in_the_text() -> None:
+    window, one = SlotWindow(N_CTX), sequence("a", list(range(500)))
+    window.follow(one, ROOM)
+    fed = window.tail(N_CTX)
+    assert [place for *_, place in fed] == [token for token, *_ in fed] == window_of(500)
+
+
+def window_of(n_text: int) -> list[int]:
+    return [*range(N_SINK), *range(n_text - N_CTX // 2, n_text)]
+
+
+def test_own_layers_keep_no_guess() -> None:
+    window, one = SlotWindow(N_CTX, own_layers=True), sequence("a", list(range(10)))
+    window.follow(one, ROOM)
+    feed(window)
+    for guess in (50, 51):
+        window.fed([guess], guessed=True)
+    one.tokens.extend([50, 51, 99])
+    assert window.follow(one, ROOM) == 3
+    assert window.tail(N_CTX) == [(50, 10, 10), (51, 11, 11), (99, 12, 12)]
+
+
+def test_own_layers_begin_where_the_states_are_known() -> None:
+    window, one = SlotWindow(N_CTX, own_layers=True), sequence("a", list(range(20)))
+    assert window.follow(one, ROOM, 15) == 5
+    assert window.tail(N_CTX) == [(i, i - 15, i) for i in range(15, 20)]
+    feed(window)
+    one.tokens.append(70)
+    assert window.follow(one, ROOM, 15) == 1
+    assert window.tail(N_CTX) == [(70, 5, 20)]
+    one.tokens.extend([71, 72])
+    assert window.follow(one, ROOM, 22) == 1
+    assert window.tail(N_CTX) == [(72, 0, 22)]
+
+
 @given(
     n_prompt=st.integers(1, 200),
     grown=st.lists(
@@ -90,7 +125,7 @@ def test_the_cells_are_always_of_the_text_and_never_too_many(
         n_behind = window.follow(one, ROOM)
         assert 1 <= n_behind <= N_SINK + N_CTX // 2
         window.cut()
-        fed = [token for token, _ in window.tail(chunk)]
+        fed = [token for token, *_ in window.tail(chunk)]
         window.fed(fed)
         if len(fed) == n_behind:
             n_last = len(window.cells) - N_SINK

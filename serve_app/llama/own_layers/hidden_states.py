@@ -1,0 +1,92 @@
+"""The hidden states that a context computed, and those of the last tokens of its sequences."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp_ext
+from numpy.typing import NDArray
+
+States = NDArray[np.float32]
+"""One row for each token."""
+
+
+def tell_hidden(context: Any) -> None:
+    """Have llama.cpp's context keep the last hidden states of all rows of a batch."""
+    llama_cpp_ext.llama_set_embeddings_nextn(context, True, False)
+
+
+def hidden(context: Any, n_rows: int, n_embd: int) -> States:
+    """Those of the `n_rows` rows of the last batch, `[n_rows, n_embd]`: a view, good until the next one."""
+    pointer = llama_cpp_ext.llama_get_embeddings_nextn(context)
+    return np.ctypeslib.as_array(pointer, shape=(n_rows, n_embd))
+
+
+def pointer_to(states: States) -> Any:
+    """As a batch of llama.cpp takes them; they must be kept as long."""
+    return states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+
+
+class HiddenStates:
+    """Those of the last `n_kept` tokens of each sequence, by place. One thread.
+
+    Sequences whose tokens came otherwise than by computing, or moved, begin anew: what is not known is not
+    guessed with.
+    """
+
+    def __init__(self, n_sequences: int, n_kept: int, n_embd: int) -> None:
+        self._states = np.zeros((n_sequences, n_kept, n_embd), np.float32)
+        self._known = [(0, 0)] * n_sequences
+        self._n_kept = n_kept
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self._states.nbytes
+
+    def computed(self, rows: Sequence[tuple[int, int, int, bool]], states: States) -> None:
+        """These rows, (token, place, sequence, …), were; of one sequence, their places ascend."""
+        begin = 0
+        for i in range(1, len(rows) + 1):
+            if i == len(rows) or rows[i][2] != rows[begin][2]:
+                self._take(rows[begin][2], rows[begin][1], states[begin:i])
+                begin = i
+
+    def _take(self, seq_id: int, place: int, states: States) -> None:
+        if seq_id >= len(self._known):
+            return
+        start, end = self._known[seq_id]
+        if not start <= place <= end:
+            start = place
+        end = place + len(states)
+        kept = states[-self._n_kept :]
+        self._states[seq_id, np.arange(end - len(kept), end) % self._n_kept] = kept
+        self._known[seq_id] = max(start, end - self._n_kept), end
+
+    def first_fed(self, seq_id: int) -> int:
+        """The first place that can be fed: with the state of the one before, or as the first of all. Where
+        nothing is known, it is behind every text."""
+        start, end = self._known[seq_id]
+        return sys.maxsize if start == end else start + 1 if start else 0
+
+    def before(self, seq_id: int, place: int) -> States:
+        """What is fed with the token at that place; zeros at 0."""
+        if place == 0:
+            return np.zeros_like(self._states[0, 0])
+        states: States = self._states[seq_id, (place - 1) % self._n_kept]
+        return states
+
+    def cut(self, seq_id: int, n_past: int) -> None:
+        """The sequence has its first `n_past` tokens only."""
+        if seq_id < len(self._known):
+            start, end = self._known[seq_id]
+            self._known[seq_id] = (start, min(end, n_past)) if n_past > start else (n_past, n_past)
+
+    def moved(self, seq_id: int) -> None:
+        """Its tokens are others now, or stand elsewhere."""
+        if seq_id < len(self._known):
+            self._known[seq_id] = 0, 0

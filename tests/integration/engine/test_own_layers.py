@@ -1,0 +1,132 @@
+"""A model's own prediction layers: the same texts, and right guesses wherever its hidden states are known.
+
+The counting model's layer is right only where it is fed the hidden state of the token before, and its own
+behind a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
+from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
+from tests.integration.models.prediction_models import write_counting, write_random
+
+OPTIONS = EngineOptions(
+    n_slots=3,
+    n_ctx_slot=640,
+    threads=1,
+    n_batch=128,
+    flash_attn=False,
+    kv_unified=False,
+    speculate=False,
+    profile_limit_s=0.5,
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PROMPTS = [tuple(range(40, 60)), tuple(range(100, 300)), (5,)]
+
+
+def opened(path: Path, *, kv_unified: bool = False) -> Engine:
+    options = replace(OPTIONS, own_layers=True, kv_unified=kv_unified)
+    engine = Engine.load(path, options)
+    as_if_drafts_were_free(engine)
+    return engine
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["split", "unified"])
+def counting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    path = tmp_path_factory.mktemp("own") / "counting.gguf"
+    write_counting(path)
+    engine = opened(path, kv_unified=request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def anything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "random.gguf"
+    write_random(path)
+    return path
+
+
+def counted(prompt: tuple[int, ...], n: int) -> list[int]:
+    return [prompt[-1] + 1 + i for i in range(n)]
+
+
+def proposals(before: EngineStats, after: EngineStats) -> tuple[int, int]:
+    return (
+        after.proposed_tokens - before.proposed_tokens,
+        after.accepted_proposed_tokens - before.accepted_proposed_tokens,
+    )
+
+
+def test_each_guess_is_right_and_saves_steps(counting: Engine) -> None:
+    for prompts in ([PROMPTS[0]], PROMPTS):
+        before = counting.stats()
+        answers = say(counting, *((prompt, GREEDY) for prompt in prompts))
+        assert answers == [counted(prompt, 40) for prompt in prompts]
+        after = counting.stats()
+        n_proposed, n_right = proposals(before, after)
+        assert n_right == n_proposed > 10 * len(prompts)
+        assert after.steps - before.steps <= 40 - n_right / len(prompts) + 8
+
+
+def test_a_text_longer_than_its_cells(counting: Engine) -> None:
+    before = counting.stats()
+    prompt = tuple(100 + i % 7 for i in range(500))
+    sampling = replace(GREEDY, max_tokens=100)
+    assert say(counting, (prompt, sampling)) == [counted(prompt, 100)]
+    n_proposed, n_right = proposals(before, counting.stats())
+    assert n_right == n_proposed > 30
+
+
+def test_behind_a_prefix_that_was_not_computed_again(counting: Engine) -> None:
+    begin = tuple(300 + i % 11 for i in range(200))
+    say(counting, (begin, replace(GREEDY, max_tokens=2)))
+    before = counting.stats()
+    prompts = [(*begin, 20, 30), (*begin, 21, 31), (*begin, 22, 32)]  # one goes on, two are copies
+    answers = say(counting, *((prompt, GREEDY) for prompt in prompts))
+    assert answers == [counted(prompt, 40) for prompt in prompts]
+    after = counting.stats()
+    assert after.prompt_tokens - before.prompt_tokens < 200
+    n_proposed, n_right = proposals(before, after)
+    assert n_right == n_proposed > 30
+
+
+def test_the_text_is_the_same(anything: Path) -> None:
+    """Wrong guesses change neither greedy nor seeded text."""
+    asked = [
+        *((prompt, GREEDY) for prompt in PROMPTS),
+        *((PROMPTS[0], SamplingParams(temperature=1.5, seed=n, max_tokens=20)) for n in range(12)),
+    ]
+    alone, drafted = Engine.load(anything, OPTIONS), opened(anything)
+    try:
+        for one in asked:
+            assert say(drafted, one) == say(alone, one)
+        stats = drafted.stats()
+        assert stats.proposed_tokens > 60
+        assert stats.accepted_proposed_tokens < stats.proposed_tokens / 2
+        assert stats.cache_bytes > alone.stats().cache_bytes
+    finally:
+        alone.close()
+        drafted.close()
+
+
+def test_files_without_them_are_refused(tmp_path: Path) -> None:
+    left_out, several = tmp_path / "left-out.gguf", tmp_path / "several.gguf"
+    write_random(left_out, left_out=True)
+    write_random(several, n_own_layers=2)
+    for path, told in (
+        (BUILTIN_MODEL, r"own_layers: corral-demo-q8_0\.gguf has no prediction layers"),
+        (left_out, r"own_layers: left-out\.gguf has no prediction layers"),
+        (several, r"several\.gguf has 2 prediction layers, of which llama.cpp computes one"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Engine.load(path, replace(OPTIONS, own_layers=True))
