@@ -1,5 +1,4 @@
-"""Measures what a draft model gains that is always right: the most that any can. With `--wrong`, it
-measures what one costs that never is. No Ray, no HTTP.
+"""Measures what a draft model gains that is always right, or costs that never is. No Ray, no HTTP.
 
     python -m loadtests.engine.drafts [--wrong] [--target PATH --draft PATH] [--streams 1,4,16]
         [--tokens 96] [--prompt-tokens 32] [--rounds 5] [--threads N] [--target-type q8_0]
