@@ -45,7 +45,7 @@ _INGRESS_ONGOING_REQUESTS = 1000
 
 
 class DraftConfig(Section):
-    """What proposes tokens for a model: exactly one of `source` and `own_layers`."""
+    """A small model that proposes tokens, or the model's own layers: exactly one of the fields."""
 
     source: ModelSource | None = None
     """The draft model's GGUF file, of the same vocabulary: every kind of source that a model has."""
