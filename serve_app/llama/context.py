@@ -342,8 +342,8 @@ class Context:
         return self._views[address]
 
     def hidden(self, n_rows: int) -> NDArray[np.float32]:
-        """What a model's own prediction layers are fed: the last hidden states of the `n_rows` rows of the
-        last decoded batch. Only with `tells_hidden`. A view, good until the next `decode`."""
+        """The last hidden states of the `n_rows` rows of the last decoded batch, which a model's own
+        prediction layers are fed. Only with `tells_hidden`. A view, good until the next `decode`."""
         return hidden_states.hidden(self.pointer, n_rows, self.model.n_embd)
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:

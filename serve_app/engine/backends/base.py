@@ -155,7 +155,7 @@ GUESSED = -1
 
 
 class DraftModel(Protocol):
-    """What proposes tokens, with a cache of its own: a small model of the same vocabulary
+    """A model that proposes tokens, with a cache of its own: a small one of the same vocabulary
     (`serve_app.engine.backends.draft_model.LlamaDraft`), or the other model's own prediction layers
     (`serve_app.engine.backends.own_layers.OwnLayers`)."""
 

@@ -21,7 +21,7 @@ from serve_app.llama.threads import Threads
 
 
 class ContextSettings(TypedDict):
-    """What a draft model's context is made with; see `Context`."""
+    """The settings of a draft model's context; see `Context`."""
 
     n_seq_max: int
     n_ctx_slot: int

@@ -46,7 +46,7 @@ class OwnLayers(LlamaDraft):
             target, **settings(options), tells_hidden=True
         )
         self._guessed: dict[int, States] = {}
-        """What goes with the next token that it guesses itself, by sequence."""
+        """The states that go with the next tokens that it guesses itself, by sequence."""
         self._n_slots = options.n_slots
         self.states = HiddenStates(options.n_slots, N_CTX // 2, target.n_embd)
         super().__init__(target, self._context, target.n_vocab, options, threads)

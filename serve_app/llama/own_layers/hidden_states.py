@@ -74,7 +74,7 @@ class HiddenStates:
         return sys.maxsize if start == end else start + 1 if start else 0
 
     def before(self, seq_id: int, place: int) -> States:
-        """What is fed with the token at that place; zeros at 0."""
+        """The state that is fed with the token at that place; zeros at 0."""
         if place == 0:
             return np.zeros_like(self._states[0, 0])
         states: States = self._states[seq_id, (place - 1) % self._n_kept]
