@@ -123,6 +123,24 @@ def prepared(config: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def start_ray() -> None:
+    """Start a Ray of its own in the environment of `prepared`, whatever other Ray this machine runs.
+
+    Two of Ray's Python processes are left out: the dashboard, and the autoscaler's monitor, which has no
+    machine to add. Ray would wait for them, and they would take memory and time as long as it runs.
+    """
+    import ray
+    from ray._private.node import Node
+
+    for method in ("start_api_server", "start_monitor"):
+        setattr(Node, method, _nothing)
+    ray.init("local", namespace="serve", include_dashboard=False)
+
+
+def _nothing(_node: Any, **_options: Any) -> None:
+    """In the place of a method of Ray's that starts a process."""
+
+
 def main() -> None:
     """Serve until Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m cluster.one_machine", description=__doc__)
@@ -135,10 +153,10 @@ def main() -> None:
 
 def _serve(config: Path) -> None:
     """`serve run`, which takes the Ray that is there."""
-    import ray  # reads the environment
+    import ray  # noqa: F401  # reads the environment
     from ray.serve.scripts import cli
 
-    ray.init(namespace="serve", include_dashboard=False)
+    start_ray()
     sys.argv = ["serve", "run", str(config)]
     cli()
 

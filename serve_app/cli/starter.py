@@ -5,6 +5,9 @@
 Writes lines of JSON to the file descriptor EVENTS: {"kind": ..., "text": ...}. Kinds are `ray`, `logs` (its
 text is Ray's folder), `serve`, `deployed`, `running`, and `failed` (its text says why). Ends in order on
 SIGINT, on SIGTERM, and when its standard input ends, as it does with the process that has started it.
+
+Most of a start is imports, by seven processes. So what can run at the same time does: this process imports
+while Ray's processes start, and the application is deployed while Serve's proxies start.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +28,9 @@ import yaml
 from cluster import one_machine
 
 _LOOK_EVERY_S = 0.5
+_CONTROLLER_EVERY_S = 0.05
+_PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
+_PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 
 
 def main() -> None:
@@ -51,32 +58,30 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _serve(config: Path, events: int) -> None:
-    import ray  # reads the environment
+    import ray  # noqa: F401  # reads the environment
 
     _tell(events, "ray")
-    importing = threading.Thread(target=_import_serve)
-    importing.start()  # while Ray's processes start
-    ray.init(namespace="serve", include_dashboard=False)
-    importing.join()
-    _tell(events, "logs", _session_folder())
-    from ray import serve
+    with ThreadPoolExecutor(1) as beside:
+        importing = beside.submit(_import_serve)
+        one_machine.start_ray()
+        importing.result()
+        _tell(events, "logs", _session_folder())
+        from ray import serve
 
-    signal.signal(signal.SIGINT, _stop)
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        _tell(events, "serve")
-        _deploy(config)
-        _tell(events, "deployed")
-        problem = _follow()
-        if problem is not None:
-            _tell(events, "failed", problem)
-            sys.exit(1)
-        _tell(events, "running")
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        print("Shutting down.", flush=True)
-    finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        signal.signal(signal.SIGINT, _stop)
+        signal.signal(signal.SIGTERM, _stop)
+        try:
+            _tell(events, "serve")
+            problem = _deploy(config, beside, events) or _follow()
+            if problem is not None:
+                _tell(events, "failed", problem)
+                sys.exit(1)
+            _tell(events, "running")
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("Shutting down.", flush=True)
+        finally:
+            serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _session_folder() -> str:
@@ -87,23 +92,76 @@ def _session_folder() -> str:
 
 
 def _import_serve() -> None:
-    import ray.serve.scripts  # noqa: F401
+    import serve_app.app  # noqa: F401  # and with it Serve
 
 
-def _deploy(config: Path) -> None:
-    """As `serve run` does with a configuration file."""
+def _deploy(config: Path, beside: ThreadPoolExecutor, events: int) -> str | None:
+    """Deploy as `serve run` does with a configuration file; why that cannot be done, if so.
+
+    If all that the file names is Corral, the application is built here, which spares a process.
+    """
     from ray.serve._private import api
     from ray.serve.config import gRPCOptions
     from ray.serve.schema import ServeDeploySchema
 
-    wanted = ServeDeploySchema.model_validate(yaml.safe_load(config.read_text()))
-    client = api.serve_start(
+    content = yaml.safe_load(config.read_text())
+    wanted = ServeDeploySchema.model_validate(content)
+    starting = beside.submit(
+        api.serve_start,
         http_options=wanted.http_options.model_dump(),
         proxy_location=wanted.proxy_location,
         grpc_options=gRPCOptions(**wanted.grpc_options.model_dump()),
         controller_options=wanted.controller_options,
     )
-    client.deploy_apps(wanted, _blocking=False)
+    client = _client(starting)
+    if not is_plain(content):
+        client.deploy_apps(wanted, _blocking=False)
+        _tell(events, "deployed")
+        return None
+    return _deploy_here(client, content["applications"][0], events)
+
+
+def _client(starting: Future[Any]) -> Any:
+    """Serve's client, as soon as the controller is there: proxies start meanwhile."""
+    from ray.serve.context import _get_global_client
+
+    while not starting.done():
+        client = _get_global_client(raise_if_no_controller_running=False)
+        if client is not None:
+            return client
+        time.sleep(_CONTROLLER_EVERY_S)
+    return starting.result()
+
+
+def is_plain(content: dict[str, Any]) -> bool:
+    """Whether the file says no more than what Corral serves, and where."""
+    applications = content.get("applications") or []
+    return (
+        content.keys() <= _PLAIN
+        and len(applications) == 1
+        and applications[0].keys() <= _PLAIN_APPLICATION
+        and applications[0].get("import_path") == "serve_app.app:build"
+    )
+
+
+def _deploy_here(client: Any, application: dict[str, Any], events: int) -> str | None:
+    """Build the application in this process, and hand it to the controller."""
+    from ray.serve._private.build_app import build_app
+    from ray.serve.exceptions import RayServeException
+
+    from serve_app.app import build
+
+    try:
+        app = build(application.get("args") or {})
+    except RayServeException as error:
+        return str(error)
+    route = application.get("route_prefix", "/")
+    built = build_app(app, name=application.get("name", "default"), route_prefix=route)
+    _tell(events, "deployed")
+    client.deploy_applications(
+        [built], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
+    return None
 
 
 def _follow() -> str | None:

@@ -100,6 +100,14 @@ def test_chat_ps_stats_and_top(server: Started) -> None:
     assert "...." in corral("top", "--frames", "1", "--url", server.url)
 
 
+def test_ray_is_started_without_what_one_machine_does_not_need(server: Started) -> None:
+    for program in ("dashboard/dashboard.py", "autoscaler/v2/monitor.py", "_private/monitor.py"):
+        assert not processes.tagged(server.folder, program)
+    assert processes.tagged(
+        server.folder, "log_monitor.py"
+    )  # its processes are found by such names
+
+
 def test_ctrl_c_ends_every_process(server: Started) -> None:
     assert processes.tagged(server.folder, "raylet")
     server.process.send_signal(signal.SIGINT)
@@ -124,6 +132,28 @@ def test_a_server_that_is_killed_leaves_nothing_behind(folder: Path) -> None:
         )
     finally:
         processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_a_file_with_settings_of_serve_is_deployed_by_serve(folder: Path) -> None:
+    config = folder / "logging.yaml"
+    port = servers.free_port()
+    said = corral("config", "--port", str(port), "--slots", "2")
+    config.write_text(f"{said}\nlogging_config: {{encoding: JSON}}\n")
+    command = [*CORRAL, "serve", "--config", str(config)]
+    environment = {"XDG_RUNTIME_DIR": str(folder), "XDG_CACHE_HOME": str(folder)}
+    process = servers.start(command, folder, SETTINGS | environment)
+    log = folder / "corral/logs" / f"server-{port}.log"
+    try:
+        wait_until(
+            lambda: "Ctrl-C stops it." in (folder / servers.LOG).read_text(),
+            START_TIMEOUT_S,
+            lambda: (folder / servers.LOG).read_text(),
+        )
+        assert "Importing and building app" in log.read_text()
+        assert '"levelname": "INFO"' in log.read_text()
+    finally:
+        processes.stop(process, folder, servers.STOP_TIMEOUT_S)
 
 
 @pytest.mark.long

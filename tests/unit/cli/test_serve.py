@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from serve_app import progress
-from serve_app.cli import chat, screen, serve
+from serve_app.cli import chat, config_file, screen, serve, starter
 from serve_app.cli.config_file import Options
 from serve_app.cli.screen import Screen, Served
 from serve_app.errors import ConfigError
@@ -252,3 +252,31 @@ def test_an_answer_is_summed_up() -> None:
         answer.summary
         == "11 tokens, 5.0 tokens/s, first after 0.50 s, cut off: no room for more tokens"
     )
+
+
+PLAIN = config_file.document(Options())
+(APPLICATION,) = PLAIN["applications"]
+
+
+@pytest.mark.parametrize(
+    ("content", "plain"),
+    [
+        (PLAIN, True),
+        (PLAIN | {"grpc_options": {"port": 9100}}, True),
+        (PLAIN | {"logging_config": {"encoding": "JSON"}}, False),
+        (PLAIN | {"applications": []}, False),
+        (PLAIN | {"applications": [APPLICATION, APPLICATION | {"name": "other"}]}, False),
+        (PLAIN | {"applications": [APPLICATION | {"import_path": "mine:app"}]}, False),
+        (PLAIN | {"applications": [APPLICATION | {"runtime_env": {"env_vars": {}}}]}, False),
+        (PLAIN | {"applications": [APPLICATION | {"deployments": []}]}, False),
+    ],
+)
+def test_only_a_file_that_says_no_more_is_built_without_serve(
+    content: dict[str, Any], plain: bool
+) -> None:
+    assert starter.is_plain(content) is plain
+
+
+def test_our_own_files_are_built_without_serve() -> None:
+    content = serve.read(Path(__file__).parents[3] / "serve_config.yaml")
+    assert starter.is_plain(content)
