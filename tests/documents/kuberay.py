@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 _KEPT = ("type", "enum", "minimum", "maximum", "minLength", "maxLength", "required", "pattern")
-# Kubernetes' own types, which make up most of it; tests check them by Kubernetes' Python client.
+# Kubernetes' own types, which make up most of it; tests check them by Kubernetes' own schemas.
 _OF_KUBERNETES = {"template", "serveService", "headService", "metadata"}
 
 
