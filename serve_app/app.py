@@ -214,7 +214,7 @@ def _is_sized(model: ModelConfig) -> bool:
 def _resolve(
     model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
 ) -> ResolvedModel:
-    source, needs = _looked_up(model, downloads)
+    source, projector, needs = _looked_up(model, downloads)
     memory_bytes = here.memory_bytes // n_models
     if needs is not None:
         share = _with_room(model, share, needs, here.total_bytes // n_models)
@@ -247,7 +247,7 @@ def _resolve(
         batch_wait_timeout_s=model.batch_wait_timeout_s,
         memory_shares=sizing.shares_of_memory(model.engine),
         adapters=tuple(_pinned(one, downloads) for one in model.adapters),
-        projector=_pinned_source("projector", model.projector, downloads),
+        projector=projector,
         draft=_pinned_source("engine.draft", _draft_source(model), downloads),
     )
 
@@ -345,26 +345,49 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
 
 def _looked_up(
     model: ModelConfig, downloads: DownloadsConfig
-) -> tuple[ModelSource, ModelNeeds | None]:
-    """The model's source at the version that it is now, and what the model needs, without its weights: None
-    if it can be neither found here nor asked for, and the configuration leaves nothing open. Raises
-    ConfigError for a model that cannot be served."""
+) -> tuple[ModelSource, ModelSource | None, ModelNeeds | None]:
+    """The sources of the model and of its projector at the version that they are now, and what the model
+    needs, without its weights: None if it can be neither found here nor asked for, and the configuration
+    leaves nothing open. Raises ConfigError for a model that cannot be served."""
     path = None if model.source.path is None else model.source.path.expanduser()
     is_sized = model.engine.n_slots is not None and model.engine.n_ctx_slot is not None
     if is_sized and path is not None and not path.is_file():
-        return model.source, None  # replicas on other nodes look for themselves
+        return (
+            model.source,
+            _projector(model, None, downloads),
+            None,
+        )  # replicas look for themselves
     try:
         source = store.pinned(model.source, downloads)
         opened = Model(store.vocabulary(source, downloads), vocab_only=True)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
-        if model.projector is not None and not is_sized:
-            n_bytes = needs.weight_bytes + _projector_bytes(model.projector, downloads)
+        projector = _projector(model, source, downloads)
+        if projector is not None and not is_sized:
+            n_bytes = needs.weight_bytes + _projector_bytes(projector, downloads)
             needs = replace(needs, weight_bytes=n_bytes)
-        return source, needs
+        return source, projector, needs
     except UnreachableError:
         if not is_sized:
             raise
-        return model.source, None
+        return model.source, _projector(model, None, downloads), None
+
+
+def _projector(
+    model: ModelConfig, source: ModelSource | None, downloads: DownloadsConfig
+) -> ModelSource | None:
+    """The projector that is configured, or that the model's repository has, if that can be asked: `source`
+    is pinned, None if it cannot. Raises ConfigError."""
+    wanted = model.projector
+    if wanted is None and model.engine.backend == "openvino":
+        return None
+    try:
+        return store.projector_of(source, wanted, downloads)
+    except UnreachableError as error:
+        if wanted and store.names_a_file(wanted):
+            return wanted  # replicas look for themselves
+        raise ConfigError(f"projector: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"projector: {error}") from None
 
 
 def _draft_source(model: ModelConfig) -> ModelSource | None:

@@ -141,14 +141,19 @@ def _download(content: Json, shown: Screen) -> None:
         if not isinstance(source, dict) or not _REMOTE & source.keys():
             continue
         from serve_app.config.sources import DownloadsConfig, ModelSource
-        from serve_app.store.models import locate
+        from serve_app.store.models import locate, pinned, projector_of
 
+        told, eyes = partial(shown.stage, str(model.get("id"))), model.get("projector")
         try:
             known = ModelSource.model_validate(source)
+            wanted = ModelSource.model_validate(eyes) if isinstance(eyes, dict) else eyes
             downloads = DownloadsConfig.model_validate(_args(content).get("downloads") or {})
         except ValueError:
             continue  # the server says what is wrong with it
-        locate(known, downloads, partial(shown.stage, str(model.get("id"))))
+        locate(known, downloads, told)
+        projector = projector_of(pinned(known, downloads), wanted, downloads)
+        if projector is not None:
+            locate(projector, downloads, told)
     shown.clear()
 
 

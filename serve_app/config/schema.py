@@ -269,9 +269,10 @@ class ModelConfig(Section):
     """The GGUF file, below."""
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
-    projector: ModelSource | None = None
+    projector: ModelSource | Literal[False] | None = None
     """A GGUF file (`mmproj`) with which the model sees pictures, or hears sounds: every kind of source
-    that a model has, but for `builtin`. Default: it reads text only."""
+    that a model has, but for `builtin`; `false` for none. Default: that of the source's repository, if it
+    is one, and has one."""
     defaults: DefaultsConfig = DefaultsConfig()
     """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()
@@ -294,7 +295,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _projects(self) -> ModelConfig:
-        if self.projector is not None and self.projector.builtin:
+        if self.projector and self.projector.builtin:
             raise ValueError("projector.builtin is a model, and no projector")
         return self
 

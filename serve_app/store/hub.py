@@ -86,7 +86,7 @@ def find(wanted: HubName, folder: Path) -> RemoteModel:
     not before."""
     listing = _listing(wanted, folder)
     files = {one["path"]: RemoteFile(**one) for one in listing["files"]}
-    model = tuple(files[path] for path in names.chosen(files, wanted))
+    model = tuple(files[path] for path in names.parts_of(files, wanted))
     return RemoteModel(wanted.repo, model, HubOrigin(wanted.repo, listing["commit"]))
 
 
@@ -100,6 +100,13 @@ def pinned(wanted: HubName, folder: Path) -> HubName:
     listing = _listing(wanted, folder)
     first, *_ = names.chosen([one["path"] for one in listing["files"]], wanted)
     return HubName(wanted.repo, first, listing["commit"])
+
+
+def projector(wanted: HubName, folder: Path, beside: str | None = None) -> HubName | None:
+    """The name of the projector that is meant, at its commit; see `names.projector`. Raises like `find`."""
+    listing = _listing(wanted, folder)
+    found = names.projector([one["path"] for one in listing["files"]], wanted, beside)
+    return None if found is None else HubName(wanted.repo, found, listing["commit"])
 
 
 def in_library_cache(wanted: HubName, model: RemoteModel) -> Path | None:

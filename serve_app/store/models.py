@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from serve_app import folders
 from serve_app.config.sources import DownloadsConfig, ModelSource
@@ -88,6 +89,49 @@ def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
     if wanted is None:
         return source
     return ModelSource(repo=str(hub.pinned(wanted, _folder(configured).names)))
+
+
+def projector_of(
+    source: ModelSource | None,
+    wanted: ModelSource | Literal[False] | None,
+    configured: DownloadsConfig,
+) -> ModelSource | None:
+    """The projector that is `wanted`, or else the one that the repository of a model's pinned `source` has.
+    Raises ConfigError."""
+    if wanted:
+        return pinned_projector(wanted, configured)
+    if source is None or wanted is False:
+        return None
+    return projector_beside(source, configured)
+
+
+def pinned_projector(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
+    """The same for a projector's source: of a repository, it is one of its projectors. Raises
+    ConfigError."""
+    wanted = _hub_name(source)
+    if wanted is None:
+        return source
+    found = hub.projector(wanted, _folder(configured).names)
+    if found is None:
+        raise ConfigError(f"{wanted.repo} holds no projector (mmproj).")
+    return ModelSource(repo=str(found))
+
+
+def names_a_file(source: ModelSource) -> bool:
+    """Whether it means one file, whatever else a repository has."""
+    wanted = _hub_name(source)
+    return wanted is None or (wanted.choice or "").endswith(".gguf")
+
+
+def projector_beside(source: ModelSource, configured: DownloadsConfig) -> ModelSource | None:
+    """The projector that a model's repository has, if it is one, and has one. The model's source is pinned.
+    Raises ConfigError."""
+    model = _hub_name(source)
+    if model is None:
+        return None
+    wanted = HubName(model.repo, None, model.revision)
+    found = hub.projector(wanted, _folder(configured).names, model.choice)
+    return None if found is None else ModelSource(repo=str(found))
 
 
 def _at(path: Path) -> Path:

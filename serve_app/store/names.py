@@ -11,6 +11,8 @@ from serve_app.llama import shards
 
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0", "F16", "BF16")
 """Quantisations to take where none is named, the best for CPUs first."""
+PREFERRED_PROJECTORS = ("Q8_0", "F16", "BF16", "F32")
+"""Types of projectors to take where none is named: small ones lose more by few bits than models do."""
 _HOSTS = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/", re.IGNORECASE)
 _NAME = re.compile(
     r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<early>[\w./-]+))?(?::(?P<choice>[\w./-]+))?"
@@ -72,6 +74,34 @@ def chosen(files: Iterable[str], wanted: HubName) -> tuple[str, ...]:
     raise ConfigError(f"{wanted.repo}: choose a file by its quantisation. {_list(models)}")
 
 
+def projector(files: Iterable[str], wanted: HubName, beside: str | None = None) -> str | None:
+    """The projector that is meant: the file or the type that the name says, or the first of
+    PREFERRED_PROJECTORS; of these, one in the folder of `beside`, the model's file, if there is one. None
+    if the repository has none. Raises ConfigError that lists those that it has."""
+    present = frozenset(files)
+    found = sorted(name for name in present if is_projector(name) and shards.number(name) == 1)
+    if wanted.choice is not None and wanted.choice.endswith(".gguf"):
+        return _file(sorted(present), wanted)
+    folder = (beside or "").rpartition("/")[0]
+    found = [name for name in found if name.rpartition("/")[0] == folder] or found
+    if wanted.choice is not None:
+        return _only(found, wanted.choice, wanted)
+    for kind in PREFERRED_PROJECTORS:
+        if any(_is_of(name, kind) for name in found):
+            return _only(found, kind, wanted)
+    if len(found) > 1:
+        raise ConfigError(f"{wanted.repo}: choose a projector. {_list(found)}")
+    return found[0] if found else None
+
+
+def parts_of(files: Iterable[str], wanted: HubName) -> tuple[str, ...]:
+    """The same as `chosen`, and a projector if the name says one. Raises ConfigError."""
+    present = frozenset(files)
+    if wanted.choice is not None and is_projector(wanted.choice):
+        return _complete(_file(sorted(present), wanted), present, wanted)
+    return chosen(present, wanted)
+
+
 def _file(models: Sequence[str], wanted: HubName) -> str:
     first, *_ = shards.names(wanted.choice or "")
     if first not in models:
@@ -105,12 +135,19 @@ def _list(models: Sequence[str]) -> str:
     return f"It has: {', '.join(models)}"
 
 
+def is_projector(name: str) -> bool:
+    """Whether a file is one that a model sees or hears with."""
+    base = name.rpartition("/")[2].lower()
+    return base.endswith(".gguf") and "mmproj" in base
+
+
 def _begins_model(name: str) -> bool:
     """Whether a file is a model, or the first shard of one."""
     base = name.rpartition("/")[2].lower()
     return (
         base.endswith(".gguf")
-        and not base.startswith(("mmproj", "imatrix"))
+        and not base.startswith("imatrix")
+        and not is_projector(base)
         and "imatrix.gguf" not in base
         and shards.number(base) == 1
     )

@@ -19,6 +19,7 @@ from serve_app.demo_model.pictures.shape import NORM_EPS, EyesShape
 from serve_app.llama.model import Model
 from serve_app.llama.vision.projector import Projector
 from serve_app.llama.vision.tiles import Tile
+from serve_app.types import Picture
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -110,8 +111,8 @@ def test_llama_cpp_computes_what_was_trained(
     projector = Projector(model, tmp_path / "eyes.gguf", 1)
     dice = random.Random(seed)  # one picture is square, the other one not
     picture = draw(scene(dice), dice, side)
-    assert projector.layout(*picture.size) == (Tile(SHAPE.n_tokens),)
-    found = projector.encode(projector.prepare(picture.tobytes(), *picture.size), 0)
+    assert projector.layout(picture.size) == (Tile(SHAPE.n_tokens),)
+    found = projector.encode(projector.prepare(Picture.of(picture.tobytes(), *picture.size)), 0)
     expected = embeddings(SHAPE, weights, np.asarray(fitted(picture, SHAPE.image_size)))
     assert found is not None
     np.testing.assert_allclose(found, expected, atol=0.01 * expected.std())

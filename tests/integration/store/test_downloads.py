@@ -11,17 +11,28 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from serve_app import locks
+from serve_app.app import resolve
+from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource
+from serve_app.demo_model.random_projector import SHAPES, write_random_projector
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
+from serve_app.llama.vision.senses import Senses, senses
 from serve_app.progress import Stage, nowhere
 from serve_app.store import download, folder, gguf_header
-from serve_app.store.models import locate, pinned, vocabulary
+from serve_app.store.models import (
+    locate,
+    pinned,
+    pinned_projector,
+    projector_beside,
+    vocabulary,
+)
 from serve_app.store.remote import UnreachableError
 from tests.integration.store.conftest import PIECE_BYTES
 from tests.integration.store.hub_server import COMMIT, OLD_COMMIT, Hub
@@ -187,6 +198,8 @@ def test_a_killed_download_goes_on(hub: Hub, downloads: DownloadsConfig) -> None
     hub.stalled = threading.Event()
     program = f"""
 from pathlib import Path
+from serve_app.app import resolve
+from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.progress import nowhere
 from serve_app.store import download
@@ -326,3 +339,50 @@ def test_a_url_over_http_is_downloaded(hub: Hub, downloads: DownloadsConfig) -> 
     source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/tiny-Q4_0.gguf")
     assert Model(vocabulary(source, downloads), vocab_only=True).n_vocab == 512
     assert locate(source, downloads, nowhere).read_bytes() == hub.files["tiny-Q4_0.gguf"]
+
+
+def eyes(path: Path) -> bytes:
+    """A projector's file for the tiny model."""
+    write_random_projector(path, SHAPES["tiny-llava"], 256)
+    return path.read_bytes()
+
+
+def test_a_projector_comes_with_its_model(
+    hub: Hub, downloads: DownloadsConfig, tmp_path: Path
+) -> None:
+    """By its repository's list, pinned to the commit, and downloaded as any other file."""
+    hub.files["mmproj-tiny.gguf"] = eyes(tmp_path / "eyes.gguf")
+    source = {"repo": "owner/name:Q4_0"}
+    sized = {"n_slots": 1, "n_ctx_slot": 256}
+    wanted: list[tuple[Any, str | None]] = [
+        (None, "mmproj-tiny.gguf"),
+        (False, None),
+        ({"repo": "owner/name"}, "mmproj-tiny.gguf"),
+        ({"repo": "owner/name:mmproj-tiny.gguf"}, "mmproj-tiny.gguf"),
+        ({"repo_id": "owner/name", "filename": "mmproj-tiny.gguf"}, "mmproj-tiny.gguf"),
+    ]
+    for projector, found in wanted:
+        for engine in ({}, sized):
+            model = {"id": "m", "source": source, "engine": engine}
+            given = model if projector is None else model | {"projector": projector}
+            (one,) = resolve(schema.parse({"models": [given]}).models, downloads=downloads)
+            name = None if found is None else f"owner/name:{found}@{COMMIT}"
+            assert (one.projector and one.projector.repo) == name
+            if one.projector is not None:
+                path = locate(one.projector, downloads, nowhere)
+                assert path.read_bytes() == hub.files["mmproj-tiny.gguf"]
+                assert senses(vocabulary(one.projector, downloads)) == Senses(sees=True)
+    assert hub.n_bytes["mmproj-tiny.gguf"] <= 2 * len(hub.files["mmproj-tiny.gguf"])
+
+
+def test_a_repository_without_a_projector_needs_none_and_lists_what_it_has(
+    hub: Hub, downloads: DownloadsConfig
+) -> None:
+    hub.files["mmproj-other.gguf"] = hub.files["mmproj-tiny.gguf"]
+    with pytest.raises(ConfigError, match=r"It has: mmproj-other.gguf, mmproj-tiny.gguf"):
+        projector_beside(ONE, downloads)
+    del hub.files["mmproj-tiny.gguf"], hub.files["mmproj-other.gguf"]
+    assert projector_beside(ONE, downloads) is None
+    assert projector_beside(ModelSource(path=Path("/nowhere.gguf")), downloads) is None
+    with pytest.raises(ConfigError, match="holds no projector"):
+        pinned_projector(ModelSource(repo="owner/name"), downloads)

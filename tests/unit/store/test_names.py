@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.errors import ConfigError
 from serve_app.store import names
-from serve_app.store.names import HubName, chosen
+from serve_app.store.names import HubName, chosen, parts_of, projector
 
 FILES = (
     "README.md",
@@ -61,6 +61,42 @@ def test_a_choice_means_all_files_of_a_model(choice: str | None, files: tuple[st
 
 def test_the_only_file_needs_no_choice() -> None:
     assert chosen(["x/odd-name.gguf", "mmproj-x.gguf"], HubName("a/b")) == ("x/odd-name.gguf",)
+
+
+EYES = ("mmproj-F32.gguf", "mmproj-model-f16.gguf", "big/mmproj-F16.gguf", "big/a-Q4_0.gguf")
+
+
+@pytest.mark.parametrize(
+    ("files", "choice", "beside", "found"),
+    [
+        (EYES, None, "a-Q4_0.gguf", "mmproj-model-f16.gguf"),
+        (EYES, None, "big/a-Q4_0.gguf", "big/mmproj-F16.gguf"),
+        (EYES, "F32", None, "mmproj-F32.gguf"),
+        (EYES, "mmproj-F32.gguf", "big/a-Q4_0.gguf", "mmproj-F32.gguf"),
+        (("a.mmproj-Q8_0.gguf", "a-Q8_0.gguf"), None, "a-Q8_0.gguf", "a.mmproj-Q8_0.gguf"),
+        (("mmproj.gguf", "a-Q8_0.gguf"), None, "sub/a.gguf", "mmproj.gguf"),
+        (FILES[1:3], None, None, None),
+    ],
+)
+def test_a_projector_is_found(
+    files: tuple[str, ...], choice: str | None, beside: str | None, found: str | None
+) -> None:
+    assert projector(files, HubName("a/b", choice), beside) == found
+    if found is not None:
+        assert parts_of(files, HubName("a/b", found)) == (found,)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("Q8_0", "nothing of Q8_0: .* It has: mmproj-x.gguf, mmproj-y.gguf$"),
+        (None, "choose a projector. It has: mmproj-x.gguf, mmproj-y.gguf$"),
+        ("mmproj-z.gguf", "has no model mmproj-z.gguf"),
+    ],
+)
+def test_a_projector_that_is_not_there_is_refused(choice: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        projector(["mmproj-x.gguf", "mmproj-y.gguf", "a-Q8_0.gguf"], HubName("a/b", choice))
 
 
 @pytest.mark.parametrize(
