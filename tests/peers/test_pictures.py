@@ -33,7 +33,7 @@ from tests.peers.answers import Pair
 from tests.peers.conftest import client, server_binary
 
 N_CTX, N_BATCH, N_TOKENS = 4096, 512, 6
-ROUNDING = 0.002
+ROUNDING = 0.005
 """Of a log-probability: caches have 11 bits, and batches other sizes."""
 ASCII = "root ::= [ -~]*"
 """llama-server leaves out the log-probabilities of tokens with parts of characters."""
@@ -183,7 +183,7 @@ def test_pictures_are_seen_alike(seeing: Pair, name: str) -> None:
     assert_alike(seeing, CHATS[name])
 
 
-def assert_alike(pair: Pair, messages: list[dict[str, Any]]) -> None:
+def assert_alike(pair: Pair, messages: list[dict[str, Any]], rounding: float = ROUNDING) -> None:
     """Both servers have as many tokens for a chat, and find the same answers as likely."""
     body = {
         "messages": messages,
@@ -203,11 +203,11 @@ def assert_alike(pair: Pair, messages: list[dict[str, Any]]) -> None:
     found = list(zip(steps(theirs.body), steps(ours.body), strict=True))
     assert len(found) == N_TOKENS
     for one, other in found:
-        assert max(one.likely.values()) - min(one.likely.values()) > ROUNDING  # they tell something
+        assert max(one.likely.values()) - min(one.likely.values()) > rounding  # they tell something
         common = one.likely.keys() & other.likely.keys()
         assert len(common) >= len(one.likely) - 1
         for token in common:
-            assert other.likely[token] == pytest.approx(one.likely[token], abs=ROUNDING)
+            assert other.likely[token] == pytest.approx(one.likely[token], abs=rounding)
         if one.token != other.token:  # a tie
-            assert one.likely[other.token] == pytest.approx(one.likely[one.token], abs=ROUNDING)
+            assert one.likely[other.token] == pytest.approx(one.likely[one.token], abs=rounding)
             break

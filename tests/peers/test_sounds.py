@@ -18,6 +18,8 @@ from serve_app.prompt.tokenizer import Tokenizer
 from tests.peers.answers import Pair
 from tests.peers.test_pictures import assert_alike, both, user, words
 
+RESAMPLED = 0.01
+"""Of a log-probability: versions of one library differ in the last samples of other rates."""
 CONTROL = ("<|audio_bos|>", "<|audio_eos|>")
 """Control tokens that Qwen2-Audio's sounds stand between."""
 
@@ -65,4 +67,4 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CHATS)
 def test_sounds_are_heard_alike(hearing: Pair, name: str) -> None:
-    assert_alike(hearing, CHATS[name])
+    assert_alike(hearing, CHATS[name], RESAMPLED)
