@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
@@ -337,7 +338,7 @@ def batch(context: typer.Context) -> None:
     """
     from serve_app.cli import tools
 
-    raise typer.Exit(tools.batch(context.args))
+    raise typer.Exit(_forwarded(context, tools.batch))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
@@ -350,7 +351,7 @@ def bench(context: typer.Context) -> None:
     """
     from serve_app.cli import tools
 
-    raise typer.Exit(tools.bench(context.args))
+    raise typer.Exit(_forwarded(context, tools.bench))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
@@ -363,7 +364,7 @@ def tune(context: typer.Context) -> None:
     """
     from serve_app.cli import tools
 
-    raise typer.Exit(tools.tune(context.args))
+    raise typer.Exit(_forwarded(context, tools.tune))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
@@ -378,7 +379,14 @@ def capacity(context: typer.Context) -> None:
     """
     from serve_app.cli import tools
 
-    raise typer.Exit(tools.capacity(context.args))
+    raise typer.Exit(_forwarded(context, tools.capacity))
+
+
+def _forwarded(context: typer.Context, program: Callable[[list[str]], int]) -> int:
+    """The program's exit status. Before its own help comes the command's, which has an example."""
+    if {"-h", "--help"} & {*context.args}:
+        typer.echo(f"{context.command.help}\n")
+    return program(context.args)
 
 
 def _client(url: str, api_key: str | None) -> Client:

@@ -346,6 +346,14 @@ def test_measurements_get_what_newcomers_leave_out(
     assert seen == [(module, given)]
 
 
+@pytest.mark.parametrize("command", ["batch", "bench", "capacity", "tune"])
+def test_the_help_of_a_forwarded_command_has_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "_run", lambda *_arguments, **_options: 0)
+    assert f"Example: `corral {command} " in output(command, "--help")
+
+
 def test_measurements_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
     assert tools._run("loadtests.engine", [], needs=("json", "no_such_module")) == 1
     assert "pip install 'corral[load]'" in capsys.readouterr().err
