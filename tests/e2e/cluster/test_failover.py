@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import signal
 import subprocess
@@ -15,8 +17,14 @@ from typing import Any, Protocol
 
 import httpx
 import pytest
+from PIL import Image
 
 from loadtests.common.processes import with_default_signals
+from serve_app.demo_model.random_gguf import SHAPES as MODELS
+from serve_app.demo_model.random_gguf import write_random_gguf
+from serve_app.demo_model.random_projector import QWEN_TOKENS, write_random_projector
+from serve_app.demo_model.random_projector import SHAPES as PROJECTORS
+from serve_app.prompt.tokenizer import Tokenizer
 from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
 
 RESTART_TIMEOUT_S = 90
@@ -115,6 +123,61 @@ def test_streams_go_on_without_a_missing_or_repeated_character(corral: Corral) -
     assert resumed
     assert all(timings["failed_over_ms"] > 0 for timings in resumed)
     wait_until(lambda: len(corral.replicas()) == 2, RESTART_TIMEOUT_S, "two replicas again")
+
+
+def test_an_answer_about_a_picture_goes_on_elsewhere(
+    start: Callable[[list[dict[str, Any]]], Corral], tmp_path: Path
+) -> None:
+    """The other replica encodes the picture anew. Behind it, tokens have other positions than indices."""
+    files = tmp_path / "model.gguf", tmp_path / "projector.gguf"
+    write_random_gguf(files[0], MODELS["tiny-qwen2vl"], "q8_0", more_control=QWEN_TOKENS)
+    write_random_projector(files[1], PROJECTORS["tiny-qwen2vl"], Tokenizer(files[0]).n_embd)
+    served = model(files[0], "m", n_slots=2, n_ctx_slot=4096, **EXACT)
+    served |= {"projector": {"path": str(files[1])}}
+    served["deployment"]["num_replicas"] = 2
+    corral = start([served])
+    corral.wait_ready()
+    wait_until(lambda: len(corral.replicas()) == 2, RESTART_TIMEOUT_S, "two replicas")
+    made = io.BytesIO()
+    Image.effect_noise((90, 200), 80).convert("RGB").save(made, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(made.getvalue()).decode()}"
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is in this picture?"},
+    ]
+    asked = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 3000,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    whole = corral.http.post("/v1/chat/completions", json=asked, timeout=120).json()
+    for _ in range(6):  # the first replica need not be the one that answers
+        answer_id, text = read_and_kill(corral, asked)
+        assert text == whole["choices"][0]["message"]["content"]
+        (told,) = corral.http.get(f"/v1/requests/{answer_id}").json()["sequences"]
+        if told["timings"]["failovers"]:
+            break
+        wait_until(lambda: len(corral.replicas()) == 2, RESTART_TIMEOUT_S, "two replicas again")
+    else:
+        pytest.fail("no answer was ever taken over")
+
+
+def read_and_kill(corral: Corral, asked: dict[str, Any]) -> tuple[str, str]:
+    """A streamed chat's id and text; a replica is killed when it has begun."""
+    text, answer_id = "", ""
+    body = asked | {"stream": True}
+    with corral.http.stream("POST", "/v1/chat/completions", json=body, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = sse(line)
+            assert "error" not in chunk, chunk
+            before, answer_id = text, chunk["id"]
+            text += "".join(one["delta"].get("content") or "" for one in chunk["choices"])
+            if text and not before:
+                kill_a_replica(corral)
+    return answer_id, text
 
 
 @contextmanager
