@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from serve_app.engine.backends.base import Projector
 from serve_app.engine.metrics.stats import Counts
+from serve_app.engine.pictures.node_times import NodeTimes
 from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError
@@ -98,8 +99,7 @@ class Encoding:
         self.embeddings = Embeddings(max_bytes)
         self._preparing = ThreadPoolExecutor(1, "corral-pictures")
         self._prepared: dict[bytes, Future[Any]] = {}
-        self._node_s = 0.0
-        """The longest time between two looks."""
+        self._nodes = NodeTimes()
         self._is_encoding = False
         self._piece_began = 0.0
 
@@ -168,8 +168,9 @@ class Encoding:
         def pause() -> bool:
             nonlocal elsewhere_s, looked, allowed_s
             now = time.monotonic()
-            self._node_s, looked = max(self._node_s, now - looked), now
-            if now + self._node_s < self._piece_began + allowed_s:
+            self._nodes.took(now - looked)
+            looked = now
+            if now + self._nodes.next_s < self._piece_began + allowed_s:
                 return True
             self._interlude()
             looked = self._piece_began = time.monotonic()
@@ -177,6 +178,7 @@ class Encoding:
             allowed_s = self._allowed_s(running(), looked - now)
             return bool(_who_needs(placed, running()))
 
+        self._nodes.begin(placed.tile)
         self._is_encoding = True
         try:
             embeddings = self._projector.encode(prepared, placed.number, pause)
