@@ -11,6 +11,8 @@ Modes, `bare,batched` by default:
     bare         one context, one row of every sequence a step, in the least Python that can do it
     batched      the engine
     openvino     the engine with `backend: openvino`
+    openvino-genai  OpenVINO GenAI's ContinuousBatchingPipeline, with the same converted model, threads,
+                 precision and format of the cache, and prompts
 With --batched-bench, llama.cpp's own `llama-batched-bench` as well.
 
 All of them get the same model file, threads, lengths and number of tokens, and all but llama.cpp's own

@@ -4,6 +4,8 @@
 `bare`         one context, one row of every sequence a step: what the engine does, without an engine
 `round-robin`  one context, one row of one sequence a step, in turn
 `separate`     a thread pool, a context for each sequence, the threads shared out among them
+`openvino`     the engine with `backend: openvino`
+`openvino-genai`  OpenVINO GenAI's own continuous batching
 
 They cannot share a process: `process` says why.
 """
@@ -27,7 +29,7 @@ from loadtests.engine.run import Run
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 
 BATCHED, BARE, ROUND_ROBIN, SEPARATE = "batched", "bare", "round-robin", "separate"
-OPENVINO = "openvino"
+OPENVINO, GENAI = "openvino", "openvino-genai"
 
 Runner = Callable[[Sequence[Prompt], int], Run]
 """Runs the prompts, that many tokens each."""
@@ -114,6 +116,20 @@ def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:
     return run
 
 
+def _genai(model: Path, options: EngineOptions) -> Runner:
+    """OpenVINO GenAI's own continuous batching."""
+    from loadtests.engine.genai import GenAiLoop  # needs corral[openvino]
+
+    loop = GenAiLoop(model, options)
+
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
+        meter = _Meter(GENAI)
+        arrivals, steps = loop.run(prompts, max_tokens, range(len(prompts)))
+        return meter.run(sum(map(len, prompts)), arrivals, steps)
+
+    return run
+
+
 def _separate(model: Path, options: EngineOptions) -> Runner:
     """Every context computes with `threads // n_slots` threads, at least one: together they use
     the same cores as the others, and more than those only if there are more sequences than cores."""
@@ -143,6 +159,7 @@ MODES: dict[str, Callable[[Path, EngineOptions], Runner]] = {
     BARE: partial(_one_context, BARE),
     BATCHED: partial(_batched, BATCHED),
     OPENVINO: partial(_batched, OPENVINO),
+    GENAI: _genai,
 }
 """How each mode opens its model, for as long as its process lives."""
 

@@ -11,7 +11,7 @@ from loadtests.common import benchmark
 from loadtests.common.benchmark import machine_line, percentile
 from loadtests.common.plot import Chart, svg
 from loadtests.common.rounds import ratios as ratios_of
-from loadtests.engine.modes import BATCHED
+from loadtests.engine.modes import BATCHED, OPENVINO
 from loadtests.engine.run import AnyRun
 
 RATES = ("decode_tps", "whole_tps", "prefill_tps")
@@ -36,11 +36,13 @@ def mode_summary(runs: Sequence[AnyRun]) -> dict[str, float | None]:
 
 
 def ratios(rounds: Sequence[Round], mode: str, rate: str) -> dict[str, Any] | None:
-    """Batched over another mode, for each round, with median and spread; None if one is missing."""
-    if mode == BATCHED or any(BATCHED not in one for one in rounds):
+    """The engine over another mode, for each round, with median and spread; None if one is missing. The
+    engine is the one with llama.cpp, if both of them ran."""
+    ran = [name for name in (BATCHED, OPENVINO) if all(name in one for one in rounds)]
+    if not ran or mode == ran[0]:
         return None
-    batched, other = ([getattr(one[name], rate) for one in rounds] for name in (BATCHED, mode))
-    values = ratios_of(batched, other)
+    engine, other = ([getattr(one[name], rate) for one in rounds] for name in (ran[0], mode))
+    values = ratios_of(engine, other)
     if values is None:
         return None
     median = statistics.median(values)
@@ -73,9 +75,9 @@ _HEADER = (
     "sequences",
     "mode",
     "decode t/s",
-    "batched / it (min-max)",
+    "engine / it (min-max)",
     "whole run t/s",
-    "batched / it (min-max)",
+    "engine / it (min-max)",
     "prefill t/s",
     "TTFT p50 ms",
     "ITL p50 ms",
@@ -85,7 +87,7 @@ _HEADER = (
 
 
 def table(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
-    """A line of facts and a Markdown table. "Batched / it" is the ratio to the row's mode."""
+    """A line of facts and a Markdown table. "Engine / it" is the ratio to the row's mode."""
     line = (
         machine_line(facts)
         + ", {prompt_tokens} prompt tokens, {max_tokens} generated; medians of {rounds} rounds; "

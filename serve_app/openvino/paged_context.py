@@ -239,6 +239,19 @@ def _begins(lengths: Sequence[int]) -> NDArray[np.int32]:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
+def settings(threads: int) -> dict[str, Any]:
+    """The properties that a model is compiled with. Threads stay where the caller's affinity has them: a
+    replica's cores are leased."""
+    return {
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",  # bf16 is slower without AMX, and less exact
+        "KV_CACHE_PRECISION": "f16",
+    }
+
+
 def _compiled(path: Path, threads: int) -> openvino.CompiledModel:
     """The model with paged attention, whose last product has the rows only that are sampled."""
     core = openvino.Core()
@@ -246,15 +259,7 @@ def _compiled(path: Path, threads: int) -> openvino.CompiledModel:
         model = core.read_model(path)
         paged_attention_transformation(model)
         _gather_sampled(model)
-        settings = {
-            "INFERENCE_NUM_THREADS": threads,
-            "NUM_STREAMS": 1,
-            "ENABLE_CPU_PINNING": False,
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": "f32",  # bf16 is slower without AMX, and less exact
-            "KV_CACHE_PRECISION": "f16",
-        }
-        return core.compile_model(model, "CPU", settings)
+        return core.compile_model(model, "CPU", settings(threads))
     except RuntimeError as error:
         raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error
 
