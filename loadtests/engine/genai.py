@@ -1,7 +1,8 @@
-"""OpenVINO GenAI's own continuous batching, with the model that Corral has converted."""
+"""OpenVINO GenAI's own continuous batching, with the same GGUF file, as its own reader converts it."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from serve_app.engine import EngineOptions
 from serve_app.folders import cache_folder
 from serve_app.llama.model import files_of, fingerprint_of
 from serve_app.openvino.blocks import BLOCK
-from serve_app.openvino.convert import converted
 from serve_app.openvino.paged_context import settings
 
 
@@ -26,8 +26,7 @@ class GenAiLoop:
     and format of the cache as the engine's, and no prefix cache. One thread at a time."""
 
     def __init__(self, model: Path, options: EngineOptions) -> None:
-        fingerprint = fingerprint_of(files_of(model))
-        folder = converted(model, fingerprint, cache_folder() / "openvino").parent
+        folder = _converted(model)
         config = openvino_genai.SchedulerConfig()
         config.max_num_seqs = options.n_slots
         config.max_num_batched_tokens = options.n_batch
@@ -68,3 +67,17 @@ class GenAiLoop:
         self._n_begun += 1
         tokens = openvino.Tensor(np.array([prompt], np.int64))
         return self._pipeline.add_request(self._n_begun, tokens, config)
+
+
+def _converted(model: Path) -> Path:
+    """The folder with the model in OpenVINO's format, made at the first call: GenAI writes it beside the file
+    that it reads, so that is a link."""
+    name = fingerprint_of(files_of(model)).hex()[:32]
+    made = cache_folder() / "openvino-genai" / name
+    if not made.is_dir():
+        part = made.with_name(f"{name}.{os.getpid()}")
+        part.mkdir(parents=True)
+        (part / "model.gguf").symlink_to(model.resolve())
+        openvino_genai.LLMPipeline(str(part / "model.gguf"), "CPU", enable_save_ov_model=True)
+        part.rename(made)
+    return made

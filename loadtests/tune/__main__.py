@@ -20,7 +20,6 @@ runs on the machine: mind the range.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,19 +64,6 @@ class Settings:
     folder: Path
 
 
-def default_text() -> str:
-    """English prose and code that every machine has: what Python's own modules say of themselves."""
-    import argparse as _argparse
-    import asyncio
-    import collections
-    import decimal
-    import email.message
-    import logging
-
-    modules = (_argparse, asyncio, collections, decimal, email.message, logging)
-    return "\n\n".join(inspect.getsource(module) for module in modules)
-
-
 class Screen:
     """The progress bar."""
 
@@ -116,7 +102,7 @@ def readings(
     variants: Sequence[Variant], settings: Settings, screen: Screen
 ) -> dict[Variant, Reading]:
     """How each reads the text."""
-    text = default_text() if settings.text is None else settings.text.read_text()
+    text = quality.default_text() if settings.text is None else settings.text.read_text()
     screen.begin("reading a text", len(variants))
     found = {}
     for variant in variants:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.engine.options import KernelsName
+from serve_app.folders import cache_folder
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
+
+if TYPE_CHECKING:
+    from serve_app.openvino.paged_context import PagedContext
 
 WINDOW = 256
 """Tokens that are read from nothing, one window after the other."""
@@ -40,28 +47,35 @@ class Reading:
         return same / len(self.choices)
 
 
-def read(path: Path, text: str, n_windows: int, threads: int) -> Reading:
+def default_text() -> str:
+    """English prose and code that every machine has: what Python's own modules say of themselves."""
+    import argparse as _argparse
+    import asyncio
+    import collections
+    import decimal
+    import email.message
+    import logging
+
+    modules = (_argparse, asyncio, collections, decimal, email.message, logging)
+    return "\n\n".join(inspect.getsource(module) for module in modules)
+
+
+def read(
+    path: Path, text: str, n_windows: int, threads: int, backend: KernelsName = "llama.cpp"
+) -> Reading:
     """How the model reads the text's first windows, in a process of its own. Raises ValueError for a text
-    of less than one window."""
+    of less than one window, and ConfigError for a model that the backend cannot read."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_read, path, text, n_windows, threads).result()
+        return pool.submit(_read, path, text, n_windows, threads, backend).result()
 
 
-def _read(path: Path, text: str, n_windows: int, threads: int) -> Reading:
+def _read(path: Path, text: str, n_windows: int, threads: int, backend: KernelsName) -> Reading:
     """Over there."""
-    model = Model(path)
+    model = Model(path, vocab_only=backend == "openvino")
     tokens = model.tokenize(text, add_special=False, parse_special=False)
     first = model.tokenize("", add_special=True, parse_special=False)[:1]
     windows = split(tokens, first)
-    context = Context(
-        model,
-        n_seq_max=1,
-        n_ctx_slot=WINDOW,
-        n_batch=WINDOW,
-        n_outputs=WINDOW,
-        threads=threads,
-        flash_attn=True,
-    )
+    context = _paged(model, threads) if backend == "openvino" else _llama(model, threads)
     likelihood, choices = 0.0, []
     try:
         for window in windows[:n_windows]:
@@ -73,6 +87,34 @@ def _read(path: Path, text: str, n_windows: int, threads: int) -> Reading:
     finally:
         context.close()
     return Reading(likelihood, tuple(choices))
+
+
+def _llama(model: Model, threads: int) -> Context:
+    return Context(
+        model,
+        n_seq_max=1,
+        n_ctx_slot=WINDOW,
+        n_batch=WINDOW,
+        n_outputs=WINDOW,
+        threads=threads,
+        flash_attn=True,
+    )
+
+
+def _paged(model: Model, threads: int) -> PagedContext:
+    from serve_app.openvino.convert import converted
+    from serve_app.openvino.folder import ConvertedModels
+    from serve_app.openvino.paged_context import BLOCK, PagedContext  # needs corral[openvino]
+
+    models = ConvertedModels(cache_folder() / "openvino")
+    return PagedContext(
+        converted(model.files, model.fingerprint(), models),
+        model,
+        n_sequences=1,
+        n_ctx_slot=WINDOW,
+        n_blocks=WINDOW // BLOCK,
+        threads=threads,
+    )
 
 
 def split(tokens: Sequence[int], first: Sequence[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadtests.tune import perplexity
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.engine import (
     Engine,
@@ -169,6 +170,26 @@ async def test_a_prefix_travels_to_another_engine(engine: Engine, folder: None) 
         fresh.close()
 
 
+@pytest.mark.parametrize("n_before", [1, 7])
+@pytest.mark.parametrize("is_lost_by_openvino", [True, False])
+async def test_a_text_goes_on_in_a_replica_of_the_other_backend(
+    engine: Engine, other: Engine, n_before: int, is_lost_by_openvino: bool
+) -> None:
+    """Tokens travel, KV does not."""
+    lost, left = (engine, other) if is_lost_by_openvino else (other, engine)
+    whole, _ = await ask(lost, QUESTIONS[0], GREEDY)
+    rest, deltas = await ask(
+        left, QUESTIONS[0], GREEDY, generated=tuple(whole[:n_before]), n_failovers=1
+    )
+    assert whole[:n_before] + rest == whole
+    assert deltas[-1].end is not None
+    assert deltas[-1].end.reason is FinishReason.LENGTH
+
+
+async def test_a_prefix_of_the_other_backend_is_refused(engine: Engine, other: Engine) -> None:
+    assert engine._loop.state_key != other._loop.state_key
+
+
 async def test_a_request_that_is_aborted_leaves_others_as_they_are(engine: Engine) -> None:
     expected, _ = await ask(engine, QUESTIONS[0], GREEDY)
     request = GenerationRequest("gone", engine.tokenize(LONG * 1), replace(GREEDY, max_tokens=60))
@@ -222,3 +243,11 @@ def test_batches_are_profiled(folder: None) -> None:
     engine.close()
     assert curve
     assert np.isfinite(engine.stats().token_s)
+
+
+def test_both_backends_read_a_text_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    perplexity.main(["--model", str(BUILTIN_MODEL), "--windows", "4", "--threads", "2"])
+    heading, _, *rows = capsys.readouterr().out.splitlines()
+    assert heading.endswith("508 tokens in 4 windows")
+    found = {cells[1].strip(): float(cells[2]) for row in rows[2:] if (cells := row.split("|"))}
+    assert found["openvino"] == pytest.approx(found["llama.cpp"], rel=0.01)

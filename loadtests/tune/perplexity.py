@@ -1,0 +1,69 @@
+"""How both backends read one text: perplexity, and how often the likeliest next token is the same.
+
+    python -m loadtests.tune.perplexity --model PATH [--backends llama.cpp,openvino] [--text FILE]
+        [--windows 16] [--threads N]
+
+The text is read in windows of 256 tokens, each from nothing; what counts is the second half of each. The
+default text is what every machine has: Python's own modules. The first backend is what the others are
+compared with. Speed is not measured, so the machine need not be quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from loadtests.common import benchmark
+from loadtests.common.benchmark import bounded, choice, listed, usable_cores
+from loadtests.tune import quality
+from loadtests.tune.quality import Reading
+from serve_app.engine.options import KernelsName
+from serve_app.errors import ConfigError
+
+BACKENDS: tuple[KernelsName, ...] = get_args(KernelsName)
+
+
+def table(found: dict[KernelsName, Reading]) -> str:
+    """A Markdown table with a row for each backend."""
+    first = next(iter(found.values()))
+    rows = [
+        (
+            name,
+            f"{one.perplexity:.4g}",
+            f"{one.perplexity / first.perplexity - 1:+.2%}",
+            f"{one.agreement(first):.1%}",
+        )
+        for name, one in found.items()
+    ]
+    return benchmark.table(("backend", "perplexity", "to the first", "same token"), rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read, and print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.tune.perplexity", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--backends", type=listed(choice(*BACKENDS)), default=BACKENDS)
+    parser.add_argument("--text", type=Path, default=None)
+    parser.add_argument("--windows", type=bounded(1, 1000), default=16)
+    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
+    args = parser.parse_args(argv)
+    text = quality.default_text() if args.text is None else args.text.read_text()
+    try:
+        found = {
+            name: quality.read(args.model, text, args.windows, args.threads, name)
+            for name in args.backends
+        }
+    except (ConfigError, ValueError) as error:
+        sys.exit(str(error))
+    n_tokens = len(next(iter(found.values())).choices)
+    print(f"{args.model.name}, {n_tokens} tokens in {args.windows} windows\n\n{table(found)}")
+
+
+if __name__ == "__main__":
+    main()
