@@ -70,8 +70,8 @@ class GenAiLoop:
 
 
 def _converted(model: Path) -> Path:
-    """The folder with the model in OpenVINO's format, made at the first call: GenAI writes it beside the file
-    that it reads, so that is a link."""
+    """The folder with the model in OpenVINO's format, made at the first call. GenAI writes it beside the
+    file that it reads, so that is a link."""
     name = fingerprint_of(files_of(model)).hex()[:32]
     made = cache_folder() / "openvino-genai" / name
     if not made.is_dir():
