@@ -102,9 +102,10 @@ def _llama(model: Model, threads: int) -> Context:
 
 
 def _paged(model: Model, threads: int) -> PagedContext:
+    from serve_app.openvino.blocks import BLOCK
     from serve_app.openvino.convert import converted
     from serve_app.openvino.folder import ConvertedModels
-    from serve_app.openvino.paged_context import BLOCK, PagedContext  # needs corral[openvino]
+    from serve_app.openvino.paged_context import PagedContext  # needs corral[openvino]
 
     models = ConvertedModels(cache_folder() / "openvino")
     return PagedContext(

@@ -94,6 +94,11 @@ class PagedContext:
         return sum(one.nbytes for one in self._caches)
 
     @property
+    def n_tokens(self) -> int:
+        """That all blocks have room for."""
+        return len(self._caches[0]) * BLOCK
+
+    @property
     def block_bytes(self) -> int:
         """Of one block."""
         return sum(one[0].nbytes for one in self._caches)
@@ -197,6 +202,15 @@ class PagedContext:
     def copy(self, source: int, target: int) -> None:
         """Make sequence `target` a copy of sequence `source`. It costs nothing."""
         self._tables.share(source, target)
+
+    def pretend(self, seq_id: int, n_tokens: int) -> None:
+        """Give an empty sequence so many tokens, without computing them: which ones does not matter to a
+        measurement of time. They are written, as all of the memory that nobody wrote is a single page.
+        Raises CacheFullError."""
+        self._tables.extend({seq_id: n_tokens})
+        blocks = self._tables.blocks(seq_id)
+        for cache in self._caches:
+            cache[blocks] = 1
 
     def save(self, seq_id: int) -> bytes:
         """The sequence's tokens as a state: its length and its blocks, layer by layer."""

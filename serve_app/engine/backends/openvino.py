@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, Depth
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import ALONE, Profiler
 from serve_app.engine.backends.base import (
@@ -26,6 +27,7 @@ from serve_app.engine.backends.base import (
     Row,
     State,
 )
+from serve_app.engine.backends.paged_depth import measure_depth
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError, NotSupportedError
 from serve_app.folders import cache_folder
@@ -49,6 +51,8 @@ _MODE = Mode(flash_attn=True, kv_unified=False, paged=True)
 _REASON = "Paged KV cache, as OpenVINO has it"
 # The part of the time for profiling in which the sizes are measured that tell most.
 _ESSENTIAL = 0.5
+# And in which batches are measured behind many tokens.
+_DEEP = 0.2
 
 
 class OpenVinoBackend:
@@ -151,14 +155,23 @@ class OpenVinoBackend:
         )
         for _ in profiler.essentials(_ESSENTIAL * options.profile_limit_s):
             pass
+        depth = self._measure_depth(profiler.profile)
         profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-        profile = replace(profiler.profile, copy_s=0.0)
+        profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
         took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         logger.info("Measured batches in %.1f s.", took_s)
         self.undisturbed = computed_s >= ALONE * took_s * options.threads
         if folder and self.undisturbed:
             profile_cache.save(folder, name, Choice(self.mode, self.mode_reason, profile))
         return profile
+
+    def _measure_depth(self, profile: Profile) -> Depth:
+        options = self._options
+        n_tokens = min(DEPTH, options.n_ctx_slot - ROOM, self._context.n_tokens - ROOM)
+        n_tokens = n_tokens // BLOCK * BLOCK
+        if n_tokens <= 0:
+            return Depth()
+        return measure_depth(self._context, profile, n_tokens, _DEEP * options.profile_limit_s)
 
     # -- what it has not --------------------------------------------------------------------------
 
