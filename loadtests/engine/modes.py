@@ -118,7 +118,7 @@ def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:
 
 def _genai(model: Path, options: EngineOptions) -> Runner:
     """OpenVINO GenAI's own continuous batching."""
-    from loadtests.engine.genai import GenAiLoop  # needs corral[openvino]
+    from loadtests.engine.peers.genai import GenAiLoop  # needs corral[openvino]
 
     loop = GenAiLoop(model, options)
 

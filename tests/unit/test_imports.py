@@ -178,7 +178,7 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
             "loadtests.engine.adapters.bench",  # which makes some, and names them in requests
             "loadtests.engine.drafts.models",  # which makes models of real shapes
             "loadtests.engine.forecast",  # which runs batches at depths of its own
-            "loadtests.engine.genai",  # which compiles and keeps a model as Corral does
+            "loadtests.engine.peers.genai",  # which compiles and keeps a model as Corral does
             "loadtests.engine.sampling.__main__",  # which measures one of them
             "loadtests.tune.__main__",  # which keeps files where Corral does, and counts cores as it does
             "loadtests.tune.perplexity",  # which says what a backend cannot read

@@ -1,0 +1,1 @@
+"""Other programs that batch, beside the engine."""
