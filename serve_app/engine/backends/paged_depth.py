@@ -29,8 +29,8 @@ def measure_depth(
     limit_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Depth:
-    """Measure what so many tokens before a batch add to it, in about `limit_s`. The first sequence has them. It
-    has room for a chunk more, and is empty before and after. Decoder thread only."""
+    """Measure what so many tokens before a batch add to it, in about `limit_s`. The first sequence has
+    them. It has room for a chunk more, and is empty before and after. Decoder thread only."""
     trials = Trials(clock)
     trials.left_s = limit_s
 
