@@ -17,7 +17,7 @@ from serve_app.engine.backends.base import Row, State
 _CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
 _MOST_CHUNKS = (80, 112, 192, 160, 384)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
-_VERIFIES = (2, 4, 8, 3, 6)
+_VERIFIES = (2, 4, 8, 16, 3, 6, 12)
 # The part of a slot that is in use when it is copied: with less, only that would be copied.
 _COPIED = 0.27
 # What a copy costs is a difference of two batches, each tried so often.

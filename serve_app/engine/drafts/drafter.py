@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import GUESSED, DraftModel, Row
-from serve_app.engine.drafts.rates import CommonRate, SequenceRate
+from serve_app.engine.drafts.rates import Allowance, CommonRate, SequenceRate
 from serve_app.engine.drafts.window import SlotWindow
 from serve_app.engine.health import Progress
 from serve_app.engine.sequence import Sequence
@@ -43,6 +43,8 @@ class Drafter:
         self._clock = clock
         self._costs = CostModel(model.profile)
         self._common = CommonRate()
+        self.allowance = Allowance()
+        """For drafts that are only tried."""
         self._windows = [
             SlotWindow(model.n_ctx, own_layers=model.own_layers) for _ in range(n_slots)
         ]
@@ -101,10 +103,10 @@ class Drafter:
     # -- passes -----------------------------------------------------------------------------------
 
     def propose(
-        self, sequences: SequenceOf[Sequence], n_drafted: int
+        self, sequences: SequenceOf[Sequence], n_drafted: int, token_s: float = 0.0
     ) -> dict[str, tuple[int, ...]]:
         """So many tokens that each of these may go on with: sequences that `begin` was told of and that are
-        ready, ordered by slot. Nothing if a pass fails."""
+        ready, ordered by slot. Nothing if a pass fails. Of a trial, a right token is worth `token_s`."""
         windows = [self._windows[one.slot_id] for one in sequences]
         rows: list[Row] = []
         places: list[int] = []
@@ -126,7 +128,7 @@ class Drafter:
                     rows.append((token, len(window.cells), one.slot_id, True))
                     window.fed([token], guessed=True)
         for window in windows:
-            window.proposed = n_drafted
+            window.proposed, window.token_s = n_drafted, token_s
         return {one.id: tuple(draft) for one, draft in zip(sequences, drafts, strict=True)}
 
     def catch_up(self, sequences: SequenceOf[Sequence], within_s: float | None) -> None:
@@ -197,6 +199,7 @@ class Drafter:
             return False
         window.proposed = 0
         window.rate.fared(n_drafted, n_accepted)
+        self.allowance.changes(n_accepted * window.token_s)
         return True
 
     def take_spent(self) -> list[tuple[Sequence, float]]:

@@ -10,6 +10,38 @@ _FORGOTTEN = 0.05
 # How fast a bad rate is forgotten, at each step without a draft: the text may have changed. A hundred steps
 # bring two thirds of it back.
 _FORGIVING = 0.01
+# The part of the time that may be lost on trials; how many are granted at first, and can be saved up.
+_LOSABLE = 0.01
+_FIRST_TRIALS, _MOST_TRIALS = 3, 4
+
+
+class Allowance:
+    """Seconds that may be lost on drafts that are only tried, to learn how many are right. Decoder thread
+    only.
+
+    What is right is never lost, so a good draft model goes on being tried until it is known to be good, and
+    a bad one takes no more than a small part of the time.
+    """
+
+    def __init__(self) -> None:
+        self._left_s: float | None = None
+
+    def passed(self, seconds: float) -> None:
+        """So much time went by without a draft."""
+        if self._left_s is not None:
+            self._left_s += _LOSABLE * seconds
+
+    def grants(self, loss_s: float) -> bool:
+        """Whether a trial may be made that loses so much if it is wrong."""
+        if self._left_s is None:
+            self._left_s = _FIRST_TRIALS * loss_s
+        self._left_s = min(self._left_s, _MOST_TRIALS * loss_s)
+        return self._left_s >= loss_s
+
+    def changes(self, seconds: float) -> None:
+        """So much was saved by a trial, or lost."""
+        if self._left_s is not None:
+            self._left_s += seconds
 
 
 class CommonRate:

@@ -33,7 +33,9 @@ class SlotWindow:
         self.rate: SequenceRate | None = None
         """The rate of the sequence that the text is of."""
         self.proposed = 0
-        """Tokens that were proposed for the step that is planned."""
+        """Tokens that were proposed for the step that is planned, ..."""
+        self.token_s = 0.0
+        """... and the seconds that each is worth, if they are only tried."""
         self._owner = ""
         self._source: TokenArray | None = None
         self._n_skipped = 0

@@ -12,7 +12,7 @@ Drafts = dict[str, tuple[int, ...]]
 """By the sequence's id."""
 
 # Drafts that are tried, and how many drafted rows one step may have in all.
-_DRAFTS = (1, 2, 3, 5, 7)
+_DRAFTS = (1, 2, 3, 5, 7, 11, 15)
 MAX_DRAFTED_ROWS = 16
 # What speculation must promise to be tried; what feeding a draft model must save, for its price; and the
 # tokens that a sequence is thought to go on for, at least: it may end with any.
@@ -23,6 +23,18 @@ _LEAST_HOPE = 16
 _FED_PART = 0.4
 
 
+# Lengths of drafts that are only tried.
+_TRIED = (1, 2, 3)
+
+
+class _Allowance(Protocol):
+    def passed(self, seconds: float) -> None: ...
+
+    def grants(self, loss_s: float) -> bool: ...
+
+    def changes(self, seconds: float) -> None: ...
+
+
 class _Rate(Protocol):
     def expected(self, n_drafted: int) -> float: ...
 
@@ -31,6 +43,9 @@ class _Rate(Protocol):
 
 class Proposer(Protocol):
     """Proposes tokens, besides lookup; see `serve_app.engine.drafts.drafter.Drafter`."""
+
+    @property
+    def allowance(self) -> _Allowance: ...
 
     def __bool__(self) -> bool: ...
 
@@ -44,7 +59,9 @@ class Proposer(Protocol):
 
     def feed_s(self, n_rows: int) -> float: ...
 
-    def propose(self, sequences: list[Sequence], n_drafted: int) -> Drafts: ...
+    def propose(
+        self, sequences: list[Sequence], n_drafted: int, token_s: float = 0.0
+    ) -> Drafts: ...
 
     def catch_up(self, sequences: list[Sequence], within_s: float | None) -> None: ...
 
@@ -132,12 +149,13 @@ class Drafting:
             ready = {name: n for name, n in behind.items() if proposer.is_ready(n)}
             now = self._best(proposer, decoding, looked_up, ready, n_past, mixed)
             if self._pays(late, best, now, sum(proposer.feed_s(behind[one.id]) for one in late)):
-                within_s = None if self._max_stall_s is None else _FED_PART * self._max_stall_s
-                proposer.catch_up(late, within_s)
+                proposer.catch_up(late, self._fed_s)
             best = now
         drafts = {one.id: looked_up[one.id][: best.n_drafted] for one in best.looked_up}
         if best.proposed:
             drafts |= proposer.propose(list(best.proposed), best.n_drafted)
+        elif not late and not drafts:
+            drafts = self._try(proposer, decoding, behind, n_past, mixed)
         for one in decoding:
             if one.id not in drafts and looked_up.get(one.id):
                 one.proposer.unused()
@@ -145,6 +163,50 @@ class Drafting:
             if one.id not in drafts:
                 proposer.rate(one).unused()
         return drafts
+
+    @property
+    def _fed_s(self) -> float | None:
+        """Seconds that feeding may take in a step."""
+        return None if self._max_stall_s is None else _FED_PART * self._max_stall_s
+
+    def _try(
+        self,
+        proposer: Proposer,
+        decoding: list[Sequence],
+        behind: dict[str, int],
+        n_past: float,
+        mixed: bool,
+    ) -> Drafts:
+        """A short draft of one sequence that is not thought to pay, or some of its text fed for one. It is
+        made now and then: what is never tried is never known to be good."""
+        able = [one for one in decoding if one.id in behind]
+        plain_s, allowance = self._costs.steps_s(len(decoding), n_past), proposer.allowance
+        allowance.passed(plain_s)
+        if not able:
+            return {}
+        one = max(able, key=lambda one: proposer.rate(one).expected(1) - behind[one.id])
+        n_behind, token_s = behind[one.id], plain_s / len(decoding)
+        rest_s = self._costs.steps_s(len(decoding) - 1, n_past) if len(decoding) > 1 else 0.0
+        longer_s = {
+            n: max(0.0, self._verify_s([one], n, n_past, mixed) + rest_s - plain_s)
+            + proposer.draft_s(1, n, min(n_behind, 2))
+            for n in _TRIED
+            if n <= one.draft_room(self._n_ctx_slot)
+        }
+        rate = proposer.rate(one)
+        n_drafted = min(longer_s, key=lambda n: longer_s[n] - rate.expected(n) * token_s)
+        fed_s = 0.0 if proposer.is_ready(n_behind) else proposer.feed_s(n_behind)
+        if not allowance.grants(longer_s[n_drafted] + fed_s):
+            return {}
+        fed_now_s = fed_s if self._fed_s is None else min(fed_s, self._fed_s)
+        allowance.changes(-fed_now_s or -longer_s[n_drafted])
+        sure = self._best(proposer, decoding, {}, behind, n_past, mixed, sure=True)
+        if not sure.proposed or not self._pays([one], sure, _Plan(1 / token_s), fed_s):
+            return {}
+        if fed_s:
+            proposer.catch_up([one], self._fed_s)
+            return {}
+        return proposer.propose([one], n_drafted, token_s)
 
     def _pays(self, late: list[Sequence], then: _Plan, now: _Plan, price_s: float) -> bool:
         """Whether to feed these. They are thought to go on for as long as they did, which is right half the
@@ -164,8 +226,11 @@ class Drafting:
         ready: dict[str, int],
         n_past: float,
         mixed: bool,
+        *,
+        sure: bool = False,
     ) -> _Plan:
-        """`ready` are those that the draft model could propose for, and how many tokens are fed before."""
+        """`ready` are those that the draft model could propose for, and how many tokens are fed before.
+        `sure`: as if it were always right."""
         n, plain_s = len(decoding), self._costs.steps_s(len(decoding), n_past)
         best = _Plan(n / plain_s)
         least = (1 + _LEAST_GAIN) * best.tokens_per_s
@@ -175,7 +240,9 @@ class Drafting:
                 known = len(looked_up.get(one.id, ())) >= n_drafted
                 value = one.proposer.expected(n_drafted) if known else 0.0
                 proposes = one.id in ready and one.draft_room(self._n_ctx_slot) >= n_drafted
-                own = proposer.rate(one).expected(n_drafted) if proposes else 0.0
+                own = 0.0
+                if proposes:
+                    own = n_drafted + 1 if sure else proposer.rate(one).expected(n_drafted)
                 if known or proposes:
                     found.append((max(value, own), own > value, one))
             found.sort(key=lambda option: -option[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.drafts.rates import CommonRate
+from serve_app.engine.drafts.rates import Allowance, CommonRate
 
 
 def test_what_a_draft_is_worth() -> None:
@@ -58,3 +58,34 @@ def test_a_bad_rate_comes_back_to_that_of_all_and_no_higher() -> None:
     rate.acceptance = 0.9
     rate.unused()
     assert rate.acceptance == 0.9
+
+
+def test_a_few_trials_are_granted_at_first_and_then_a_small_part_of_the_time() -> None:
+    allowance = Allowance()
+    n_trials = 0
+    for _ in range(10_000):
+        allowance.passed(0.1)
+        if allowance.grants(0.5):
+            allowance.changes(-0.5)
+            n_trials += 1
+    assert n_trials * 0.5 < 0.02 * 10_000 * 0.1
+    assert n_trials > 10
+
+
+def test_what_was_right_is_not_lost() -> None:
+    allowance = Allowance()
+    for _ in range(100):
+        assert allowance.grants(0.5)
+        allowance.changes(-0.5)
+        allowance.changes(0.6)
+
+
+def test_trials_are_not_saved_up() -> None:
+    allowance = Allowance()
+    allowance.grants(0.5)
+    allowance.passed(1e6)
+    n_trials = 0
+    while allowance.grants(0.5):
+        allowance.changes(-0.5)
+        n_trials += 1
+    assert n_trials < 6
