@@ -1,6 +1,7 @@
-"""Trains the built-in model on the corpus and writes its GGUF.
+"""Trains the built-in model, or a draft model for it, on the corpus and writes its GGUF.
 
     python -m serve_app.demo_model.train WORK_DIR [--steps 4600] [--device cpu|cuda]
+    python -m serve_app.demo_model.train WORK_DIR --draft [--steps 4600] [--threads 1]
 
 Needs the `train` extra. Run again with the same folder, it goes on from the last checkpoint. The
 same seed and steps make the same text; on the same machine, nearly the same model.
@@ -32,9 +33,13 @@ from serve_app.prompt.chat_template import ChatTemplate
 SHAPE = ModelShape("corral-demo", 6, 256, 768, 4, 2, 64, 3072, 2048)
 """The trained model: 5.5 million parameters, 5.9 MB as Q8_0."""
 
-TOKENS_PER_STEP = 8192
+DRAFT_SHAPE = ModelShape("corral-demo-draft", 2, 192, 416, 3, 1, 64, 3072, 2048)
+"""A draft model for it: 1.3 million parameters, 1.5 MB as Q8_0."""
+
+_TOKENS_PER_STEP, _DRAFT_TOKENS_PER_STEP = 8192, 4096
 _CURRICULUM = ((0.65, (512,)), (1.0, (512, 2048, 1024, 2048)))
 """Until which part of the training, rows of which lengths take turns."""
+_DRAFT_LENGTH = 512  # all that a draft model sees
 _WARM_UP_STEPS = 100
 _DECAY_FROM = 0.6
 """From this part of the training on, the learning rate falls to nothing."""
@@ -49,9 +54,22 @@ class Plan:
     steps: int
     learning_rate: float
     seed: int
+    draft: bool
+
+    @property
+    def shape(self) -> ModelShape:
+        """The trained model's."""
+        return DRAFT_SHAPE if self.draft else SHAPE
+
+    @property
+    def tokens_per_step(self) -> int:
+        """In all rows."""
+        return _DRAFT_TOKENS_PER_STEP if self.draft else _TOKENS_PER_STEP
 
     def length(self, step: int) -> int:
         """How many tokens long the rows of this step are."""
+        if self.draft:
+            return _DRAFT_LENGTH
         lengths = next(lengths for until, lengths in _CURRICULUM if step < until * self.steps)
         return lengths[step % len(lengths)]
 
@@ -136,7 +154,7 @@ class Trainer:
         self._plan, self._device = plan, device
         self._checkpoint = folder / "checkpoint.pt"
         self._rows = Rows(_tokenizer(folder, plan.seed))
-        self.network = Network(SHAPE).to(device)
+        self.network = Network(plan.shape).to(device)
         self._hidden = torch.compile(self.network, dynamic=False)
         matrices = [p for n, p in self.network.named_parameters() if p.ndim == 2 and "blocks" in n]
         others = [p for n, p in self.network.named_parameters() if p.ndim < 2 or "blocks" not in n]
@@ -173,7 +191,7 @@ class Trainer:
     def _train_step(self) -> float:
         length = self._plan.length(self.step)
         seed = f"{self._plan.seed}/{self.step}"
-        tokens, said = self._rows.batch(seed, TOKENS_PER_STEP // length, length)
+        tokens, said = self._rows.batch(seed, self._plan.tokens_per_step // length, length)
         tokens, learned = tokens.to(self._device), said[:, 1:].flatten().to(self._device)
         with torch.autocast(self._device, dtype=torch.bfloat16):
             hidden = self._hidden(tokens[:, :-1]).flatten(0, 1)[learned]
@@ -213,23 +231,28 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train Corral's built-in model.")
+    parser = argparse.ArgumentParser(description="Train Corral's built-in model, or its draft.")
     parser.add_argument("folder", type=Path, help="for the tokenizer, the checkpoint and the GGUF")
-    parser.add_argument("--steps", type=int, default=4600, help="of 8192 tokens (default: 4600)")
+    parser.add_argument(
+        "--steps", type=int, default=4600, help="of 8192 tokens, or 4096 of the draft's"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draft", action="store_true", help="the draft model")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    plan = Plan(arguments.steps, arguments.learning_rate, arguments.seed)
+    torch.set_num_threads(arguments.threads)
+    plan = Plan(arguments.steps, arguments.learning_rate, arguments.seed, arguments.draft)
     trainer = Trainer(arguments.folder, plan, arguments.device)
     trainer.run()
     weights = {
         name: values.float().cpu().numpy() for name, values in trainer.network.state_dict().items()
     }
     tokens, merges = vocabulary.tokens_and_merges(arguments.folder / "tokenizer.json")
-    path = arguments.folder / "corral-demo-q8_0.gguf"
-    write_gguf(path, SHAPE, weights, tokens, merges)
+    path = arguments.folder / f"{plan.shape.name}-q8_0.gguf"
+    write_gguf(path, plan.shape, weights, tokens, merges)
     size = path.stat().st_size / 1e6
     print(f"{path}: {size:.1f} MB, trained for {trainer.seconds / 60:.0f} minutes on {plan}")
 

@@ -19,8 +19,8 @@ class Allowance:
     """Seconds that may be lost on drafts that are only tried, to learn how many are right. Decoder thread
     only.
 
-    What is right is never lost, so a good draft model goes on being tried until it is known to be good, and
-    a bad one takes no more than a small part of the time.
+    Right tokens are given back. So a good draft model is tried until it is known to be good, and a bad one
+    takes no more than a small part of the time.
     """
 
     def __init__(self) -> None:
