@@ -14,6 +14,7 @@ from ray.serve import Application
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
+from serve_app import rollout
 from serve_app.config import schema, sizing
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import ResolvedModel
@@ -90,12 +91,19 @@ def build(args: dict[str, Any]) -> Application:
                 app.models, downloads=app.downloads, max_loaded=app.max_loaded_models
             )
         ]
+        rollout.check_memory(
+            [one for one, given in zip(models, app.models, strict=True) if not _is_sized(given)],
+            machine.read().total_bytes,
+        )
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [
-        EngineReplica.options(  # type: ignore[attr-defined]
-            **engine_options(configured, model, app.max_loaded_models)
-        ).bind(model)
+        rollout.keep(
+            EngineReplica.options(  # type: ignore[attr-defined]
+                **engine_options(configured, model, app.max_loaded_models)
+            ).bind(model),
+            model,
+        )
         for configured, model in zip(app.models, models, strict=True)
     ]
     on_demand = any(model.keep_alive is not None for model in app.models)
@@ -193,14 +201,16 @@ def resolve(
     shares = plan.shares(here, n_places)
     always, on_demand = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
     resolved = []
+    versions, aliases = rollout.versions(models), rollout.shared_aliases(models)
     for model in models:
         share = next(always if model.keep_alive is None else on_demand)
         if _is_sized(model):
             share = plan.undivided(here, n_places)
         try:
-            resolved.append(_resolve(model, share, here, n_places, downloads))
+            found = _resolve(model, share, here, n_places, downloads)
         except ConfigError as error:
-            raise ConfigError(f"models ({model.id}): {error}") from None
+            raise ConfigError(f"models ({rollout.engine_id(model)}): {error}") from None
+        resolved.append(replace(found, version=versions.get(found.id), aliases=aliases[model.id]))
     return resolved
 
 
@@ -230,7 +240,7 @@ def _resolve(
         n_replicas=n_together,
     )
     return ResolvedModel(
-        id=model.id,
+        id=rollout.engine_id(model),
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
         defaults=_defaults(model.defaults),
@@ -249,6 +259,8 @@ def _resolve(
         adapters=tuple(_pinned(one, downloads) for one in model.adapters),
         projector=projector,
         draft=_pinned_source("engine.draft", _draft_source(model), downloads),
+        weight_bytes=0 if needs is None else needs.weight_bytes,
+        is_on_demand=model.keep_alive is not None,
     )
 
 
@@ -467,6 +479,7 @@ def ingress_options(configured: IngressConfig, *, on_demand: bool = False) -> di
     defaults = {
         "max_queued_requests": n_ongoing,  # a burst is no reason for 503
         "graceful_shutdown_timeout_s": 600,
+        "max_surge_percent": 100,
     }
     autoscaling = {
         "min_replicas": 1,

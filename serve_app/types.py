@@ -384,6 +384,29 @@ class SlotAction:
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """One version of a model."""
+
+    model: str
+    """The id that it is served under, with others."""
+    name: str
+    weight: float
+    """Its part of the requests that name no version, in proportion to the other versions'."""
+    given: float | None = None
+    """The weight that it has at this moment, if that is not yet the same."""
+
+    @property
+    def full_name(self) -> str:
+        """Clients' name for this version, and no other."""
+        return f"{self.model}@{self.name}"
+
+    @property
+    def present_weight(self) -> float:
+        """The weight that it has at this moment."""
+        return self.weight if self.given is None else self.given
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """One engine replica's state and statistics."""
 

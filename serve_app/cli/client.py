@@ -43,6 +43,11 @@ class Client:
         with self._open(path) as response:
             return self._parsed(response.read())
 
+    def post(self, path: str, body: Json) -> Json:
+        """The JSON answer to a JSON body. Raises ServerError."""
+        with self._open(path, body) as response:
+            return self._parsed(response.read())
+
     def events(self, path: str, body: Json | None = None) -> Iterator[Json]:
         """Server-sent events with JSON data, until the stream or `[DONE]` ends it. Raises ServerError."""
         with self._open(path, body) as response:

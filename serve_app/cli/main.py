@@ -328,6 +328,57 @@ def top(
         return
 
 
+@app.command(rich_help_panel=_LOOK)
+def weights(
+    model: Annotated[str, typer.Argument(help="The model's id.")],
+    changes: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="[VERSION=PERCENT]...",
+            help="What versions get of the model's requests. The others share the rest as before.",
+            show_default=False,
+        ),
+    ] = None,
+    url: Url = _URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Show what each version of a model gets of its requests, or change that.
+
+    Examples:
+
+    * `corral weights qwen3-4b`
+    * `corral weights qwen3-4b new=10` gives a tenth to the version `new`.
+    * `corral weights qwen3-4b new=100`
+    """
+    from serve_app.cli import versions
+    from serve_app.cli.client import ServerError
+
+    try:
+        asked = versions.parsed(changes or ())
+        versions.weights(_client(url, api_key), _console(), model, asked)
+    except (ServerError, versions.WeightError) as error:
+        _fail(str(error))
+
+
+@app.command(rich_help_panel=_LOOK)
+def rollback(
+    model: Annotated[str, typer.Argument(help="The model's id.")],
+    url: Url = _URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Give all requests of a model to the version that had all of them before.
+
+    Example: `corral rollback qwen3-4b`
+    """
+    from serve_app.cli import versions
+    from serve_app.cli.client import ServerError
+
+    try:
+        versions.rollback(_client(url, api_key), _console(), model)
+    except ServerError as error:
+        _fail(str(error))
+
+
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
 def batch(context: typer.Context) -> None:
     """Answer a file of requests, or a column of a table, with engines of its own.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine.options import EngineOptions
-from serve_app.types import Adapters, AdapterUse
+from serve_app.types import Adapters, AdapterUse, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class ResolvedModel:
     """One model, decided where the configuration was read, the same in every replica."""
 
     id: str
+    """Of its engines: of versions, all but one without a name, `MODEL@VERSION`."""
     aliases: tuple[str, ...]
     tags: tuple[str, ...]
     defaults: ModelDefaults
@@ -37,6 +38,10 @@ class ResolvedModel:
     batch_wait_timeout_s: float
     max_load_s: float = 120.0
     """Longest time that a request waits for the model to be loaded."""
+    weight_bytes: int = 0
+    """Of its files, if they were found where the configuration was read."""
+    is_on_demand: bool = False
+    """Whether it is loaded when somebody asks for it."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     memory_shares: tuple[str, ...] = ()
@@ -47,6 +52,13 @@ class ResolvedModel:
     """The same."""
     draft: ModelSource | None = None
     """The same."""
+    version: Version | None = None
+    """Which one it is, if there are several under one name, and the configuration's weight."""
+
+    @property
+    def name(self) -> str:
+        """Clients' name for it, and no other."""
+        return self.id if self.version is None else self.version.full_name
 
     @property
     def adapter_uses(self) -> Adapters:

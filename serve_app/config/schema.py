@@ -41,6 +41,8 @@ from serve_app.sampling import Api
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
 _MODEL_NAME = rf"^\*$|{MODEL_ID}"
+VERSION_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+DEFAULT_VERSION = "default"
 _INGRESS_ONGOING_REQUESTS = 1000
 
 
@@ -211,6 +213,9 @@ class DeploymentConfig(Section):
     """Seconds between two looks of a stopping replica at whether it is done."""
     max_constructor_retry_count: PositiveInt = 3
     """Starts that may fail before Serve gives up on a deployment."""
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Of the replicas, how many in a hundred are started beside the old ones when a deploy replaces these.
+    Each needs room. With 0, an old one goes first. Default: for an engine, 0; for the ingress, 100."""
     max_replicas_per_node: PositiveInt | None = None
     """Most replicas of this deployment on one node. Default: no limit."""
     ray_actor_options: RayActorOptions = RayActorOptions()
@@ -260,6 +265,12 @@ class ModelConfig(Section):
 
     id: Annotated[str, Field(pattern=MODEL_ID, max_length=128)]
     """The name that clients put into `model`. A request without `model` gets the first model."""
+    version: Annotated[str, Field(pattern=VERSION_NAME, max_length=64)] | None = None
+    """The name of this version, where several entries have one `id`: see
+    [Model files](model-files.md#replace-a-model). Default: `default`."""
+    weight: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """The version's part of the requests for `id`, in proportion to the other versions. Operators change it
+    while serving. Default: the first version gets everything."""
     aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
     """Other names of the model that clients may send. `*` stands for every name that no model has. Default:
     none."""
@@ -424,11 +435,34 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:
-        names = [name for model in self.models for name in {model.id, *model.aliases}]
-        names += [f"{model.id}:{one.id}" for model in self.models for one in model.adapters]
+        names: list[str] = []
+        for model_id, versions in self.versions.items():
+            names += {name for one in versions for name in (model_id, *one.aliases)}
+            names += {f"{model_id}:{adapter.id}" for one in versions for adapter in one.adapters}
         if len(set(names)) != len(names):
             raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
         return self
+
+    @model_validator(mode="after")
+    def _distinct_versions(self) -> AppConfig:
+        for model_id, versions in self.versions.items():
+            names = [one.version or DEFAULT_VERSION for one in versions]
+            if len(set(names)) != len(names):
+                raise ValueError(
+                    f"models: two entries have the id {model_id!r}: give each another `version` "
+                    f"({', '.join(names)})"
+                )
+            if all(one.weight == 0 for one in versions):
+                raise ValueError(f"models ({model_id}): no version has a weight above 0")
+        return self
+
+    @property
+    def versions(self) -> dict[str, list[ModelConfig]]:
+        """The entries of each id."""
+        found: dict[str, list[ModelConfig]] = {}
+        for model in self.models:
+            found.setdefault(model.id, []).append(model)
+        return found
 
 
 def parse(args: object) -> AppConfig:

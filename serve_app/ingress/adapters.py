@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.config.resolved import ResolvedModel
@@ -20,6 +19,7 @@ from serve_app.errors import (
     InvalidRequestError,
 )
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.routing import broadcast
 from serve_app.store import models as store
@@ -44,14 +44,15 @@ class AdapterControl:
         resolved: Mapping[str, ResolvedModel],
         workers: WorkerPool,
         all_loaded: LoadedAdapters,
+        others: OtherIngresses,
     ) -> None:
         """Changes of `models`, and what the workers are told of them, are made here."""
         self._models = models
         self._resolved = resolved
         self._workers = workers
         self._all_loaded = all_loaded
+        self._others = others
         self._known: dict[str, tuple[LoadedAdapter, ...]] = {}
-        self._others: DeploymentHandle[Any] | None = None
 
     async def watch(self) -> None:
         """For ever."""
@@ -63,8 +64,8 @@ class AdapterControl:
         """Serve what is loaded now. Raises nothing: Ray's head may be away for a moment."""
         try:
             found = {
-                name: await asyncio.to_thread(self._all_loaded.read, name)
-                for name in self._resolved
+                name: await asyncio.to_thread(self._all_loaded.read, one.id)
+                for name, one in self._resolved.items()
             }
         except Exception as error:
             logger.warning("Which adapters are loaded is not known: %r.", error)
@@ -100,7 +101,7 @@ class AdapterControl:
             if len(versions) > 1:
                 raise InvalidRequestError("The nodes of the replicas have different files.", "load")
             (version,) = versions
-            await asyncio.to_thread(self._all_loaded.add, model_id, config, version)
+            await asyncio.to_thread(self._all_loaded.add, resolved.id, config, version)
         except CorralError:
             in_use = {
                 one.version for one in self._known.get(model_id, ()) if one.config.id == config.id
@@ -118,7 +119,8 @@ class AdapterControl:
             raise InvalidRequestError(
                 f"The adapter {adapter_id!r} is in the configuration: take it out there.", "unload"
             )
-        gone = await asyncio.to_thread(self._all_loaded.remove, model_id, adapter_id)
+        engines = self._resolved[model_id].id
+        gone = await asyncio.to_thread(self._all_loaded.remove, engines, adapter_id)
         if gone is None:
             raise InvalidRequestError(f"There is no adapter {adapter_id!r}.", "unload")
         await self._tell()
@@ -128,10 +130,7 @@ class AdapterControl:
     async def _tell(self) -> None:
         """This ingress replica, and the others."""
         await self.look()
-        if self._others is None:
-            context = serve.get_replica_context()
-            self._others = serve.get_deployment_handle(context.deployment, context.app_name)
-        await broadcast.ask_all(self._others, "look_at_adapters", timeout_s=_TELL_S)
+        await self._others.tell()
 
 
 def numbered(

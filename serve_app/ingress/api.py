@@ -33,6 +33,8 @@ from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
 from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.store import Bounds, Store
+from serve_app.ingress.versions import routes as version_routes
+from serve_app.ingress.versions.control import Versions
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.ingress.workers.fetching import Fetcher, FetchingWorkers
 from serve_app.ingress.workers.in_process import InProcess
@@ -50,6 +52,7 @@ PREPARATIONS = (
             "ollama",
             "openai",
             "responses",
+            "versions",
         )
     ),
     "serve_app.ingress.embeddings.serving",
@@ -67,14 +70,16 @@ def build_api(
     open_requests: OpenRequests | None = None,
     runs: Runs | None = None,
     batches: BatchOptions | None = None,
+    versions: Versions | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
     The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
     requests do not say otherwise; see EventStream. `open_requests` counts those that are answered. `runs`
     makes responses that are kept; without it, this process alone keeps some. Without `batches` there are
-    none; they are worked on from the application's start on, as its lifespan. Raises ConfigError for a key
-    file that cannot be used, and OSError for a folder.
+    none; they are worked on from the application's start on, as its lifespan. `versions` changes the
+    weights of models that have several. Raises ConfigError for a key file that cannot be used, and OSError
+    for a folder.
     """
     workers = workers or InProcess(models)
     if access.picture_hosts:
@@ -106,6 +111,7 @@ def build_api(
     _add_information_routes(app, models)
     broadcaster.add(app, models, takes_batches=batches is not None)
     llama_routes.add(app, models, bodies)
+    version_routes.add(app, models, bodies, versions)
     anthropic_routes.add(app, models, bodies)
     responses_routes.add(app, models, bodies, runs)
     embedding_routes.add(app, models, bodies)
@@ -152,6 +158,7 @@ def _add_information_routes(app: FastAPI, models: Mapping[str, ServedModel]) -> 
             "models": [
                 {
                     "id": model.id,
+                    "version": None if model.version is None else dataclasses.asdict(model.version),
                     "replicas": [told(replica) for replica in of_model.found],
                     "missing": of_model.missing,
                     "fetching": [dataclasses.asdict(replica) for replica in coming],

@@ -41,10 +41,13 @@ from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.model_registry import Answers, ServedModel
+from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.shared_look import SharedLooks
+from serve_app.ingress.versions.control import VersionControl
+from serve_app.ingress.versions.metrics import VersionMetrics
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
@@ -56,6 +59,7 @@ from serve_app.routing import broadcast, fetching, reports
 from serve_app.routing.autoscaling import AWAITED, PRESSURE, IngressLoad
 from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import vocabulary
+from serve_app.store.version_weights import VersionWeights
 from serve_app.types import (
     Accepted,
     FetchingReplica,
@@ -349,11 +353,11 @@ def _served(
     if not tokenizer.has_template:
         logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
     return ServedModel(
-        id=model.id,
+        id=model.name,
         n_ctx_slot=model.options.n_ctx_slot,
         tokenizer=tokenizer,
         engine=HandleClient(
-            handle, tokenizer.vocabulary_key, listener, model.max_load_s, model.id, adapters
+            handle, tokenizer.vocabulary_key, listener, model.max_load_s, model.name, adapters
         ),
         aliases=model.aliases,
         tags=model.tags,
@@ -361,6 +365,7 @@ def _served(
         adapters=numbered(model),
         sees=senses.sees,
         hears=senses.hears,
+        version=model.version,
     )
 
 
@@ -414,7 +419,7 @@ class Ingress:
         self._workers = WorkerPool(
             [
                 ModelFile(
-                    model.id,
+                    model.name,
                     model.options.n_ctx_slot,
                     path,
                     model.aliases,
@@ -423,6 +428,7 @@ class Ingress:
                     numbered(model),
                     sees=found.sees,
                     hears=found.hears,
+                    version=model.version,
                 )
                 for model, path, found in zip(models, paths, senses, strict=True)
             ],
@@ -434,16 +440,25 @@ class Ingress:
         listener = Listener(context.get_node_id(), node_ip, reports.HERE.hearing)
         reports.HERE.address = await listener.address()
         self._models: dict[str, ServedModel] = {}
+        app, others = serve.get_replica_context().app_name, OtherIngresses()
         self._adapters = AdapterControl(
             self._models,
-            {model.id: model for model in models},
+            {model.name: model for model in models},
             self._workers,
-            LoadedAdapters(serve.get_replica_context().app_name),
+            LoadedAdapters(app),
+            others,
         )
         for model, path, handle, found in served:
-            self._models[model.id] = _served(model, path, handle, listener, self._adapters, found)
-        await self._adapters.look()
-        self._watching = asyncio.create_task(self._adapters.watch())
+            self._models[model.name] = _served(model, path, handle, listener, self._adapters, found)
+        on_demand = [model.name for model in models if model.is_on_demand]
+        self._versions = VersionControl(
+            self._models, on_demand, VersionWeights(app), others, VersionMetrics().update
+        )
+        self._workers.weights = self._versions.given
+        await asyncio.gather(self._adapters.look(), self._versions.start())
+        self._watching = [
+            asyncio.create_task(one.watch()) for one in (self._adapters, self._versions)
+        ]
         self._runs = Runs(self._models, RayStore(kept_responses), self._open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -456,11 +471,12 @@ class Ingress:
             self._open,
             self._runs,
             self._batches,
+            self._versions,
         )
 
-    async def look_at_adapters(self) -> bool:
-        """See AdapterControl.look."""
-        await self._adapters.look()
+    async def look_again(self) -> bool:
+        """Look at what ingresses share, which has changed: see OtherIngresses.tell."""
+        await asyncio.gather(self._adapters.look(), self._versions.look())
         return True
 
     async def adopt_response(self, response_id: str) -> bool:

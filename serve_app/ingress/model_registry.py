@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import ModelNotFoundError
-from serve_app.ingress.openai.protocol import ModelCard, ModelMeta, ModelStatus
+from serve_app.ingress.openai.protocol import ModelCard, ModelMeta, ModelStatus, VersionCard
+from serve_app.ingress.versions.choice import chosen, shares
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
     Accepted,
@@ -26,6 +27,7 @@ from serve_app.types import (
     Size,
     SlotAction,
     TokenDelta,
+    Version,
 )
 
 T = TypeVar("T")
@@ -119,6 +121,8 @@ class ServedModel:
     """Whether it has a projector for pictures, ..."""
     hears: bool = False
     """... and for sounds."""
+    version: Version | None = None
+    """If there are several under one name: this one, with the weight that it has now."""
 
     def adapted(self, adapter: AdapterUse) -> ServedModel:
         """The model with one of its adapters, under a name of its own."""
@@ -156,6 +160,48 @@ class ServedModel:
         )
 
 
+def cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
+    """The entries in /v1/models. Of a model with versions, first the one of the name for all of them."""
+    found = []
+    for name, versions in families(models).items():
+        if versions[0].version is not None:
+            found.append(_card_of_all(name, versions))
+        found += [card for model in versions for card in model.cards]
+    return found
+
+
+def card_of(models: Mapping[str, ServedModel], name: str) -> ModelCard:
+    """The entry of that name. Raises ModelNotFoundError."""
+    found = find(models, name)
+    if found.version is None or name in {found.id, found.version.full_name}:
+        return found.card
+    return _card_of_all(found.version.model, families(models)[found.version.model])
+
+
+def _card_of_all(name: str, versions: Sequence[ServedModel]) -> ModelCard:
+    """That of the version with most, and what all of them have."""
+    card = chosen(versions, None).card
+    parts = present_shares(versions)
+    told = [
+        VersionCard(
+            id=one.id,
+            version=one.version.name,
+            weight=one.version.weight,
+            share=round(parts[one.id], 4),
+            status=one.card.status,
+        )
+        for one in versions
+        if one.version is not None
+    ]
+    names = {name, *card.aliases} - {card.id}
+    return card.model_copy(update={"id": name, "aliases": sorted(names), "versions": told})
+
+
+def present_shares(versions: Iterable[ServedModel]) -> dict[str, float]:
+    """The parts of their requests that versions under one name are given now, by their own names."""
+    return shares({one.id: one.version.present_weight for one in versions if one.version})
+
+
 class Named(Protocol):
     """A model with other names besides its id."""
 
@@ -170,6 +216,10 @@ class Named(Protocol):
     @property
     def adapters(self) -> NumberedAdapters:
         """Its LoRA adapters."""
+
+    @property
+    def version(self) -> Version | None:
+        """See ServedModel."""
 
     def adapted(self, adapter: AdapterUse) -> Self:
         """The model with one of them, under a name of its own."""
@@ -188,21 +238,40 @@ def active(adapters: Iterable[AdapterUse]) -> Adapters:
     return tuple(sorted(one for one in adapters if one.scale != 0))
 
 
-def find(models: Mapping[str, M], name: str | None) -> M:
-    """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. Raises
+def family(model: Named) -> str:
+    """The name that a model has together with its other versions."""
+    return model.id if model.version is None else model.version.model
+
+
+def families(models: Mapping[str, M]) -> dict[str, list[M]]:
+    """The versions of each model, by the name of all; models without versions are alone."""
+    found: dict[str, list[M]] = {}
+    for model in models.values():
+        found.setdefault(family(model), []).append(model)
+    return found
+
+
+def find(models: Mapping[str, M], name: str | None, beginning: str | None = None) -> M:
+    """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. Of
+    several versions under one name, the one for a conversation with this beginning: see `chosen`. Raises
     ModelNotFoundError."""
-    if name is None:
-        return next(iter(models.values()))
-    if name in models:
+    if name is not None and name in models:
         return models[name]
-    for model in models.values():
-        if name in model.aliases:
-            return model
-    for model in models.values():
-        for adapter in model.adapters.values():
-            if name in {f"{one}:{adapter.id}" for one in (model.id, *model.aliases)}:
-                return model.adapted(adapter)
-    for model in models.values():
-        if "*" in model.aliases:
-            return model
+    if name is None:
+        name = family(next(iter(models.values())))
+    if found := [one for one in models.values() if name == family(one) or name in one.aliases]:
+        return chosen(found, beginning)
+    if adapted := list(_adapted(models.values(), name)):
+        return chosen(adapted, beginning)
+    if others := [one for one in models.values() if "*" in one.aliases]:
+        return chosen(others, beginning)
     raise ModelNotFoundError(name)
+
+
+def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
+    """The models that have an adapter of that name."""
+    for model in models:
+        for adapter in model.adapters.values():
+            names = (model.id, family(model), *model.aliases)
+            if name in {f"{one}:{adapter.id}" for one in names}:
+                yield model.adapted(adapter)

@@ -10,6 +10,7 @@ import typer
 from ray.util.metrics import Metric
 
 from serve_app.cli.main import app
+from serve_app.ingress.versions.metrics import VersionMetrics
 from serve_app.replica.metrics import ReplicaMetrics
 from tests.documents.tables import table
 
@@ -43,8 +44,8 @@ def settings(name: str) -> str:
 
 
 def metrics() -> str:
-    """What replicas export, in the order in which it is made."""
-    values: list[Any] = [*vars(ReplicaMetrics("m")).values()]
+    """What replicas and ingresses export, in the order in which it is made."""
+    values: list[Any] = [*vars(ReplicaMetrics("m")).values(), *vars(VersionMetrics()).values()]
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     rows: dict[str, tuple[str, ...]] = {}
     for one in values:

@@ -148,7 +148,10 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.replica.deployment",
         "serve_app.ingress.adapters",
         "serve_app.ingress.deployment",
+        "serve_app.ingress.others",
         "serve_app.ingress.responses.actor",
+        "serve_app.ingress.versions.metrics",
+        "serve_app.rollout",
         "serve_app.routing.autoscaling",
         "serve_app.routing.broadcast",
         "serve_app.routing.fetching",
@@ -159,6 +162,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.store.sharing.holders",
         "serve_app.store.sharing.peer",
         "serve_app.store.sharing.tracker",
+        "serve_app.store.version_weights",
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.ingress.anthropic.protocol import CountTokensRequest, MessagesRequest
-from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import find
@@ -23,12 +23,15 @@ class Messages:
 def messages(models: Models, body: bytes) -> Messages:
     """POST /v1/messages. Raises CorralError."""
     asked = parsed(MessagesRequest, body)
-    model = find(models, asked.model)
+    chat = asked.as_chat()
+    model = find(models, asked.model, beginnings.of_chat(chat.messages))
     shown = asked.thinking is not None and asked.thinks and asked.thinking.display != "omitted"
-    return Messages(preparation.chat(model, asked.as_chat(), 1, "messages"), shown)
+    return Messages(preparation.chat(model, chat, 1, "messages"), shown)
 
 
 def count_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/messages/count_tokens. Raises CorralError."""
     asked = parsed(CountTokensRequest, body)
-    return preparation.length(find(models, asked.model), asked.as_chat(), "messages")
+    chat = asked.as_chat()
+    model = find(models, asked.model, beginnings.of_chat(chat.messages))
+    return preparation.length(model, chat, "messages")

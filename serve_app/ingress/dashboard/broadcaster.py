@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference, without_requests
 from serve_app.ingress.http import request_context, sse
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ServedModel, families, present_shares
 
 PERIOD_S = 1.0
 """Between two looks."""
@@ -117,6 +117,11 @@ class Broadcaster:
             dict(zip(self._models, states, strict=True)),
             time.monotonic(),
             time.time(),
+            {
+                name: share
+                for versions in families(self._models).values()
+                for name, share in present_shares(versions).items()
+            },
         )
 
 

@@ -30,6 +30,7 @@ _COUNTERS = (
 )
 _QUANTILES = (0.5, 0.95, 0.99)
 
+_NO_SHARES: Mapping[str, float] = {}
 NOTHING: Json = {}
 """The view before the first look."""
 
@@ -75,9 +76,11 @@ class Board:
         states: Mapping[str, Mapping[str, int]],
         now: float,
         wall_s: float,
+        shares: Mapping[str, float] = _NO_SHARES,
     ) -> None:
         """Takes each model's statistics of replicas at this moment, the replicas that run and did
-        not answer, and the number in each of Serve's states."""
+        not answer, the number in each of Serve's states, and what versions are given of their model's
+        requests."""
         told = {stats.replica_id for of_model in found.values() for stats in of_model}
         for model, of_model in found.items():
             for stats in of_model:
@@ -89,7 +92,10 @@ class Board:
         self._began = True
         self.view = {
             "at": round(wall_s, 3),
-            "models": {model: self._model(model, missing.get(model, ())) for model in found},
+            "models": {
+                model: self._model(model, missing.get(model, ())) | _share(shares.get(model))
+                for model in found
+            },
             "replicas": {key: _told(one) for key, one in sorted(self._replicas.items())},
             "events": {str(event["n"]): event for event in self._events},
         }
@@ -144,6 +150,10 @@ class Board:
         latencies = [one.stats.latencies for one in self._replicas.values() if one.model == model]
         states = self._states.get(model, {})
         return {"states": states, "missing": list(missing), **_quantiles(latencies)}
+
+
+def _share(share: float | None) -> Json:
+    return {} if share is None else {"share": round(share, 4)}
 
 
 def _told(replica: _Replica) -> Json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation import media, preparation
+from serve_app.ingress.generation import beginnings, media, preparation
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.generation.tokenization import (
     refuse_huge,
@@ -56,7 +56,7 @@ class Completion:
 def completion(models: Models, body: bytes) -> Completion:
     """POST /completion. Raises CorralError."""
     asked = parsed(LlamaCompletionRequest, body)
-    model = find(models, asked.model)
+    model = find(models, asked.model, beginnings.of_text(asked.prompts[0]))
     if isinstance(asked.prompt, MediaPrompt):
         prompt, found = _with_media(model, asked.prompt)
         return _completion(model, asked, [prompt], is_batch=asked.is_batch, found=found)
@@ -87,7 +87,7 @@ def _with_media(
 def infill(models: Models, body: bytes) -> Completion:
     """POST /infill. Raises CorralError."""
     asked = parsed(InfillRequest, body)
-    model = find(models, asked.model)
+    model = find(models, asked.model, beginnings.of_text(asked.input_prefix))
     return _completion(model, asked, [_infill_prompt(model, asked)], is_batch=False)
 
 

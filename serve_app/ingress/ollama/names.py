@@ -23,14 +23,16 @@ def displayed(model_id: str) -> str:
     return model_id if has_tag else model_id + _DEFAULT_TAG
 
 
-def find(models: Mapping[str, M], name: str | None) -> M:
-    """The model of that name, or the first without one. Raises ModelNotFoundError."""
+def find(models: Mapping[str, M], name: str | None, beginning: str | None = None) -> M:
+    """The model of that name, or the first without one; for `beginning`, see `model_registry.find`. Raises
+    ModelNotFoundError."""
     if name is not None and name not in models:
         wanted = _canonical(name)
-        for model_id, model in models.items():
-            if wanted in map(_canonical, (model_id, *model.aliases)):
-                return model
-    return model_registry.find(models, name)
+        for model in models.values():
+            for known in (model.id, model_registry.family(model), *model.aliases):
+                if wanted == _canonical(known):
+                    return model_registry.find(models, known, beginning)
+    return model_registry.find(models, name, beginning)
 
 
 def _canonical(name: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
-from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
@@ -58,11 +58,11 @@ class Asked:
 def chat(models: Models, body: bytes) -> Asked | Load:
     """POST /api/chat. Raises CorralError."""
     asked = parsed(OllamaChatRequest, body)
-    model = names.find(models, asked.model)
-    if not asked.messages:
+    turns = messages.as_chat(asked.messages)
+    model = names.find(models, asked.model, beginnings.of_chat(turns) or None)
+    if not turns:
         return _load(model, asked)
     _check_thinking(model, asked)
-    turns = messages.as_chat(asked.messages)
     request = asked.as_chat(turns, asked.tools, can_think=model.tokenizer.thinks)
     try:
         found = preparation.chat(model, request, 1, "messages")
@@ -77,7 +77,8 @@ def chat(models: Models, body: bytes) -> Asked | Load:
 def generate(models: Models, body: bytes) -> Asked | Load:
     """POST /api/generate. Raises CorralError."""
     asked = parsed(OllamaGenerateRequest, body)
-    model = names.find(models, asked.model)
+    said = asked.context or f"{asked.system}\n{asked.prompt}"
+    model = names.find(models, asked.model, beginnings.of_text(said) if asked.prompt else None)
     if not asked.prompt:
         return _load(model, asked)
     if asked.images and (asked.raw or asked.suffix):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
@@ -37,7 +37,7 @@ class ChatCompletion:
 def completion(models: Models, body: bytes) -> Completion:
     """POST /v1/completions. Raises CorralError."""
     asked = parsed(CompletionRequest, body)
-    model = find(models, asked.model)
+    model = find(models, asked.model, beginnings.of_text(asked.prompts[0]))
     sampling = preparation.sampling(model, asked)
     prompts, n = _prompts(model, asked), asked.best_of or asked.n_answers
     return Completion(
@@ -51,14 +51,16 @@ def completion(models: Models, body: bytes) -> Completion:
 def chat(models: Models, body: bytes) -> ChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
-    found = preparation.chat(find(models, asked.model), asked, asked.n_answers, "messages")
+    model = find(models, asked.model, beginnings.of_chat(asked.messages))
+    found = preparation.chat(model, asked, asked.n_answers, "messages")
     return ChatCompletion(found, asked.n_logprobs is not None, asked.verbose)
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
-    return preparation.length(find(models, asked.model), asked, "messages")
+    model = find(models, asked.model, beginnings.of_chat(asked.messages))
+    return preparation.length(model, asked, "messages")
 
 
 def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...]]:

@@ -545,6 +545,19 @@ class ModelStatus(BaseModel):
     value: Literal["loaded", "unloaded"]
 
 
+class VersionCard(BaseModel):
+    """One version of a model."""
+
+    id: str
+    """Its own name, `MODEL@VERSION`."""
+    version: str
+    weight: float
+    """In proportion to the other versions'."""
+    share: float
+    """The part of requests that it is given now, up to 1: nothing until it is loaded."""
+    status: ModelStatus
+
+
 class ModelCard(BaseModel):
     """One entry of /v1/models."""
 
@@ -562,6 +575,8 @@ class ModelCard(BaseModel):
     status: ModelStatus
     capabilities: list[Literal["vision", "audio"]] = []
     """Its capabilities besides text."""
+    versions: list[VersionCard] = []
+    """The versions that are served under this name, if there are several."""
 
 
 class ModelList(BaseModel):

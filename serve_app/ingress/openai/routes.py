@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
-from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.model_registry import ServedModel, card_of, cards, find
 from serve_app.ingress.openai import preparation, serving
 from serve_app.ingress.openai.protocol import InputTokens, ModelCard, ModelList
 from serve_app.ingress.openai.serving import Answer, Choice
@@ -90,12 +90,12 @@ def _add_models(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
     @app.get("/models")
     async def list_models() -> ModelList:
         """The models that are served here, the default first."""
-        return ModelList(data=[card for model in models.values() for card in model.cards])
+        return ModelList(data=cards(models))
 
     @app.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:
         """One model."""
-        return find(models, model_id).card
+        return card_of(models, model_id)
 
 
 async def _respond(

@@ -56,6 +56,7 @@ from serve_app.ingress.openai.protocol import (
 )
 from serve_app.ingress.openapi import response_schemas as d
 from serve_app.ingress.responses.protocol import ResponsesRequest
+from serve_app.ingress.versions.protocol import RollbackRequest, VersionList, WeightsRequest
 
 Json = dict[str, Any]
 
@@ -191,6 +192,8 @@ ROUTES = {
     "act_on_slot": Route(Json, SlotRequest),
     "load_model": Route(dict[Literal["success"], bool], ModelRequest),
     "unload_model": Route(dict[Literal["success"], bool], ModelRequest, asks_engine=False),
+    "change_weights": Route(VersionList, WeightsRequest, asks_engine=False),
+    "roll_back": Route(VersionList, RollbackRequest, asks_engine=False),
     "lora_adapters": Route(list[Json], asks_engine=False),
     "change_lora_adapters": Route(
         dict[Literal["success"], bool], AdapterChange | list[LoraAdapter], asks_engine=False

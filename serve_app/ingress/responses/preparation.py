@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter
 
-from serve_app.ingress.generation import preparation, sampling_fields
+from serve_app.ingress.generation import beginnings, preparation, sampling_fields
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.json_body import loads, parsed
 from serve_app.ingress.model_registry import find
@@ -108,14 +108,16 @@ def _conversation(body: bytes) -> tuple[list[Any], bytes]:
 
 def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> Response:
     chat = asked.as_chat(_ITEMS.validate_python(before))
-    found = preparation.chat(find(models, asked.model), chat, 1, "input")
+    model = find(models, asked.model, beginnings.of_chat(chat.messages))
+    found = preparation.chat(model, chat, 1, "input")
     kept = items.kept(before, asked.input)
     return Response(found, _told(asked, found.generation.sampling), kept, asked.obfuscates)
 
 
 def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PromptLength:
     chat = asked.as_chat(_ITEMS.validate_python(before))
-    return preparation.length(find(models, asked.model), chat, "input")
+    model = find(models, asked.model, beginnings.of_chat(chat.messages))
+    return preparation.length(model, chat, "input")
 
 
 def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:

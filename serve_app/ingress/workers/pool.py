@@ -21,7 +21,7 @@ from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import NumberedAdapters
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
-from serve_app.ingress.workers.worker import CPU_S, Models, Work
+from serve_app.ingress.workers.worker import CPU_S, Changes, Models, Work
 from serve_app.ingress.workers.zygote import ModelFile, Start
 
 logger = logging.getLogger("corral.ingress")
@@ -93,6 +93,8 @@ class WorkerPool:
         self.at_work: set[Worker] = set()
         self.adapters: Mapping[str, NumberedAdapters] = {}
         """Of the models whose adapters have changed since the start."""
+        self.weights: Callable[[], Mapping[str, float]] = dict
+        """Those that models which are versions have at this moment."""
         self._deadly: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         """Lengths and digests of bodies that ended workers, and when."""
 
@@ -222,7 +224,9 @@ class WorkerPool:
 
     def _begin(self, worker: Worker, work: Work, pieces: Sequence[bytes]) -> asyncio.Future[Any]:
         self.at_work.add(worker)
-        return asyncio.ensure_future(worker.do(work, pieces, self.adapters))
+        return asyncio.ensure_future(
+            worker.do(work, pieces, Changes(self.adapters, self.weights()))
+        )
 
     def _end(self, worker: Worker, doing: asyncio.Future[Any]) -> None:
         self.at_work.discard(worker)

@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from serve_app.errors import EngineUnavailableError
-from serve_app.ingress.model_registry import NumberedAdapters
 from serve_app.ingress.workers import stack, wire, zygote
-from serve_app.ingress.workers.worker import Work
+from serve_app.ingress.workers.worker import Changes, Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
 POLITENESS = 10
@@ -51,14 +50,12 @@ class Worker:
         self._reader = reader
         self._writer = writer
 
-    async def do(
-        self, work: Work, pieces: Sequence[bytes], adapters: Mapping[str, NumberedAdapters]
-    ) -> Any:
-        """The result, or the CorralError that the work raised, with these adapters of the models
-        instead of those that the zygote knows. Raises WorkerDiedError."""
+    async def do(self, work: Work, pieces: Sequence[bytes], changes: Changes) -> Any:
+        """The result, or the CorralError that the work raised, with these changes of the models that the
+        zygote knows. Raises WorkerDiedError."""
         began_s = self.cpu_s()
         try:
-            await wire.send(self._writer, work, pieces, adapters)
+            await wire.send(self._writer, work, pieces, changes)
             return await wire.received(self._reader)
         except (EOFError, ConnectionError) as error:
             raise WorkerDiedError(self.cpu_s() - began_s) from error

@@ -22,7 +22,7 @@ from serve_app.ingress.model_registry import NumberedAdapters, active, adapted_n
 from serve_app.ingress.workers import wire
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import Adapters, AdapterUse
+from serve_app.types import Adapters, AdapterUse, Version
 
 logger = logging.getLogger("corral.ingress")
 
@@ -74,6 +74,10 @@ class KnownModel(Protocol):
     def hears(self) -> bool:
         """See ServedModel."""
 
+    @property
+    def version(self) -> Version | None:
+        """See ServedModel."""
+
     def adapted(self, adapter: AdapterUse) -> Self:
         """See ServedModel."""
 
@@ -91,6 +95,7 @@ class LocalModel:
     used: Adapters = ()
     sees: bool = False
     hears: bool = False
+    version: Version | None = None
 
     def adapted(self, adapter: AdapterUse) -> LocalModel:
         """See KnownModel."""
@@ -108,12 +113,44 @@ def local(
     *,
     sees: bool = False,
     hears: bool = False,
+    version: Version | None = None,
 ) -> LocalModel:
     """Read a model's vocabulary, once for all workers that are forked then. Raises ConfigError."""
     tokenizer = Tokenizer(path, defaults.chat_template, pooling)
     tokenizer.warm_up()
     own = defaults.over(tokenizer.recommended)
-    return LocalModel(name, n_ctx_slot, tokenizer, aliases, own, adapters, sees=sees, hears=hears)
+    return LocalModel(
+        name,
+        n_ctx_slot,
+        tokenizer,
+        aliases,
+        own,
+        adapters,
+        sees=sees,
+        hears=hears,
+        version=version,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changes of the models since workers read them, by their ids."""
+
+    adapters: Mapping[str, NumberedAdapters] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Those that versions have now."""
+
+    def made_in(self, models: Mapping[str, LocalModel]) -> Mapping[str, LocalModel]:
+        """The models with these changes."""
+        if not self.adapters and not self.weights:
+            return models
+        return {name: self._made_in(name, one) for name, one in models.items()}
+
+    def _made_in(self, name: str, model: LocalModel) -> LocalModel:
+        version = model.version
+        if version is not None:
+            version = replace(version, given=self.weights.get(name))
+        return replace(model, adapters=self.adapters.get(name, model.adapters), version=version)
 
 
 Models = Mapping[str, KnownModel]
@@ -135,30 +172,18 @@ def serve(connection: socket.socket, models: Mapping[str, LocalModel]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     while True:
         try:
-            work, length, adapters = wire.receive(connection)
+            work, length, changes = wire.receive(connection)
             _limit(length)
             body = wire.receive_bytes(connection, length)
         except EOFError:
             return
-        answer = _answer(work, _changed(models, adapters), body)
+        answer = _answer(work, changes.made_in(models), body)
         del work, body
         _unlimit_memory()  # so that there is room for the answer to be sent, and the next head
         try:
             connection.sendall(answer)
         except OSError:
             return
-
-
-def _changed(
-    models: Mapping[str, LocalModel], adapters: Mapping[str, NumberedAdapters]
-) -> Mapping[str, LocalModel]:
-    """With the adapters that those have now which are named."""
-    if not adapters:
-        return models
-    return {
-        name: replace(one, adapters=adapters.get(name, one.adapters))
-        for name, one in models.items()
-    }
 
 
 def _answer(work: Work, models: Models, body: bytes) -> bytes:

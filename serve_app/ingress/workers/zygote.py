@@ -27,6 +27,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.model_registry import NumberedAdapters
 from serve_app.ingress.workers import pictures, slices, sounds, wire, worker
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.types import Version
 
 PID = struct.Struct("<i")
 NO_PID = -1
@@ -50,6 +51,7 @@ class ModelFile:
     """Whether it has a projector for pictures, ..."""
     hears: bool = False
     """... and for sounds."""
+    version: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ def _models(start: Start) -> dict[str, worker.LocalModel] | CorralError:
                 one.adapters,
                 sees=one.sees,
                 hears=one.hears,
+                version=one.version,
             )
             for one in start.models
         }

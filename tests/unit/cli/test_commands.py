@@ -39,6 +39,8 @@ COMMANDS = {
     "tune",
     "capacity",
     "batch",
+    "weights",
+    "rollback",
 }
 
 
@@ -361,3 +363,43 @@ def test_measurements_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_bench_is_the_program_itself() -> None:
     assert tools.bench(["--help"]) == 0
+
+
+VERSIONS = [
+    {"id": f"m@{name}", "weight": weight, "share": share, "status": {"value": status}}
+    for name, weight, share, status in (
+        ("old", 75.0, 1.0, "loaded"),
+        ("new", 25.0, 0.0, "unloaded"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "body"),
+    [
+        (["weights", "m"], "/v1/models/m", None),
+        (
+            ["weights", "m", "new=25", "old=75%"],
+            "/models/weights",
+            {"model": "m", "weights": {"new": 25, "old": 75}},
+        ),
+        (["rollback", "m"], "/models/rollback", {"model": "m"}),
+    ],
+    ids=str,
+)
+def test_weights_are_shown_and_changed(
+    arguments: list[str], path: str, body: object, told: Told
+) -> None:
+    told.json(path, {"versions": VERSIONS})
+    lines = [line.split() for line in output(*arguments, "--url", told.url).splitlines()]
+    assert lines[1:] == [["m@old", "75", "100%", "loaded"], ["m@new", "25", "0%", "unloaded"]]
+    assert [(asked, sent) for asked, _, sent in told.asked] == [(path, body)]
+
+
+def test_weights_that_are_none_are_not_sent(told: Told) -> None:
+    assert "write VERSION=PERCENT" in output("weights", "m", "new:25", "--url", told.url, status=1)
+    told.json("/models/rollback", {"error": {"message": "There is nothing."}}, status=400)
+    assert "There is nothing." in output("rollback", "m", "--url", told.url, status=1)
+    assert [path for path, _, _ in told.asked] == ["/models/rollback"]
+    told.json("/v1/models/m", {"versions": []})
+    assert "one version only" in output("weights", "m", "--url", told.url)

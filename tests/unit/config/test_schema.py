@@ -43,7 +43,7 @@ def test_the_shipped_file_is_valid() -> None:
         ({}, "models: Field required"),
         ({"models": []}, "models: List should have at least 1 item"),
         ({"model": []}, "model: Extra inputs"),
-        ({"models": [model(), model()]}, "two models have the same name"),
+        ({"models": [model(), model()]}, "two entries have the id"),
         ({"models": [model(id="a b")]}, "models.0.id: String should match"),
         ({"models": [model(source={})]}, "models.0.source: Value error, give exactly one"),
         ({"models": [model(source={"repo_id": "a/b"})]}, "repo_id and filename belong together"),

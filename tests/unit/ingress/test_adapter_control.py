@@ -14,6 +14,7 @@ from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.errors import ConfigError, EngineUnavailableError, InvalidRequestError
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.others import OtherIngresses
 from serve_app.routing import broadcast
 from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.types import AdapterUse
@@ -58,9 +59,11 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     workers: Any = SimpleNamespace(adapters={})
     configured = SimpleNamespace(id="polite")
     resolved: Any = SimpleNamespace(
-        adapters=(configured,), adapter_uses=(CONFIGURED,), downloads=NO_DOWNLOADS
+        id="m", adapters=(configured,), adapter_uses=(CONFIGURED,), downloads=NO_DOWNLOADS
     )
-    control = AdapterControl(models, {"m": resolved}, workers, LoadedAdapters("app"))
+    control = AdapterControl(
+        models, {"m": resolved}, workers, LoadedAdapters("app"), OtherIngresses()
+    )
     found = Scene(shared, control, models, workers, ["v1", "v1"])
 
     async def ask_all(handle: object, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
@@ -79,11 +82,11 @@ async def test_all_replicas_load_it_and_all_ingresses_know(scene: Scene) -> None
     assert scene.names == ["m", "m:polite", "m:legal"]
     assert find(scene.models, "m:legal").used == (AdapterUse("legal", 0.5, "v1"),)
     assert scene.workers.adapters == {"m": {0: CONFIGURED, 1: AdapterUse("legal", 0.5, "v1")}}
-    assert scene.calls == [("load_adapter", LEGAL), ("look_at_adapters",)]
+    assert scene.calls == [("load_adapter", LEGAL), ("look_again",)]
     await scene.unload("legal")
     assert scene.names == ["m", "m:polite"]
     assert scene.workers.adapters == {"m": {0: CONFIGURED}}
-    assert scene.calls[2:] == [("look_at_adapters",), ("unload_adapter", "legal", "v1")]
+    assert scene.calls[2:] == [("look_again",), ("unload_adapter", "legal", "v1")]
     await scene.load()
     assert list(scene.models["m"].adapters) == [0, 2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.store import loaded_adapters
+from serve_app.store import loaded_adapters, version_weights
 
 
 class KeyValues:
@@ -28,9 +28,13 @@ class KeyValues:
             self.values[key] = value
         return existed
 
+    def _internal_kv_del(self, key: bytes, namespace: bytes) -> int:
+        return 0 if self.values.pop(key, None) is None else 1
+
 
 def shared(monkeypatch: pytest.MonkeyPatch) -> KeyValues:
     """What is shared from now on."""
     found = KeyValues()
-    monkeypatch.setattr(loaded_adapters, "internal_kv", found)
+    for module in (loaded_adapters, version_weights):
+        monkeypatch.setattr(module, "internal_kv", found)
     return found

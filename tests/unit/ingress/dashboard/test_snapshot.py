@@ -46,6 +46,10 @@ class Seen:
         self.now = 0.0
         self.missing: list[str] = []
 
+    def look_at_versions(self, **shares: float) -> Any:
+        self.board.look(dict.fromkeys(shares, ()), {}, {}, self.now, 1000 + self.now, shares)
+        return self.board.view["models"]
+
     def look(self, *replicas: ReplicaStats, **states: int) -> Json:
         self.now += 1
         missing = {"m": self.missing}
@@ -220,3 +224,9 @@ def test_sixty_four_idle_replicas_cost_nothing_to_tell() -> None:
     replicas = [replica(f"r{i}", slots=slots) for i in range(64)]
     before = seen.look(*replicas)
     assert set(difference(before, seen.look(*replicas))) == {"at"}
+
+
+def test_versions_say_what_they_are_given() -> None:
+    told = Seen().look_at_versions(old=0.9, new=0.1)
+    assert {name: model["share"] for name, model in told.items()} == {"old": 0.9, "new": 0.1}
+    assert "share" not in Seen().look(replica())["models"]["m"]

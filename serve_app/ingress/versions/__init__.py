@@ -1,0 +1,1 @@
+"""Several versions of a model under one name: which one answers, and who changes that."""

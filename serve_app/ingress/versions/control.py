@@ -1,0 +1,177 @@
+"""The weights of versions: what one ingress replica knows of them, and how they change while serving."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.others import OtherIngresses
+from serve_app.ingress.versions import choice
+from serve_app.store.version_weights import VersionWeights
+from serve_app.types import Version
+
+logger = logging.getLogger("corral.ingress")
+
+LOOK_EVERY_S = 5.0
+"""However a change was missed, it is known here after so long."""
+
+
+class Versions(Protocol):
+    """Changes the weights of versions, for all ingresses."""
+
+    async def change(self, model: str, asked: Mapping[str, float]) -> None:
+        """Give versions so many percent; the others share the rest as before. Raises CorralError."""
+
+    async def roll_back(self, model: str) -> None:
+        """Give everything to the version that had everything before. Raises CorralError."""
+
+
+class VersionControl:
+    """Used in one ingress replica's event loop."""
+
+    def __init__(
+        self,
+        models: dict[str, ServedModel],
+        on_demand: Collection[str],
+        all_changes: VersionWeights,
+        others: OtherIngresses,
+        tell: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda _: None,
+    ) -> None:
+        """`models` have the configuration's weights; they are changed here. Those that are loaded on demand
+        are named. `tell` is told the shares every few seconds."""
+        self._models = models
+        self._on_demand = frozenset(on_demand)
+        self._all_changes = all_changes
+        self._others = others
+        self._tell = tell
+        self._configured: dict[str, dict[str, float]] = {}
+        for one in models.values():
+            if one.version is not None:
+                of_model = self._configured.setdefault(one.version.model, {})
+                of_model[one.version.name] = one.version.weight
+        self._weights = {model: dict(of_model) for model, of_model in self._configured.items()}
+        self._came: set[str] = set()
+        """Of those on demand, the ones that were loaded here once."""
+        self._coming: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Have the configuration count, if it has changed. Raises nothing."""
+        try:
+            for model, configured in self._configured.items():
+                newest = await asyncio.to_thread(self._all_changes.newest, model)
+                if newest is None or newest.configured != configured:
+                    await asyncio.to_thread(self._all_changes.add, model, configured, configured)
+        except Exception as error:
+            logger.warning("The weights of versions cannot be kept: %r.", error)
+        versions = (one for one in self._models.values() if one.version is not None)
+        await asyncio.gather(*(one.engine.stats() for one in versions))  # who runs is known then
+        await self.look()
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    @property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """The part of requests that each version is given now, up to 1, by model and version."""
+        given = self.given()
+        return {
+            model: choice.shares({name: given[f"{model}@{name}"] for name in weights})
+            for model, weights in self._weights.items()
+        }
+
+    async def look(self) -> None:
+        """Learn the weights that there are now. Raises nothing: Ray's head may be away for a moment."""
+        try:
+            for model, configured in self._configured.items():
+                newest = await asyncio.to_thread(self._all_changes.newest, model)
+                is_valid = newest is not None and newest.configured == configured
+                weights = dict(newest.weights) if newest and is_valid else configured
+                self._note(model, weights)
+        except Exception as error:
+            logger.warning("The weights of versions are not known: %r.", error)
+        self._tell(self.shares)
+        self._load_what_is_due()
+
+    def _note(self, model: str, weights: dict[str, float]) -> None:
+        if weights != self._weights[model]:
+            told = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+            logger.info("Model %s: the weights of its versions are %s.", model, told)
+            self._weights[model] = weights
+
+    def given(self) -> dict[str, float]:
+        """The weight of each version at this moment, by its full name: 0 before it can answer. The models
+        know it, too."""
+        found = {}
+        for model, weights in self._weights.items():
+            versions = {name: self._models[f"{model}@{name}"] for name in weights}
+            ready = {name: self._is_ready(one) for name, one in versions.items()}
+            for name, weight in choice.given(weights, ready).items():
+                full_name = f"{model}@{name}"
+                version = Version(model, name, weights[name], weight)
+                if versions[name].version != version:
+                    self._models[full_name] = dataclasses.replace(versions[name], version=version)
+                found[full_name] = weight
+        return found
+
+    def _is_ready(self, one: ServedModel) -> bool:
+        is_loaded = one.engine.is_loaded
+        if one.id not in self._on_demand:
+            return is_loaded
+        if is_loaded:
+            self._came.add(one.id)
+        return one.id in self._came  # requests load it again, as any model that is on demand
+
+    def _load_what_is_due(self) -> None:
+        """Versions on demand that have a weight and were not here yet, beside others that are loaded."""
+        for model, weights in self._weights.items():
+            versions = [self._models[f"{model}@{name}"] for name in weights]
+            if not any(one.engine.is_loaded for one in versions):
+                continue
+            for one in versions:
+                is_due = one.version is not None and one.version.weight > 0
+                if is_due and not self._is_ready(one) and one.id not in self._coming:
+                    self._coming[one.id] = asyncio.create_task(self._load(one))
+
+    async def _load(self, one: ServedModel) -> None:
+        try:
+            await one.engine.load()
+        except CorralError as error:
+            logger.warning("%s has a weight, and is not loaded: %s", one.id, error)
+        finally:
+            del self._coming[one.id]
+
+    async def change(self, model: str, asked: Mapping[str, float]) -> None:
+        """See Versions."""
+        now = self._versions_of(model)
+        await self._change(model, choice.changed(now, asked))
+
+    async def roll_back(self, model: str) -> None:
+        """See Versions."""
+        now = self._versions_of(model)
+        history = await asyncio.to_thread(self._all_changes.history, model)
+        weights = choice.before_rollout(now, (one.weights for one in history))
+        if weights is None:
+            raise InvalidRequestError(
+                f"No version of {model!r} had everything before: there is nothing to go back to.",
+                "model",
+            )
+        await self._change(model, weights)
+
+    def _versions_of(self, model: str) -> dict[str, float]:
+        if model not in self._weights:
+            raise InvalidRequestError(f"The model {model!r} has one version only.", "model")
+        return self._weights[model]
+
+    async def _change(self, model: str, weights: dict[str, float]) -> None:
+        configured = self._configured[model]
+        await asyncio.to_thread(self._all_changes.add, model, weights, configured)
+        await self.look()
+        await self._others.tell()

@@ -1,0 +1,101 @@
+"""A deploy beside what runs: versions of a model, and deployments that have not changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from ray.serve import Application
+from ray.serve._private.config import DeploymentConfig
+
+from serve_app import __version__
+from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import DEFAULT_VERSION, ModelConfig
+from serve_app.errors import ConfigError
+from serve_app.types import Version
+
+_ALL_WEIGHT = 100.0
+
+
+def engine_id(model: ModelConfig) -> str:
+    """The id of a model's engines. It stays as it is when other versions come and go."""
+    return model.id if model.version is None else f"{model.id}@{model.version}"
+
+
+def versions(models: Sequence[ModelConfig]) -> dict[str, Version]:
+    """The versions, by the ids of their engines; nothing for models that are alone under a name and give
+    none. The first one of a name gets all requests unless weights are given."""
+    n_of_name = Counter(model.id for model in models)
+    found: dict[str, Version] = {}
+    seen: set[str] = set()
+    for model in models:
+        if n_of_name[model.id] > 1 or model.version is not None:
+            usual = 0.0 if model.id in seen else _ALL_WEIGHT
+            weight = usual if model.weight is None else model.weight
+            name = model.version or DEFAULT_VERSION
+            found[engine_id(model)] = Version(model.id, name, weight)
+        seen.add(model.id)
+    return found
+
+
+def shared_aliases(models: Sequence[ModelConfig]) -> dict[str, tuple[str, ...]]:
+    """By the names of models: other names, which are all versions'."""
+    found: dict[str, dict[str, None]] = {}
+    for model in models:
+        found.setdefault(model.id, {}).update(dict.fromkeys(model.aliases))
+    return {name: tuple(aliases) for name, aliases in found.items()}
+
+
+def check_memory(models: Sequence[ResolvedModel], total_bytes: int) -> None:
+    """Raises ConfigError if a model's versions, which are to be loaded beside each other, have more weights
+    than a machine has memory."""
+    by_name: dict[str, list[ResolvedModel]] = {}
+    for model in models:
+        if model.version is not None:
+            by_name.setdefault(model.version.model, []).append(model)
+    for name, those in by_name.items():
+        n_bytes = sum(one.weight_bytes for one in those if not one.is_on_demand)
+        if len(those) > 1 and n_bytes > total_bytes:
+            named = " and ".join(one.name for one in those)
+            raise ConfigError(
+                f"models ({name}): {named} have {n_bytes / 2**30:.1f} GiB of weights together, and this "
+                f"machine has {total_bytes / 2**30:.1f} GiB of memory. If they run on different machines, "
+                "say so: set deployment.ray_actor_options.num_cpus for each."
+            )
+
+
+class _Kept(DeploymentConfig):
+    """A deployment whose replicas Serve leaves alone as long as this version of it stays the same.
+
+    Serve gives all deployments of an application one version, made from all of its `args`: any change
+    would restart all replicas. Not public, as of Serve 2.60.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "version" or self.version is None:
+            super().__setattr__(name, value)
+
+
+def keep(engines: Application, model: ResolvedModel) -> Application:
+    """The application of a model's engines, whose replicas are replaced only if what they are made of
+    changes."""
+    deployment: Any = engines._bound_deployment
+    configured = deployment._deployment_config
+    kept = _Kept.model_construct(**dict(configured))
+    kept.version = fingerprint(model)
+    deployment._deployment_config = kept
+    return engines
+
+
+def fingerprint(model: ResolvedModel) -> str:
+    """A text that changes when engines must be replaced. The memory that is free at this moment does not
+    count, nor what only the ingress reads."""
+    shares: Mapping[str, Any] = dict.fromkeys(model.memory_shares, 0)
+    options = dataclasses.replace(model.options, **shares)
+    counting = dataclasses.replace(
+        model, options=options, aliases=(), tags=(), sizing="", version=None, n_replicas=0
+    )
+    return blake2b(f"{__version__} {counting!r}".encode(), digest_size=16).hexdigest()
