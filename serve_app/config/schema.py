@@ -6,6 +6,7 @@ file without starting anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -438,7 +439,10 @@ class AppConfig(Section):
         names: list[str] = []
         for model_id, versions in self.versions.items():
             names += {name for one in versions for name in (model_id, *one.aliases)}
-            names += {f"{model_id}:{adapter.id}" for one in versions for adapter in one.adapters}
+            adapters: Counter[str] = Counter()
+            for one in versions:  # each may have the same ones
+                adapters |= Counter(f"{model_id}:{adapter.id}" for adapter in one.adapters)
+            names += adapters.elements()
         if len(set(names)) != len(names):
             raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
         return self
