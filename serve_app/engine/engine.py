@@ -231,10 +231,6 @@ class Engine:
             )
         except InvalidRequestError as error:
             return error
-        if request.context_shift and self._loop.backend_name == "openvino":
-            return InvalidRequestError(
-                "A model with engine.backend: openvino cannot shift a context.", "context_shift"
-            )
         sequence = EngineSequence(request, sink, constraint, tiles)
         n_keep = context_shift.n_kept(request, self.options)
         sequence.resume(self._vocabulary, self.options.n_ctx_slot, n_keep)

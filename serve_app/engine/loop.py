@@ -106,7 +106,6 @@ class DecoderLoop:
         backend = opened.result()
         self.vocabulary, self.state_key = backend.vocabulary, backend.state_key
         self.embedding = backend.embedding
-        self.backend_name = backend.name
         self.adapters = EngineAdapters(backend, self.run_between_steps, self._free_adapter)
         self.projector = backend.projector
 

@@ -140,10 +140,9 @@ class EngineOptions:
         refused = {
             "adapters": bool(self.adapters),
             "projector": self.projector is not None,
-            "engine.draft": self.draft is not None or self.own_layers,
+            "drafts by layers of its own": self.own_layers,
             "engine.kv_unified": self.kv_unified is not None,
             "engine.flash_attn: false": self.flash_attn is False,
-            "engine.context_shift": self.context_shift,
             "engine.numa": self.numa is not None,
             "engine.threads_batch": self.threads_batch not in (None, self.threads),
             "a KV cache in other formats than f16": bool(formats),

@@ -26,11 +26,11 @@ class BlockCopy:
 
 
 class BlockTables:
-    """The blocks of each sequence, in order. One thread at a time."""
+    """The blocks of each sequence, in order, out of those that are given. One thread at a time."""
 
-    def __init__(self, n_sequences: int, n_blocks: int) -> None:
-        self._free = list(range(n_blocks))
-        self._n_users = [0] * n_blocks
+    def __init__(self, n_sequences: int, blocks: range) -> None:
+        self._free = list(blocks)
+        self._n_users = Counter[int]()
         self._tables: list[list[int]] = [[] for _ in range(n_sequences)]
         self._lengths = [0] * n_sequences
 

@@ -23,6 +23,8 @@ from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, q
 
 HIDDEN = "hidden_states"
 """The name of the vectors that logits are computed from."""
+FREQUENCIES = "rotary_frequencies"
+"""The name of the constant that says how far positions turn."""
 
 Node = Any
 """An operation of OpenVINO's, which has no types."""
@@ -89,6 +91,7 @@ class _Graph:
         name = "rope_freqs.weight"
         factors = self._model.vector(name) if self._model.has(name) else None
         frequencies = op.constant(self._rotary.frequencies(factors).reshape(1, -1, 1))
+        frequencies.set_friendly_name(FREQUENCIES)
         shape = op.concat([self._n_texts, _ints(1), _ints(1)], 0)
         positions = op.convert(op.unsqueeze(self._inputs["position_ids"], _int(1)), np.float32)
         spread = op.broadcast(frequencies, shape, broadcast_spec="BIDIRECTIONAL")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,20 @@ from openvino._offline_transformations import paged_attention_transformation
 from serve_app.errors import ConfigError, DecodeError, PassLeftError
 from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
+from serve_app.openvino import shifts
 from serve_app.openvino.blocks import BLOCK, BlockCopy, BlockTables
-from serve_app.openvino.graph import HIDDEN
+from serve_app.openvino.graph import FREQUENCIES, HIDDEN
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence, wants logits); see `serve_app.engine.backends.base`."""
 
-_SAMPLED = "sampled"
+_SAMPLED, _EMBEDDED = "sampled", "embedded"
+"""Inputs: the rows whose logits, and whose vectors, are wanted."""
+_LOGITS, _VECTORS = "logits", "vectors"
+"""Outputs."""
 _ALIGNMENT = 64
-_CACHES = ("key_cache.", "value_cache.")
+_KEYS = "key_cache."
+_CACHES = (_KEYS, "value_cache.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,10 @@ class Pass:
 
     inputs: dict[str, NDArray[Any]]
     outputs: dict[int, int]
-    """Which row of the logits belongs to which row of the batch."""
+    """Which row of what comes out belongs to which row of the batch."""
+    tables: BlockTables
+    before: dict[int, int]
+    """The lengths of its sequences, if it fails."""
 
 
 class PagedContext:
@@ -53,25 +61,30 @@ class PagedContext:
         n_ctx_slot: int,
         n_blocks: int,
         threads: int,
+        n_texts: int = 0,
+        n_text_blocks: int = 0,
     ) -> None:
-        """`model` has the vocabulary; its weights are not used."""
+        """`model` has the vocabulary; its weights are not used. `n_texts` are sequences of their own, with
+        `n_text_blocks` of their own, for `embed`."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
-        compiled = _compiled(path, threads)
+        compiled, self._frequencies = _compiled(path, threads)
         self.n_parameter_bytes = path.with_suffix(".bin").stat().st_size
         self._request: openvino.InferRequest | None = compiled.create_infer_request()
         try:
-            self._caches = [
-                self._cache(self._request, one, n_blocks)
+            self._caches = {
+                one.any_name: self._cache(self._request, one, n_blocks + n_text_blocks)
                 for one in compiled.inputs
                 if one.any_name.startswith(_CACHES)
-            ]
+            }
         except MemoryError:
             raise ConfigError(
                 f"There is no memory for a KV cache of {n_blocks * BLOCK} tokens: lower engine.n_slots or "
                 "engine.n_ctx_slot."
             ) from None
-        self._tables = BlockTables(n_sequences, n_blocks)
+        self._n_blocks = n_blocks
+        self._tables = BlockTables(n_sequences, range(n_blocks))
+        self._texts = BlockTables(n_texts, range(n_blocks, n_blocks + n_text_blocks))
         self._outputs: dict[int, int] = {}
         self._logits: NDArray[np.float32] = np.empty((0, model.n_vocab), np.float32)
         self._leaving = threading.Event()
@@ -90,67 +103,87 @@ class PagedContext:
 
     @property
     def cache_bytes(self) -> int:
-        """Of all blocks."""
-        return sum(one.nbytes for one in self._caches)
+        """Of all blocks but those for texts, whose memory is the system's until it is used."""
+        return self._n_blocks * self.block_bytes
 
     @property
     def n_tokens(self) -> int:
         """That all blocks have room for."""
-        return len(self._caches[0]) * BLOCK
+        return self._n_blocks * BLOCK
 
     @property
     def block_bytes(self) -> int:
         """Of one block."""
-        return sum(one[0].nbytes for one in self._caches)
+        return sum(one[0].nbytes for one in self._caches.values())
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass; blocks for its length, without the GIL. Raises CacheFullError, and changes
         nothing, if there are no blocks for them; PassLeftError after `leave(True)`, and another DecodeError
         if they cannot be computed: the cache is then as it was."""
+        made = self._entered(rows, self._tables, _SAMPLED)
+        self._logits = self._run(made, _LOGITS)
+        self._outputs = made.outputs
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """A vector for each row, from a pass over texts. Text 0 is kept until a row at position 0 begins
+        another; the others are forgotten. Raises as `decode`."""
+        if any(position == 0 and text == 0 for _, position, text, _ in rows):
+            self._texts.truncate(0, 0)
+        try:
+            made = self._entered(rows, self._texts, _EMBEDDED)
+            found = self._run(made, _VECTORS)
+            return found[[made.outputs[i] for i in range(len(rows))]]
+        finally:
+            for text in {row[2] for row in rows} - {0}:
+                self._texts.truncate(text, 0)
+
+    def _entered(self, rows: Sequence[Row], tables: BlockTables, wanted: str) -> Pass:
+        """The pass over these rows, for which there are blocks now."""
         by_sequence: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             by_sequence.setdefault(row[2], []).append(i)
-        before = {one: self._tables.length(one) for one in by_sequence}
+        before = {one: tables.length(one) for one in by_sequence}
         for one, indices in by_sequence.items():
             positions = [rows[i][1] for i in indices]
             if positions != list(range(before[one], before[one] + len(indices))):
                 raise DecodeError("Rows must continue their sequence.")
-        self._copy(self._tables.extend({one: len(found) for one, found in by_sequence.items()}))
-        try:
-            self._run(self._pass(rows, by_sequence, before))
-        except BaseException:
-            for one, length in before.items():
-                self._tables.truncate(one, length)
-            raise
-
-    def _pass(
-        self,
-        rows: Sequence[Row],
-        by_sequence: dict[int, list[int]],
-        before: dict[int, int],
-    ) -> Pass:
+        self._copy(tables.extend({one: len(found) for one, found in by_sequence.items()}))
         order = [i for indices in by_sequence.values() for i in indices]
-        wanted = [at for at, i in enumerate(order) if rows[i][3]] or [len(order) - 1]
-        tables = [self._tables.blocks(one) for one in by_sequence]
-        longest = max(self._tables.length(one) for one in by_sequence)
+        chosen = [at for at, i in enumerate(order) if rows[i][3]] or [len(order) - 1]
+        blocks = [tables.blocks(one) for one in by_sequence]
+        longest = max(tables.length(one) for one in by_sequence)
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": np.array([rows[i][0] for i in order], np.int64),
             "position_ids": np.array([rows[i][1] for i in order], np.int64),
             "past_lens": np.array(list(before.values()), np.int32),
             "subsequence_begins": _begins([len(found) for found in by_sequence.values()]),
-            "block_indices": np.array([block for table in tables for block in table], np.int32),
-            "block_indices_begins": _begins([len(table) for table in tables]),
+            "block_indices": np.array([block for table in blocks for block in table], np.int32),
+            "block_indices_begins": _begins([len(table) for table in blocks]),
             "max_context_len": np.array(longest, np.int32),
-            _SAMPLED: np.array(wanted, np.int64),
+            _SAMPLED: np.empty(0, np.int64),
+            _EMBEDDED: np.empty(0, np.int64),
         }
-        return Pass(inputs, {order[at]: n for n, at in enumerate(wanted)})
+        inputs[wanted] = np.array(chosen, np.int64)
+        return Pass(inputs, {order[at]: n for n, at in enumerate(chosen)}, tables, before)
 
-    def _run(self, made: Pass) -> None:
+    def _run(self, made: Pass, output: str) -> NDArray[np.float32]:
+        """The rows of that output. If they cannot be computed, the tables are as before."""
+        try:
+            self._infer(made.inputs)
+        except BaseException:
+            for one, length in made.before.items():
+                made.tables.truncate(one, length)
+            raise
+        assert self._request is not None
+        found: NDArray[np.float32] = self._request.get_tensor(output).data
+        return found.reshape(-1, found.shape[-1])
+
+    def _infer(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         if self._leaving.is_set():
             raise PassLeftError("The pass was left.")
         request = self._request
         assert request is not None
-        for name, values in made.inputs.items():
+        for name, values in inputs.items():
             request.set_tensor(name, openvino.Tensor(values))
         try:
             request.infer()
@@ -158,13 +191,10 @@ class PagedContext:
             if self._leaving.is_set():
                 raise PassLeftError("The pass was left.") from None
             raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
-        found = request.get_output_tensor(0).data
-        self._logits = found.reshape(-1, found.shape[-1])
-        self._outputs = made.outputs
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            for cache in self._caches:
+            for cache in self._caches.values():
                 cache[copy.target] = cache[copy.source]
 
     def leave(self, leaving: bool) -> None:
@@ -180,7 +210,7 @@ class PagedContext:
     def close(self) -> None:
         """Free the compiled model and the cache. Idempotent."""
         self._request = None
-        self._caches = []
+        self._caches = {}
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
@@ -209,14 +239,31 @@ class PagedContext:
         Raises CacheFullError."""
         self._tables.extend({seq_id: n_tokens})
         blocks = self._tables.blocks(seq_id)
-        for cache in self._caches:
+        for cache in self._caches.values():
             cache[blocks] = 1
+
+    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
+        """For each (n_keep, n_discard) in turn, drop `n_discard` tokens after the first `n_keep`; those
+        behind get their places. Takes time that grows with what is behind. Raises CacheFullError if its
+        blocks are shared, and there are none for the copy: the sequence is cut then."""
+        places = shifts.kept(self._tables.length(seq_id), cuts)
+        n_before = places - np.arange(len(places))
+        n_stay = int(np.count_nonzero(n_before == 0)) // BLOCK * BLOCK
+        old = list(self._tables.blocks(seq_id))
+        self._tables.truncate(seq_id, n_stay)
+        self._tables.extend({seq_id: len(places) - n_stay})
+        new = self._tables.blocks(seq_id)[n_stay // BLOCK :]
+        for name, cache in self._caches.items():
+            cells = shifts.cells_of(cache[old])[places[n_stay:]]
+            if name.startswith(_KEYS):
+                cells = shifts.turned_back(cells, n_before[n_stay:], self._frequencies)
+            cache[new] = shifts.blocks_of(cells)
 
     def save(self, seq_id: int) -> bytes:
         """The sequence's tokens as a state: its length and its blocks, layer by layer."""
         blocks, length = self._tables.blocks(seq_id), self._tables.length(seq_id)
         parts = [length.to_bytes(8, "little")]
-        for cache in self._caches:
+        for cache in self._caches.values():
             saved = cache[blocks]
             if length % BLOCK:
                 saved[-1, :, length % BLOCK :] = 0  # another sequence may have had that block
@@ -233,7 +280,7 @@ class PagedContext:
             raise DecodeError("The saved state cannot be used: it is of another size.")
         self._tables.extend({seq_id: length})
         blocks, at = self._tables.blocks(seq_id), 8
-        for cache in self._caches:
+        for cache in self._caches.values():
             size = n_blocks * cache[0].nbytes
             saved = np.frombuffer(state[at : at + size], cache.dtype)
             cache[blocks] = saved.reshape(n_blocks, *cache.shape[1:])
@@ -266,27 +313,37 @@ def settings(threads: int) -> dict[str, Any]:
     }
 
 
-def _compiled(path: Path, threads: int) -> openvino.CompiledModel:
-    """The model with paged attention, whose last product has the rows only that are sampled."""
+def _compiled(path: Path, threads: int) -> tuple[openvino.CompiledModel, NDArray[np.float32]]:
+    """The model with paged attention, whose last product has the rows only that are sampled; and how far
+    its positions turn."""
     core = openvino.Core()
     try:
         model = core.read_model(path)
+        names = {one.get_friendly_name(): one for one in model.get_ops()}
+        frequencies = np.array(names[FREQUENCIES].data, np.float32).reshape(-1)
         paged_attention_transformation(model)
-        _gather_sampled(model)
-        return core.compile_model(model, "CPU", settings(threads))
+        _choose_rows(model)
+        return core.compile_model(model, "CPU", settings(threads)), frequencies
     except RuntimeError as error:
         raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error
 
 
-def _gather_sampled(model: openvino.Model) -> None:
+def _choose_rows(model: openvino.Model) -> None:
+    """Have logits of some rows only, and vectors of others."""
     (hidden,) = (
         one for node in model.get_ops() for one in node.outputs() if HIDDEN in one.get_names()
     )
     users = hidden.get_target_inputs()
-    wanted = opset13.parameter([-1], np.int64, name=_SAMPLED)
-    wanted.output(0).set_names({_SAMPLED})
-    gathered = opset13.gather(hidden, wanted, opset13.constant(np.int64(0)))
+    sampled, embedded = (
+        opset13.parameter([-1], np.int64, name=one) for one in (_SAMPLED, _EMBEDDED)
+    )
+    for name, one in ((_SAMPLED, sampled), (_EMBEDDED, embedded)):
+        one.output(0).set_names({name})
+    first = opset13.constant(np.int64(0))
     for user in users:
-        user.replace_source_output(gathered.output(0))
-    model.add_parameters([wanted])
+        user.replace_source_output(opset13.gather(hidden, sampled, first).output(0))
+    vectors = opset13.result(opset13.gather(hidden, embedded, first))
+    vectors.output(0).set_names({_VECTORS})
+    model.add_parameters([sampled, embedded])
+    model.add_results([vectors])
     model.validate_nodes_and_infer_types()

@@ -20,16 +20,16 @@ from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, Depth
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.autotune.profiler import ALONE, Profiler
 from serve_app.engine.backends.base import (
-    DraftModel,
     EmbeddingShape,
     MemoryUse,
     Projector,
     Row,
     State,
 )
+from serve_app.engine.backends.draft_model import LlamaDraft
 from serve_app.engine.backends.paged_depth import measure_depth
 from serve_app.engine.options import EngineOptions, KernelsName
-from serve_app.errors import ConfigError, DecodeError, InvalidRequestError, NotSupportedError
+from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.folders import cache_folder
 from serve_app.llama.constraint import Constraint
 from serve_app.llama.model import Model
@@ -53,6 +53,8 @@ _REASON = "Paged KV cache, as OpenVINO has it"
 _ESSENTIAL = 0.5
 # And in which batches are measured behind many tokens.
 _DEEP = 0.2
+# Texts in one batch of embeddings, at most.
+_TEXTS_AT_ONCE = 16
 
 
 class OpenVinoBackend:
@@ -63,7 +65,6 @@ class OpenVinoBackend:
     """
 
     projector: Projector | None = None
-    draft: DraftModel | None = None
     can_rewind = True
     can_shift = False
     forgets = False
@@ -99,11 +100,14 @@ class OpenVinoBackend:
             n_ctx_slot=options.n_ctx_slot,
             n_blocks=n_sequences * self._n_blocks_slot if options.n_ctx is None else self._n_shared,
             threads=options.threads,
+            n_texts=_TEXTS_AT_ONCE,
+            n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
         )
         self.threads = Threads.alike(options.threads, options.threads)
         self._context.decode([(0, 0, 0, True)])
         self._context.truncate(0, 0)
         self.profile = self._profile(report)
+        self.draft = self._open_draft()
         logger.info("%s.", self.mode_reason)
 
     @property
@@ -112,12 +116,20 @@ class OpenVinoBackend:
         tokens = [self._options.n_ctx or 0, *map(len, self._options.pinned)]
         return sum(-(-n // BLOCK) for n in tokens)
 
+    def _open_draft(self) -> LlamaDraft | None:
+        """llama.cpp computes it: it has one row for each slot, and is faster with few rows."""
+        options = self._options
+        if options.draft is None:
+            return None
+        return LlamaDraft(self.vocabulary, options.draft, options, self.threads)
+
     def _check_model(self) -> None:
         model = self.vocabulary
         lacks = {
             "layers that are recurrent": not model.can_rewind,
             "layers with a sliding window": model.window > 0,
             "attention to tokens behind": not model.is_causal,
+            "scores instead of texts": model.pooling == "rank",
         }
         for what, has in lacks.items():
             if has:
@@ -209,21 +221,6 @@ class OpenVinoBackend:
         """Without a projector, nobody asks."""
         raise DecodeError("OpenVINO's backend sees no pictures.")
 
-    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
-        """Cached keys cannot be turned to other positions yet."""
-        raise DecodeError("OpenVINO's backend cannot shift a context.")
-
-    @property
-    def embedding(self) -> EmbeddingShape:
-        """The limits that `embed` would have."""
-        n_text = self._options.n_ctx_slot
-        pooling = self.vocabulary.pooling_with(self._options.embedding_pooling)
-        return EmbeddingShape(self._options.n_batch, 1, n_text, pooling, causal=True)
-
-    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """Its compiled model gives logits only."""
-        raise NotSupportedError("A model with engine.backend: openvino makes no embeddings.")
-
     # -- running ----------------------------------------------------------------------------------
 
     def decode(self, rows: Sequence[Row]) -> None:
@@ -265,6 +262,26 @@ class OpenVinoBackend:
         """See Backend.copy: the blocks are shared."""
         self._context.copy(source, target)
 
+    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
+        """See Backend.shift."""
+        self._context.shift(seq_id, cuts)
+
+    @property
+    def embedding(self) -> EmbeddingShape:
+        """See Backend.embedding."""
+        options = self._options
+        return EmbeddingShape(
+            n_rows=options.n_batch,
+            n_seq_max=min(_TEXTS_AT_ONCE, options.n_batch),
+            n_text=options.n_ctx_slot,
+            pooling=self.vocabulary.pooling_with(options.embedding_pooling),
+            causal=True,
+        )
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """See Backend.embed."""
+        return self._context.embed(rows)
+
     def save(self, seq_id: int) -> State:
         """See Backend.save."""
         return self._context.save(seq_id)
@@ -283,14 +300,18 @@ class OpenVinoBackend:
     def memory(self) -> MemoryUse:
         """See Backend.memory. The size of OpenVINO's work buffers is not known."""
         context = self._context
+        draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
+        per_slot = self._n_blocks_slot * context.block_bytes
         return MemoryUse(
-            weights_bytes=context.n_parameter_bytes,
-            cache_bytes=context.cache_bytes,
-            cache_bytes_per_slot=self._n_blocks_slot * context.block_bytes,
+            weights_bytes=context.n_parameter_bytes + draft.weights_bytes,
+            cache_bytes=context.cache_bytes + draft.cache_bytes,
+            cache_bytes_per_slot=per_slot + draft.cache_bytes_per_slot,
             cache_bytes_per_token=context.block_bytes // BLOCK,
-            compute_bytes=0,
+            compute_bytes=draft.compute_bytes,
         )
 
     def close(self) -> None:
         """Free the compiled model and its cache."""
         self._context.close()
+        if self.draft is not None:
+            self.draft.close()

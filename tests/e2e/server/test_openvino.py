@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import mul
 from pathlib import Path
 
 import openai
@@ -71,8 +72,11 @@ def test_a_schema_holds(client: openai.OpenAI) -> None:
     assert answer.choices[0].text in {"red", "green"}
 
 
-def test_what_it_lacks_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.APIStatusError) as refused:
-        client.embeddings.create(model="demo", input="a")
-    assert refused.value.status_code == 501
+def test_embeddings_and_answers_come_from_one_model(client: openai.OpenAI) -> None:
+    near, far, other = client.embeddings.create(
+        model="demo",
+        input=["What is the capital of France?", "What is the capital of Italy?", "17 plus 25"],
+    ).data
+    products = [sum(map(mul, near.embedding, one.embedding)) for one in (far, other)]
+    assert products[0] > products[1]
     assert say(client, "What is the capital of Portugal?")

@@ -21,10 +21,12 @@ from tests.integration.store.sharded import split
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 from serve_app.engine.backends.openvino import OpenVinoBackend
+from serve_app.openvino import shifts
 from serve_app.openvino.readable import rounded, unreadable
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)
 _N_TOKENS, _N_SEEN = 100, 16
+_LINEAR: dict[str, str | float] = {"type": "linear", "factor": 4.0}
 _FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "IQ4_NL", "IQ4_XS")
 _K_FORMATS = ("Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K")
 
@@ -91,6 +93,58 @@ def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
     path = made.write(tmp_path / "model.gguf")
     assert unreadable([path]) is None
     assert agreement(ours(path), theirs(path)) > 0.9999
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("llama", [(10, 40)]),
+        ("llama", [(0, 32)]),
+        ("qwen3", [(5, 3), (20, 30)]),
+        ("qwen3", [(64, 8)]),
+    ],
+)
+def test_shifted_keys_turn_to_their_new_places(
+    name: str, cuts: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    n_frequencies, scaling = (32 if name == "llama" else 0), _LINEAR
+    made = Made(name, n_frequencies=n_frequencies, scaling=scaling)
+    path = made.write(tmp_path / "model.gguf")
+    text = [int(token) for token in np.random.default_rng(5).integers(5, 500, _N_TOKENS)]
+    found = []
+    for kind in (OpenVinoBackend, LlamaBackend):
+        backend = kind(path, _OPTIONS)
+        backend.decode([(token, i, 0, False) for i, token in enumerate(text)])
+        backend.copy(0, 1)  # whose blocks are the same, and must stay
+        backend.shift(0, cuts)
+        n_past = _N_TOKENS - sum(n for _, n in cuts)
+        backend.decode([(7, n_past, 0, True), (7, _N_TOKENS, 1, True)])
+        found.append(np.stack([backend._context.logits(i).copy() for i in (0, 1)]))
+        backend.close()
+    shifted, untouched = zip(*found, strict=True)
+    assert agreement(*shifted) > 0.9999
+    assert agreement(*untouched) > 0.9999
+    assert agreement(shifted[0], untouched[0]) < 0.999
+
+
+def test_a_shift_with_yarn_is_as_if_the_tokens_had_stood_there(tmp_path: Path) -> None:
+    """llama.cpp scales all keys once more here: it is no reference."""
+    scaling: dict[str, str | float] = {"type": "yarn", "factor": 4.0}
+    path = Made("qwen3", scaling=scaling).write(tmp_path / "model.gguf")
+    text = [int(token) for token in np.random.default_rng(5).integers(5, 500, _N_TOKENS)]
+    backend = OpenVinoBackend(path, _OPTIONS)
+    backend.decode([(token, i, 0, False) for i, token in enumerate(text)])
+    backend.decode([(token, i, 1, False) for i, token in enumerate(text[40:])])
+    backend.shift(0, [(0, 40)])
+    # Keys of the first layer depend on their own token only.
+    first = {
+        name: [shifts.cells_of(cache[backend._context._tables.blocks(slot)]) for slot in (0, 1)]
+        for name, cache in backend._context._caches.items()
+        if name in ("key_cache.0", "value_cache.0")
+    }
+    backend.close()
+    for shifted, computed in first.values():
+        np.testing.assert_allclose(shifted[:60], computed[:60], rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("name", _FORMATS + _K_FORMATS)

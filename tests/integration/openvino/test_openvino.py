@@ -22,9 +22,11 @@ from serve_app.engine import (
     SamplingParams,
     TokenDelta,
 )
-from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
+from serve_app.errors import ConfigError
+from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import TokenLogprobs
+from tests.integration.engine.test_draft_models import as_if_drafts_were_free
 from tests.integration.models.forgetful_models import FORGETFUL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
@@ -204,20 +206,64 @@ async def test_a_request_that_is_aborted_leaves_others_as_they_are(engine: Engin
     assert deltas[-1].end.reason is FinishReason.LENGTH
 
 
-async def test_a_full_context_ends_and_is_not_shifted(engine: Engine) -> None:
-    endless = replace(GREEDY, max_tokens=OPTIONS.n_ctx_slot + 20)
-    with pytest.raises(InvalidRequestError, match="shift"):
-        await ask(engine, "a", endless, context_shift=True)
-    tokens, deltas = await ask(engine, "a", endless)
+async def test_a_full_context_ends_or_is_shifted(engine: Engine, other: Engine) -> None:
+    endless = replace(GREEDY, max_tokens=OPTIONS.n_ctx_slot + 40)
+    tokens, deltas = await ask(engine, QUESTIONS[3], endless)
     assert len(tokens) < OPTIONS.n_ctx_slot
     assert deltas[-1].end is not None
     assert deltas[-1].end.reason is FinishReason.LENGTH
+    before = engine.stats().context_shifts
+    shifted, _ = await ask(engine, QUESTIONS[3], endless, context_shift=True)
+    assert engine.stats().context_shifts > before
+    assert len(shifted) == endless.max_tokens
+    assert shifted[: len(tokens)] == tokens
+    expected, _ = await ask(other, QUESTIONS[3], endless, context_shift=True)
+    assert shifted[: len(tokens) + 20] == expected[: len(tokens) + 20]
 
 
-async def test_embeddings_are_refused(engine: Engine) -> None:
-    with pytest.raises(NotSupportedError, match="openvino"):
-        await asyncio.wrap_future(engine.embed([engine.tokenize("a")], "e"))
-    assert (await ask(engine, "a", GREEDY))[0]
+async def test_chunks_of_a_prompt_are_taken_from_other_places(engine: Engine) -> None:
+    await ask(engine, "I say: " + LONG + "One", GREEDY)
+    before = engine.stats()
+    tokens, _ = await ask(engine, LONG + "One", GREEDY, n_cache_reuse=16)
+    assert len(tokens) == GREEDY.max_tokens
+    computed = engine.stats().prompt_tokens - before.prompt_tokens
+    assert computed < len(engine.tokenize(LONG)) // 2
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "none"])
+async def test_embeddings_are_llama_cpps(pooling: EmbeddingPooling, folder: None) -> None:
+    vectors = []
+    for backend in ("openvino", "llama.cpp"):
+        options = replace(OPTIONS, backend=backend, embedding_pooling=pooling)
+        engine = Engine.load(BUILTIN_MODEL, options)
+        try:
+            texts = [engine.tokenize(text) for text in (*QUESTIONS, LONG * 2)]
+            generating = asyncio.create_task(ask(engine, QUESTIONS[0], GREEDY))
+            vectors.append(await asyncio.wrap_future(engine.embed(texts, "e")))
+            assert await generating
+        finally:
+            engine.close()
+    found, expected = vectors
+    assert found.shape == expected.shape
+    cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1)
+    cosines /= np.linalg.norm(expected, axis=1)
+    assert cosines.min() > 0.999
+
+
+async def test_a_draft_model_of_llama_cpps_proposes(folder: None) -> None:
+    options = replace(OPTIONS, draft=BUILTIN_MODEL, speculate=False, profile_limit_s=1.0)
+    engine = Engine.load(BUILTIN_MODEL, options)
+    as_if_drafts_were_free(engine)
+    plain = Engine.load(BUILTIN_MODEL, replace(OPTIONS, speculate=False))
+    try:
+        for text in QUESTIONS:
+            assert (await ask(engine, text, GREEDY))[0] == (await ask(plain, text, GREEDY))[0]
+        stats = engine.stats()
+        assert stats.accepted_tokens > stats.drafted_tokens // 2 > 0
+        assert engine.stats().weights_bytes > plain.stats().weights_bytes
+    finally:
+        engine.close()
+        plain.close()
 
 
 @pytest.mark.parametrize("kind", FORGETFUL)

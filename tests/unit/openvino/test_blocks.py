@@ -24,7 +24,7 @@ class Cells:
     """The cache's memory, and what each sequence should have in it."""
 
     def __init__(self, n_blocks: int) -> None:
-        self.tables = BlockTables(N_SEQUENCES, n_blocks)
+        self.tables = BlockTables(N_SEQUENCES, range(n_blocks))
         self.n_blocks = n_blocks
         self.cells = [[-1] * BLOCK for _ in range(n_blocks)]
         self.wanted: list[list[int]] = [[] for _ in range(N_SEQUENCES)]
@@ -72,7 +72,7 @@ def test_no_sequence_writes_into_another_one(
 
 
 def test_what_is_shared_takes_no_room() -> None:
-    tables = BlockTables(2, 4)
+    tables = BlockTables(2, range(4))
     tables.extend({0: 2 * BLOCK + 1})
     tables.share(0, 1)
     assert tables.n_free == 1
@@ -83,7 +83,7 @@ def test_what_is_shared_takes_no_room() -> None:
 
 
 def test_the_last_one_that_shares_a_block_keeps_it() -> None:
-    tables = BlockTables(2, 2)
+    tables = BlockTables(2, range(2))
     tables.extend({0: 1})
     tables.share(0, 1)
     (copy,) = tables.extend({0: 1, 1: 1})
@@ -91,7 +91,7 @@ def test_the_last_one_that_shares_a_block_keeps_it() -> None:
 
 
 def test_a_full_cache_changes_nothing() -> None:
-    tables = BlockTables(2, 3)
+    tables = BlockTables(2, range(3))
     tables.extend({0: BLOCK})
     with pytest.raises(CacheFullError):
         tables.extend({0: BLOCK, 1: BLOCK + 1})
