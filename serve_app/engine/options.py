@@ -140,7 +140,7 @@ class EngineOptions:
         refused = {
             "adapters": bool(self.adapters),
             "projector": self.projector is not None,
-            "drafts by layers of its own": self.own_layers,
+            "engine.draft.own_layers": self.own_layers,
             "engine.kv_unified": self.kv_unified is not None,
             "engine.flash_attn: false": self.flash_attn is False,
             "engine.numa": self.numa is not None,

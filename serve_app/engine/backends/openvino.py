@@ -26,7 +26,7 @@ from serve_app.engine.backends.base import (
     Row,
     State,
 )
-from serve_app.engine.backends.draft_model import LlamaDraft
+from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
 from serve_app.engine.backends.paged_depth import measure_depth
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
@@ -121,7 +121,7 @@ class OpenVinoBackend:
         options = self._options
         if options.draft is None:
             return None
-        return LlamaDraft(self.vocabulary, options.draft, options, self.threads)
+        return open_draft(self.vocabulary, options.draft, options, self.threads)
 
     def _check_model(self) -> None:
         model = self.vocabulary
