@@ -1,4 +1,4 @@
-"""The engine with llama.cpp and a tiny model."""
+"""The engine with a tiny model, over both backends."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.llama.model import Model
+from tests.integration.engine.kernels import NAMES, with_kernels
 
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, kv_unified=False
@@ -84,21 +85,30 @@ def exact_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", params=NAMES)
+def options(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineOptions]:
+    with pytest.MonkeyPatch.context() as patch:  # where converted models are kept
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield with_kernels(OPTIONS, request.param)
+
+
 @pytest.fixture(scope="module")
-def engine(exact_gguf: Path) -> Iterator[Engine]:
+def engine(exact_gguf: Path, options: EngineOptions) -> Iterator[Engine]:
     """Shared by all tests here: their requests also find each other's slots."""
-    made = Engine.load(exact_gguf, OPTIONS)
+    made = Engine.load(exact_gguf, options)
     yield made
     made.close()
 
 
 @pytest.fixture
-def load(exact_gguf: Path) -> Iterator[Callable[..., Engine]]:
+def load(exact_gguf: Path, options: EngineOptions) -> Iterator[Callable[..., Engine]]:
     """Makes engines of other sizes."""
     made: list[Engine] = []
 
     def make(**changed: Any) -> Engine:
-        made.append(Engine.load(exact_gguf, replace(OPTIONS, **changed)))
+        made.append(Engine.load(exact_gguf, replace(options, **changed)))
         return made[-1]
 
     yield make
