@@ -10,6 +10,7 @@ import pytest
 
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
+from tests.integration.engine.kernels import openvino
 from tests.integration.engine.opening import opener
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
@@ -21,11 +22,13 @@ STORY = (
     "The letter that nobody but its reader should know about says that the key is under the mat. "
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-MODES: list[dict[str, Any]] = [
+MODES: list[Any] = [
     {},
     {"kv_unified": True},
     {"n_slots": 1, "cache_ram_bytes": 2**26},
     {"n_slots": 4, "cache_ram_bytes": 2**26},
+    openvino(),
+    openvino(n_slots=1, cache_ram_bytes=2**26),
 ]
 
 
@@ -82,12 +85,13 @@ async def test_cache_groups_beside_each_other(path: Path, mode: dict[str, Any]) 
     assert [cached > 0 for _, cached in found] == [False, False, True, True]
 
 
-async def test_pinned_prompts_are_for_all(path: Path) -> None:
-    async with opened(path) as engine:
+@pytest.mark.parametrize("mode", [{}, openvino()], ids=str)
+async def test_pinned_prompts_are_for_all(path: Path, mode: dict[str, Any]) -> None:
+    async with opened(path, **mode) as engine:
         pinned = engine.tokenize(SYSTEM)
         said, cached = await tell(engine, SYSTEM + STORY, "mine")
         assert cached == 0
-    async with opened(path, pinned=(pinned,)) as engine:
+    async with opened(path, pinned=(pinned,), **mode) as engine:
         n_shared = sum(
             a == b for a, b in zip(pinned, engine.tokenize(SYSTEM + STORY), strict=False)
         )
@@ -95,8 +99,11 @@ async def test_pinned_prompts_are_for_all(path: Path) -> None:
             assert await tell(engine, SYSTEM + STORY, group) == (said, n_shared)
 
 
-async def test_a_restart_keeps_cache_groups(path: Path, tmp_path: Path) -> None:
-    kept = {"n_slots": 1, "cache_ram_bytes": 2**26, "prefix_folder": tmp_path}
+@pytest.mark.parametrize("mode", [{}, openvino()], ids=str)
+async def test_a_restart_keeps_cache_groups(
+    path: Path, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    kept = {"n_slots": 1, "cache_ram_bytes": 2**26, "prefix_folder": tmp_path, **mode}
     async with opened(path, **kept) as engine:
         said, _ = await tell(engine, STORY + "It", "mine")
     async with opened(path, **kept) as engine:
@@ -106,14 +113,17 @@ async def test_a_restart_keeps_cache_groups(path: Path, tmp_path: Path) -> None:
         assert cached == len(engine.tokenize(STORY + "It")) - 1
 
 
-async def test_a_transferred_prefix_stays_in_its_cache_group(path: Path) -> None:
-    async with opened(path, cache_ram_bytes=2**26) as source:
+@pytest.mark.parametrize("mode", [{}, openvino()], ids=str)
+async def test_a_transferred_prefix_stays_in_its_cache_group(
+    path: Path, mode: dict[str, Any]
+) -> None:
+    async with opened(path, cache_ram_bytes=2**26, **mode) as source:
         for end in ("It", "He"):
             await tell(source, STORY + end, "mine")
         (hot,) = source.prefixes.offers(2)
         payload = source.prefixes.export_prefix(hot.prefix)
     assert payload is not None
-    async with opened(path, cache_ram_bytes=2**26) as target:
+    async with opened(path, cache_ram_bytes=2**26, **mode) as target:
         expected, _ = await tell(target, STORY + "We", "alone")
         assert target.prefixes.import_prefix(payload, len(hot.prefix.tokens) // 4) > 0
         assert await tell(target, STORY + "We", "theirs") == (expected, 0)

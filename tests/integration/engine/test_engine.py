@@ -86,12 +86,8 @@ def exact_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def options(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineOptions]:
-    with pytest.MonkeyPatch.context() as patch:  # where converted models are kept
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield with_kernels(OPTIONS, request.param)
+def options(request: pytest.FixtureRequest) -> EngineOptions:
+    return with_kernels(OPTIONS, request.param)
 
 
 @pytest.fixture(scope="module")

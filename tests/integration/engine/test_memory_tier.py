@@ -13,6 +13,7 @@ from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import DecodeError, Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
+from tests.integration.engine.kernels import openvino
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(n_slots=1, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False)
@@ -45,7 +46,7 @@ async def tell(engine: Engine, prompt: str) -> tuple[list[int], int]:
     return tokens, deltas[-1].end.usage.cached_tokens
 
 
-@pytest.mark.parametrize("formats", [{}, {"cache_type_k": "q8_0"}])
+@pytest.mark.parametrize("formats", [{}, {"cache_type_k": "q8_0"}, openvino()])
 async def test_chats_in_turn_on_one_slot_say_the_same(path: Path, formats: dict[str, Any]) -> None:
     said = []
     for budget in (0, 64 * 2**20):

@@ -11,20 +11,19 @@ from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
 from serve_app.sampling import SamplingParams
 from serve_app.types import TokenDelta
+from tests.integration.engine.kernels import openvino
 
 PROMPT = tuple(range(300, 364))
 
 
-def load(model: Path, folder: Path, *, kv_unified: bool, slots: int = 2, **more: Any) -> Engine:
+def load(model: Path, folder: Path, *, slots: int = 2, **more: Any) -> Engine:
     options = EngineOptions(
         n_slots=slots,
         n_ctx_slot=256,
         threads=1,
-        flash_attn=False,
-        kv_unified=kv_unified,
         profile_limit_s=0,
         slot_folder=folder,
-        **more,
+        **{"flash_attn": False, **more},
     )
     return Engine.load(model, options)
 
@@ -44,16 +43,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kv_unified", [False, True])
-async def test_a_slot_survives_its_engine(model: Path, tmp_path: Path, kv_unified: bool) -> None:
-    engine = load(model, tmp_path, kv_unified=kv_unified)
+@pytest.mark.parametrize("mode", [{"kv_unified": False}, {"kv_unified": True}, openvino()])
+async def test_a_slot_survives_its_engine(
+    model: Path, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    engine = load(model, tmp_path, **mode)
     try:
         text, _ = await greedy(engine, "a")
         (slot,) = [slot.id for slot in engine.stats().slots if slot.n_past]
         saved = engine.slot_files.save(slot, "a.bin")
     finally:
         engine.close()
-    engine = load(model, tmp_path, kv_unified=kv_unified)
+    engine = load(model, tmp_path, **mode)
     try:
         assert engine.slot_files.restore(1, "a.bin").n_tokens == saved.n_tokens >= len(PROMPT)
         again, last = await greedy(engine, "b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingP
 from serve_app.errors import ConfigError
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tokenizer import Tokenizer
+from tests.integration.engine.kernels import openvino
 
 SYSTEM = "You are a patient assistant who answers every question of every guest in this house."
 # Flash attention has a kernel of its own for 64 rows and more, which rounds differently: with it, a
@@ -46,12 +48,13 @@ async def answers(engine: Engine, tokenizer: Tokenizer) -> list[tuple[list[int],
     return found
 
 
-async def test_chats_start_from_it_and_say_the_same(path: Path) -> None:
+@pytest.mark.parametrize("mode", [{}, openvino()])
+async def test_chats_start_from_it_and_say_the_same(path: Path, mode: dict[str, Any]) -> None:
     tokenizer = Tokenizer(path)
     prefix = tokenizer.encode_system_prompt(SYSTEM)
     both = []
     for pinned in ((), (prefix,)):
-        engine = Engine.load(path, replace(OPTIONS, pinned=pinned))
+        engine = Engine.load(path, replace(OPTIONS, pinned=pinned, **mode))
         try:
             both.append(await answers(engine, tokenizer))
             assert len(engine.stats().slots) == OPTIONS.n_slots + len(pinned)
