@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -46,7 +47,9 @@ from serve_app.placement.plan import Share
 from serve_app.replica.deployment import EngineReplica
 from serve_app.sampling import Api
 from serve_app.store import models as store
+from serve_app.store.pieces import ALONE
 from serve_app.store.remote import UnreachableError
+from serve_app.store.sharing.cluster import ClusterSharing
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -371,7 +374,7 @@ def _looked_up(
         )  # replicas look for themselves
     try:
         source = store.pinned(model.source, downloads)
-        opened = Model(store.vocabulary(source, downloads), vocab_only=True)
+        opened = Model(_vocabulary(source, downloads), vocab_only=True)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, downloads)
         if projector is not None and not is_sized:
@@ -402,6 +405,12 @@ def _projector(
         raise ConfigError(f"projector: {error}") from None
 
 
+def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:
+    """See `store.vocabulary`; replicas and ingresses may have it from here."""
+    sharing = ClusterSharing() if ray.is_initialized() else ALONE
+    return store.vocabulary(source, downloads, sharing)
+
+
 def _draft_source(model: ModelConfig) -> ModelSource | None:
     return None if model.engine.draft is None else model.engine.draft.source
 
@@ -421,7 +430,7 @@ def _with_draft(
     if is_sized and source.path is not None and not source.path.expanduser().is_file():
         return needs  # replicas on other nodes look for themselves
     try:
-        draft = Model(store.vocabulary(source, downloads), vocab_only=True)
+        draft = Model(_vocabulary(source, downloads), vocab_only=True)
     except UnreachableError:
         if not is_sized:
             raise
@@ -435,7 +444,7 @@ def _with_draft(
 def _projector_bytes(source: ModelSource, downloads: DownloadsConfig) -> int:
     """Raises ConfigError."""
     try:
-        return store.vocabulary(source, downloads).stat().st_size  # with a hole in it, maybe
+        return _vocabulary(source, downloads).stat().st_size  # with a hole in it, maybe
     except UnreachableError:
         raise
     except ConfigError as error:

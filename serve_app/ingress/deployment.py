@@ -59,6 +59,7 @@ from serve_app.routing import broadcast, fetching, reports
 from serve_app.routing.autoscaling import AWAITED, PRESSURE, IngressLoad
 from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import vocabulary
+from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.store.version_weights import VersionWeights
 from serve_app.types import (
     Accepted,
@@ -413,7 +414,8 @@ class Ingress:
         self._cpu = CpuShare()
         self._sse_ping_interval_s, self._batches = sse_ping_interval_s, batches
         paths = [
-            await asyncio.to_thread(vocabulary, model.source, model.downloads) for model in models
+            await asyncio.to_thread(vocabulary, model.source, model.downloads, ClusterSharing())
+            for model in models
         ]
         senses = [await asyncio.to_thread(_senses, model) for model in models]
         self._workers = WorkerPool(

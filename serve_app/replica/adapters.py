@@ -8,14 +8,12 @@ from collections import defaultdict
 from pathlib import Path
 
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import AdapterConfig, ModelSource
+from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine
 from serve_app.errors import ConfigError, CorralError, InvalidRequestError
 from serve_app.llama.context import adapter_fingerprint
-from serve_app.progress import nowhere
+from serve_app.replica.files import Files
 from serve_app.store.loaded_adapters import LoadedAdapter, LoadedAdapters
-from serve_app.store.models import locate
-from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.types import Adapters, AdapterUse
 
 logger = logging.getLogger("corral.replica")
@@ -29,7 +27,7 @@ class ReplicaAdapters:
     """One replica's loaded adapters. Used in its event loop."""
 
     def __init__(self, model: ResolvedModel, engine: Engine, all_loaded: LoadedAdapters) -> None:
-        self._model = model
+        self._model, self._files = model, Files(model.downloads)
         self._engine = engine
         self._all_loaded = all_loaded
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -53,7 +51,7 @@ class ReplicaAdapters:
 
     async def load(self, config: AdapterConfig) -> str:
         """Have one more; returns its version. Raises CorralError."""
-        path = await self._located(config.source)
+        path = await self._files.find(config.source)
         version = await asyncio.to_thread(_version, path)
         await self._load(config, AdapterUse(config.id, config.scale, version))
         return version
@@ -84,16 +82,11 @@ class ReplicaAdapters:
         async with self._changing[adapter.key]:
             if self._has(adapter):
                 return
-            path = await self._located(config.source)
+            path = await self._files.find(config.source)
             if await asyncio.to_thread(_version, path) != adapter.version:
                 raise ConfigError(f"The adapter {config.id!r} is another file on this node.")
             await asyncio.to_thread(self._engine.adapters.load, adapter.key, path)
             logger.info("The adapter %s of %s is loaded.", config.id, self._model.id)
-
-    async def _located(self, source: ModelSource) -> Path:
-        """The file, on this node. Raises ConfigError."""
-        downloads = self._model.downloads
-        return await asyncio.to_thread(locate, source, downloads, nowhere, ClusterSharing())
 
     async def _free(self, key: str) -> None:
         """As soon as nobody uses it, unless it was loaded again."""

@@ -24,7 +24,7 @@ from serve_app.channel.address import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
+from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.options import AdapterFile
@@ -40,6 +40,7 @@ from serve_app.placement.machine import available_memory, cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.adapters import ReplicaAdapters
+from serve_app.replica.files import Files
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
@@ -48,8 +49,6 @@ from serve_app.routing import fetching
 from serve_app.routing.autoscaling import IDLE_S
 from serve_app.routing.reporter import Idleness, pressure
 from serve_app.store.loaded_adapters import LoadedAdapters
-from serve_app.store.models import locate
-from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,
@@ -77,7 +76,8 @@ class EngineReplica:
         report = progress.to_folder(model.id)
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()
         async with fetching.told(context, node_id, report) as tell:
-            find = partial(_located, model.downloads, tell)
+            files = Files(model.downloads, tell)
+            find = files.find
             path = await find(model.source)
             adapters = [AdapterFile(one.id, await find(one.source)) for one in model.adapters]
             projector = None if model.projector is None else await find(model.projector)
@@ -103,6 +103,7 @@ class EngineReplica:
         self._channels = Channels(node_id, replica_id)
         self._engine.on_delivered(self._channels.flush)
         self._metrics = ReplicaMetrics(model.id)
+        self._metrics.downloaded(files.n_bytes)
         self._reporting = Reporting(self._engine, self._channels)
         self._batches_may_scale = model.batches_may_scale
         self._idleness = Idleness(time.monotonic())
@@ -326,11 +327,6 @@ class EngineReplica:
         self._reporter.cancel()
         self._engine.close(timeout_s=0)
         self._channels.close()
-
-
-async def _located(downloads: DownloadsConfig, tell: progress.Report, source: ModelSource) -> Path:
-    """The file, on this node. Raises ConfigError."""
-    return await asyncio.to_thread(locate, source, downloads, tell, ClusterSharing())
 
 
 def _end_process(error: EngineFailedError) -> NoReturn:

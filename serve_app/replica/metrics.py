@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -68,6 +68,11 @@ class ReplicaMetrics:
         self._requests = counter("requests", "Requests by the reason of their end.", "reason")
         self._throttled = counter("cpu_throttled_seconds", "CPU time withheld by quotas.")
         self._encoding = counter("encode_seconds", "Time that pictures and sounds were encoded.")
+        self._downloaded = counter(
+            "downloaded_bytes",
+            "Bytes of files that came at its start: from their `origin`, or from other `nodes`.",
+            "source",
+        )
         self._running = gauge("slots_busy", "Slots with a request.")
         self._waiting = gauge("requests_waiting", "Requests that wait for a slot.")
         self._kv_used = gauge("kv_cache_used_ratio", "Of the cache's tokens, those in use.")
@@ -88,6 +93,12 @@ class ReplicaMetrics:
                 self._itl.observe(seconds / n_gaps)
         in_engine_s = spent.queue_s + spent.prefill_s + spent.decode_s
         self._e2e.observe(spent.failed_over_s + in_engine_s)
+
+    def downloaded(self, n_bytes: Mapping[str, int]) -> None:
+        """Count what came for this replica, by its source."""
+        for source, n in n_bytes.items():
+            if n > 0:
+                self._downloaded.inc(n, {"source": source})
 
     def update(self, stats: EngineStats) -> None:
         """Follow the engine's statistics."""

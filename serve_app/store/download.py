@@ -106,7 +106,7 @@ def _fetched(
     fetching = _Fetching(origin, file, part, pieces, on_bytes, source, stop)
     try:
         fetching.run()
-        _check(origin, file, part)
+        _check(origin, file, part, had_help=fetching.had_help)
         part.replace(folder / file.name)
         pieces.unlink()
         _sync(folder)
@@ -120,6 +120,20 @@ def _fetched(
     finally:
         source.close()
     return True
+
+
+def enter(origin: Origin, file: RemoteFile) -> None:
+    """Whoever takes a file from other nodes asks for a byte of it first: the origin may refuse it to this
+    node. One that does not answer refuses nothing. Raises ConfigError."""
+    try:
+        for _ in origin.read(file, 0, 1):
+            pass
+    except UnreachableError:
+        pass
+    except ConfigError:
+        raise
+    except Exception as error:  # of a network; each library has its own kinds
+        logger.info("%s cannot be asked for: %r.", file.path, error)
 
 
 def disk_error(folder: Path, error: OSError) -> ConfigError:
@@ -194,21 +208,10 @@ class _Fetching:
         return at == end
 
     def _enter(self) -> None:
-        """Nobody gets from other nodes what the origin refuses to this one; one that does not answer
-        refuses nothing. Raises ConfigError."""
         with self._entering:
-            if self._is_let_in:
-                return
-            try:
-                for _ in self._origin.read(self._file, 0, 1):
-                    pass
-            except UnreachableError:
-                pass
-            except ConfigError:
-                raise
-            except Exception as error:  # of a network; each library has its own kinds
-                logger.info("%s cannot be asked for: %r.", self._file.path, error)
-            self._is_let_in = True
+            if not self._is_let_in:
+                enter(self._origin, self._file)
+                self._is_let_in = True
 
     def _from_origin(self, take: Take, part: int) -> bool:
         """Whether the piece is there. If not, the source gets it back, or the download stops."""
@@ -263,9 +266,15 @@ class _WriteError(OSError):
     """The disk's fault, not the network's."""
 
 
-def _check(origin: Origin, file: RemoteFile, part: Path) -> None:
-    """Raises DamagedError."""
-    if not origin.is_current(file):
+def _check(origin: Origin, file: RemoteFile, part: Path, *, had_help: bool) -> None:
+    """Raises DamagedError, and UnreachableError if nobody else gave any of the file."""
+    try:
+        is_current = origin.is_current(file)
+    except UnreachableError:
+        if not had_help:
+            raise
+        is_current = True
+    if not is_current:
         raise DamagedError(
             f"{file.path} was changed while it was downloaded. The next try begins anew."
         )

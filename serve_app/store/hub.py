@@ -21,12 +21,14 @@ from serve_app.errors import ConfigError
 from serve_app.store import names
 from serve_app.store.names import HubName
 from serve_app.store.remote import (
+    AskOthers,
     Listing,
     RemoteFile,
     RemoteModel,
     UnreachableError,
     keep,
     kept,
+    nobody,
     safe,
 )
 
@@ -80,14 +82,15 @@ class HubOrigin:
         return True
 
 
-def find(wanted: HubName, folder: Path) -> RemoteModel:
+def find(wanted: HubName, folder: Path, others: AskOthers = nobody) -> RemoteModel:
     """The model's files. The repository's listing is kept in that folder, in case the server does
-    not answer later. Raises ConfigError, UnreachableError if the repository cannot be asked and was
-    not before."""
-    listing = _listing(wanted, folder)
+    not answer later; `others` may know one, too. Raises ConfigError, UnreachableError if the repository
+    cannot be asked and was not before."""
+    listing = _listing(wanted, folder, others)
     files = {one["path"]: RemoteFile(**one) for one in listing["files"]}
     model = tuple(files[path] for path in names.parts_of(files, wanted))
-    return RemoteModel(wanted.repo, model, HubOrigin(wanted.repo, listing["commit"]))
+    commit = listing["commit"]
+    return RemoteModel(wanted.repo, model, HubOrigin(wanted.repo, commit), commit)
 
 
 def files(wanted: HubName, folder: Path) -> list[str]:
@@ -133,7 +136,7 @@ def _is_same(path: Path, file: RemoteFile) -> bool:
     return False
 
 
-def _listing(wanted: HubName, folder: Path) -> Listing:
+def _listing(wanted: HubName, folder: Path, others: AskOthers = nobody) -> Listing:
     path = folder / f"{safe(wanted.repo)}@{safe(wanted.revision or 'main')}.json"
     before = kept(path)
     if before is not None and _COMMIT.fullmatch(wanted.revision or ""):
@@ -141,10 +144,10 @@ def _listing(wanted: HubName, folder: Path) -> Listing:
     try:
         listing = _ask(wanted)
     except UnreachableError as error:
-        found = before or _in_library(wanted)
+        found = before or _in_library(wanted) or others()
         if found is None:
             raise
-        logger.warning("%s What it answered last time is used.", error)
+        logger.warning("%s What it answered before is used.", error)
         return found
     for one in {path, path.with_name(f"{safe(wanted.repo)}@{listing['commit']}.json")}:
         keep(one, listing)

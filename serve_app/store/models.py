@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -40,8 +41,8 @@ def locate(
         return BUILTIN_MODEL
     if source.path is not None:
         return _at(source.path)
-    model = _remote(source, configured)
     sharing = sharing if configured.share else ALONE
+    model = _remote(source, configured, sharing)
     wanted = _hub_name(source)
     path = None if wanted is None else hub.in_library_cache(wanted, model)
     if path is None:
@@ -56,15 +57,16 @@ def locate(
     return path
 
 
-def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
+def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharing = ALONE) -> Path:
     """A file with the model's metadata and vocabulary: the model's own if it is here for the taking, or one
-    that has a hole where the weights would be, made of the first megabytes of where it comes from. It can
-    be opened with `vocab_only`. Raises ConfigError."""
+    that has a hole where the weights would be. Its first megabytes come from another node, or from the
+    origin. It can be opened with `vocab_only`. Raises ConfigError."""
     if source.builtin:
         return BUILTIN_MODEL
     if source.path is not None:
         return _at(source.path)
-    model = _remote(source, configured)
+    sharing = sharing if configured.share else ALONE
+    model = _remote(source, configured, sharing)
     folder = _folder(configured)
     made = [folder.vocabularies(model) / file.name for file in model.files]
     try:
@@ -75,8 +77,11 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
                 if not path.exists():
                     is_first = file is model.files[0]
                     first = gguf_header.FIRST_BYTES if is_first else gguf_header.SHARD_BYTES
-                    header = gguf_header.read(_reader(model, file, local), file.path, first)
+                    header = gguf_header.read(
+                        _reader(model, file, local, sharing), file.path, first
+                    )
                     gguf_header.write_hollow(path, header, file.n_bytes)
+                sharing.announce(file, path, is_whole=False)
     except OSError as error:
         raise download.disk_error(folder.path, error) from error
     return made[0]
@@ -157,12 +162,17 @@ def _folder(configured: DownloadsConfig) -> ModelsFolder:
     return ModelsFolder(path.expanduser(), most)
 
 
-def _remote(source: ModelSource, configured: DownloadsConfig) -> RemoteModel:
-    wanted = _hub_name(source)
-    if wanted is not None:
-        return hub.find(wanted, _folder(configured).names)
-    assert source.url is not None
-    return url.find(source.url, _folder(configured).names)
+def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) -> RemoteModel:
+    wanted, names_folder = _hub_name(source), _folder(configured).names
+    name = source.url if wanted is None else str(wanted)
+    assert name is not None
+    others = partial(sharing.told, name)
+    if wanted is None:
+        model = url.find(name, names_folder, others)
+    else:
+        model = hub.find(wanted, names_folder, others)
+    sharing.tell(name, model.listing)
+    return model
 
 
 def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: Sharing) -> None:
@@ -271,8 +281,11 @@ def _local(model: RemoteModel, wanted: HubName | None, folder: ModelsFolder) -> 
     return here if all(download.is_whole(here, file) for file in model.files) else None
 
 
-def _reader(model: RemoteModel, file: RemoteFile, local: Path | None) -> gguf_header.Read:
-    """Reads of a file that is here, or of a remote one, tried again when the connection breaks."""
+def _reader(
+    model: RemoteModel, file: RemoteFile, local: Path | None, sharing: Sharing
+) -> gguf_header.Read:
+    """Reads of a file that is here, of one that another node has, or of a remote one, tried again when the
+    connection breaks."""
     origin = model.origin
 
     def read_here(start: int, end: int) -> bytes:
@@ -283,6 +296,10 @@ def _reader(model: RemoteModel, file: RemoteFile, local: Path | None) -> gguf_he
 
     def read(start: int, end: int) -> bytes:
         end = min(end, file.n_bytes)
+        known = sharing.read_header(file, start, end)
+        if known is not None:
+            download.enter(origin, file)
+            return known
         data = b""
         for attempt in range(_N_TRIES):
             try:

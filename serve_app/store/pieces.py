@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from serve_app.store.remote import RemoteFile
+from serve_app.store.remote import Listing, RemoteFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,18 @@ class Sharing(Protocol):
         """The source of a file that is to be at that path. `have` has a byte for each piece, 1 if it is
         here. Others get the pieces that are done."""
 
-    def announce(self, file: RemoteFile, path: Path) -> None:
-        """Others may have the file from there: it is whole."""
+    def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
+        """Others may have the file from there, or its header if it is not whole."""
+
+    def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
+        """These bytes of a file, from a node that has it or its header, which may end before; None if there
+        is no such node."""
+
+    def tell(self, name: str, listing: Listing) -> None:
+        """Others may want to know the files of that name."""
+
+    def told(self, name: str) -> Listing | None:
+        """The files of that name, from a node that knew."""
 
 
 class FromOrigin:
@@ -107,8 +117,19 @@ class Alone:
         """See Sharing."""
         return FromOrigin(have, stop)
 
-    def announce(self, file: RemoteFile, path: Path) -> None:
+    def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
         """See Sharing."""
+
+    def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
+        """See Sharing."""
+        return None
+
+    def tell(self, name: str, listing: Listing) -> None:
+        """See Sharing."""
+
+    def told(self, name: str) -> Listing | None:
+        """See Sharing."""
+        return None
 
 
 ALONE = Alone()

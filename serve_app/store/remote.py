@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -36,6 +36,10 @@ class RemoteFile:
         return PurePosixPath(self.path).name
 
 
+Listing = dict[str, Any]
+"""The files that were found at some time; `files` are the fields of `RemoteFile`s."""
+
+
 class Origin(Protocol):
     """Reads files. Any thread."""
 
@@ -55,6 +59,13 @@ class RemoteModel:
     """Its name for people, the same for other versions."""
     files: tuple[RemoteFile, ...]
     origin: Origin
+    commit: str = ""
+    """Of the repository, if it comes from one."""
+
+    @property
+    def listing(self) -> Listing:
+        """What is known of its files, to find them again."""
+        return {"commit": self.commit, "files": [asdict(file) for file in self.files]}
 
     @property
     def n_bytes(self) -> int:
@@ -69,8 +80,13 @@ class RemoteModel:
         return f"{safe(self.label)}--{key}"
 
 
-Listing = dict[str, Any]
-"""The files that were found at some time; `files` are the fields of `RemoteFile`s."""
+AskOthers = Callable[[], Listing | None]
+"""Asks other nodes for the listing of the same files."""
+
+
+def nobody() -> Listing | None:
+    """There are no others."""
+    return None
 
 
 def kept(path: Path) -> Listing | None:

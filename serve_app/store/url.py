@@ -11,7 +11,15 @@ from typing import Any
 
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.store.remote import RemoteFile, RemoteModel, UnreachableError, keep, kept
+from serve_app.store.remote import (
+    AskOthers,
+    RemoteFile,
+    RemoteModel,
+    UnreachableError,
+    keep,
+    kept,
+    nobody,
+)
 
 # What kinds of file systems tell a changed file by.
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "last_modified")
@@ -39,20 +47,21 @@ class UrlOrigin:
         return _described(self._files, file.path) == file
 
 
-def find(url: str, folder: Path) -> RemoteModel:
+def find(url: str, folder: Path, others: AskOthers = nobody) -> RemoteModel:
     """The file there, with its other shards if it is the first of several. The listing is kept in
-    that folder, in case the server does not answer later. Raises ConfigError."""
-    first, *others = shards.names(url)
+    that folder, in case the server does not answer later; `others` may know one, too. Raises
+    ConfigError."""
+    first, *later = shards.names(url)
     file_system, path = _open(first)
-    paths = [path, *(file_system._strip_protocol(other) for other in others)]
+    paths = [path, *(file_system._strip_protocol(other) for other in later)]
     before = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
     try:
         files = tuple(_described(file_system, path) for path in paths)
     except UnreachableError as error:
-        found = kept(before)
+        found = kept(before) or others()
         if found is None:
             raise
-        logger.warning("%s. What it answered last time is used.", error)
+        logger.warning("%s. What it answered before is used.", error)
         files = tuple(RemoteFile(**one) for one in found["files"])
     else:
         keep(before, {"files": [asdict(file) for file in files]})

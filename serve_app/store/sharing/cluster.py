@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ from ray.exceptions import (
 )
 
 from serve_app.store.pieces import PieceSource, Take
-from serve_app.store.remote import RemoteFile
+from serve_app.store.remote import Listing, RemoteFile
 from serve_app.store.sharing import holders, peer, tracker
 
 logger = logging.getLogger("corral.store")
@@ -55,12 +56,34 @@ class ClusterSharing:
         """See Sharing."""
         return SharedPieces(self._node, _key(file), path, have, stop)
 
-    def announce(self, file: RemoteFile, path: Path) -> None:
+    def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
         """See Sharing."""
         try:
-            holders.add(_key(file), self._node, str(path))
+            holders.add(_key(file, is_whole=is_whole), self._node, str(path))
         except Exception as error:  # Ray's head is away for a moment
             logger.warning("Other nodes do not learn which files are here: %r.", error)
+
+    def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
+        """See Sharing."""
+        for is_whole in (False, True):
+            with suppress(Exception):  # Ray's head is away for a moment
+                for node, path in holders.read(_key(file, is_whole=is_whole)).items():
+                    data = None if node == self._node else _read(node, path, start, end)
+                    if data is not None:
+                        return data
+        return None
+
+    def tell(self, name: str, listing: Listing) -> None:
+        """See Sharing."""
+        with suppress(Exception):  # Ray's head is away for a moment
+            holders.put_listing(name, json.dumps(listing))
+
+    def told(self, name: str) -> Listing | None:
+        """See Sharing."""
+        with suppress(Exception):
+            found = holders.listing(name)
+            return None if found is None else dict(json.loads(found))
+        return None
 
 
 class SharedPieces:
@@ -234,7 +257,19 @@ class SharedPieces:
                     raise
 
 
-def _key(file: RemoteFile) -> str:
-    """The same for the same content only."""
+def _read(node: str, path: str, start: int, end: int) -> bytes | None:
+    """What a node has of a file that is whole; None if it does not answer."""
+    try:
+        answer = peer.on(node).read.remote(path, 0, start, end)
+        data: bytes | None = ray.get(answer, timeout=_FIRST_READ_S)
+    except Exception as error:
+        logger.info("Node %s does not give a header: %r.", node[:8], error)
+        return None
+    return data
+
+
+def _key(file: RemoteFile, *, is_whole: bool = True) -> str:
+    """The same for the same content only; another one for its header alone."""
     content = file.sha256 or (file.name, file.version)
-    return blake2b(repr((content, file.n_bytes)).encode(), digest_size=16).hexdigest()
+    told = repr((content, file.n_bytes, is_whole)).encode()
+    return blake2b(told, digest_size=16).hexdigest()

@@ -35,10 +35,25 @@ def read(key: str) -> dict[str, str]:
     return found
 
 
+def put_listing(name: str, listing: str) -> None:
+    """The files of that name are these."""
+    internal_kv._internal_kv_put(_listing(name), listing.encode(), True, namespace=_NAMESPACE)
+
+
+def listing(name: str) -> str | None:
+    """What was put there."""
+    found: bytes | None = internal_kv._internal_kv_get(_listing(name), namespace=_NAMESPACE)
+    return None if found is None else found.decode()
+
+
 def nodes() -> set[str]:
     """The cluster's nodes that are there."""
     known = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"] for node in known if node["Alive"]}
+
+
+def _listing(name: str) -> bytes:
+    return f"listings/{name}".encode()
 
 
 def _name(key: str, node: str) -> bytes:

@@ -22,7 +22,7 @@ N_UPLOADS = 4
 """So many pieces leave one node at once."""
 AVOID_S = 60.0
 """A node is not asked again for so long by one that it failed,"""
-CUT_OFF_S = 30.0
+CUT_OFF_S = 120.0
 """and so long a node that could not reach the origin leaves that to others."""
 _SLOW = 4.0
 """A piece that takes so many times as long as others did may be fetched a second time,"""

@@ -11,11 +11,12 @@ import pytest
 
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.errors import ConfigError
+from serve_app.llama.model import Model
 from serve_app.progress import Stage, nowhere
 from serve_app.store import folder as folder_module
-from serve_app.store.models import locate, pinned
+from serve_app.store.models import locate, pinned, vocabulary
 from serve_app.store.pieces import Take
-from serve_app.store.remote import RemoteFile
+from serve_app.store.remote import Listing, RemoteFile, UnreachableError
 from tests.integration.store.hub_server import Hub
 
 ONE = ModelSource(repo="owner/name:Q4_0")
@@ -31,6 +32,8 @@ class Neighbour:
     """So many of its answers break off."""
     left: list[int] = field(default_factory=list)
     from_origin: set[int] = field(default_factory=set)
+    headers: bool = True
+    listings: dict[str, Listing] = field(default_factory=dict)
     announced: list[Path] = field(default_factory=list)
     is_withdrawn: bool = False
     n_given: int = 0
@@ -40,8 +43,17 @@ class Neighbour:
         self.left = [piece for piece, done in enumerate(have) if not done]
         return self
 
-    def announce(self, file: RemoteFile, path: Path) -> None:
+    def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
         self.announced.append(path)
+
+    def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
+        return self.content[start:end] if self.headers else None
+
+    def tell(self, name: str, listing: Listing) -> None:
+        self.listings[name] = listing
+
+    def told(self, name: str) -> Listing | None:
+        return self.listings.get(name)
 
     def next(self) -> Take | None:
         with self.taking:
@@ -142,6 +154,19 @@ def test_a_hub_that_lies_is_asked_once_more_only(
     assert hub.n_bytes[NAME] == len(neighbour.content) + 1
 
 
+def test_a_header_may_come_from_another_node(
+    hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour
+) -> None:
+    path = vocabulary(ONE, downloads, neighbour)
+    assert Model(path, vocab_only=True).n_vocab == 512
+    assert hub.n_bytes[NAME] == 1
+    assert neighbour.announced == [path]
+    hub.token, hub.is_gated = "secret", True
+    elsewhere = DownloadsConfig(folder=path.parent / "elsewhere")
+    with pytest.raises(ConfigError, match="HF_TOKEN is missing or wrong"):
+        vocabulary(ONE, elsewhere, neighbour)
+
+
 def test_a_node_takes_nothing_that_the_hub_refuses(
     hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour
 ) -> None:
@@ -151,16 +176,42 @@ def test_a_node_takes_nothing_that_the_hub_refuses(
     assert neighbour.n_given == 0
 
 
-def test_a_hub_that_is_gone_refuses_nothing(
+def test_a_node_that_reaches_no_hub_has_all_from_others(
     hub: Hub,
     downloads: DownloadsConfig,
     neighbour: Neighbour,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     source = pinned(ONE, downloads)
+    neighbour.headers = False
+    vocabulary(source, downloads, neighbour)
+    neighbour.headers = True
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    path = locate(source, downloads, nowhere, neighbour)
-    assert path.read_bytes() == neighbour.content
+    elsewhere = DownloadsConfig(folder=tmp_path / "elsewhere")
+    with pytest.raises(UnreachableError):
+        locate(source, elsewhere, nowhere)
+    assert Model(vocabulary(source, elsewhere, neighbour), vocab_only=True).n_vocab == 512
+    assert locate(source, elsewhere, nowhere, neighbour).read_bytes() == neighbour.content
+
+
+def test_a_url_is_known_from_others(
+    hub: Hub,
+    downloads: DownloadsConfig,
+    neighbour: Neighbour,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/{NAME}")
+    locate(source, downloads, nowhere, neighbour)
+
+    def gone(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    for method in ("info", "cat_file"):
+        monkeypatch.setattr(f"fsspec.implementations.http.HTTPFileSystem.{method}", gone)
+    elsewhere = DownloadsConfig(folder=tmp_path / "elsewhere")
+    assert locate(source, elsewhere, nowhere, neighbour).read_bytes() == neighbour.content
 
 
 def test_who_does_not_share_asks_nobody(
