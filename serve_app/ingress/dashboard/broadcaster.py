@@ -107,9 +107,10 @@ class Broadcaster:
 
     async def _look(self) -> None:
         engines = [model.engine for model in self._models.values()]
-        states, found = await asyncio.gather(
+        states, found, fetching = await asyncio.gather(
             asyncio.gather(*(engine.replica_states() for engine in engines)),
             asyncio.gather(*(engine.stats() for engine in engines)),
+            asyncio.gather(*(engine.fetching() for engine in engines)),
         )
         self._board.look(
             {model: one.found for model, one in zip(self._models, found, strict=True)},
@@ -117,6 +118,7 @@ class Broadcaster:
             dict(zip(self._models, states, strict=True)),
             time.monotonic(),
             time.time(),
+            dict(zip(self._models, fetching, strict=True)),
             {
                 name: share
                 for versions in families(self._models).values()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.routing.slot_wait import slot_wait_s
-from serve_app.types import ReplicaStats
+from serve_app.types import FetchingReplica, ReplicaStats
 
 Json = dict[str, Any]
 
@@ -76,11 +76,12 @@ class Board:
         states: Mapping[str, Mapping[str, int]],
         now: float,
         wall_s: float,
+        fetching: Mapping[str, Sequence[FetchingReplica]],
         shares: Mapping[str, float] = _NO_SHARES,
     ) -> None:
         """Takes each model's statistics of replicas at this moment, the replicas that run and did
-        not answer, the number in each of Serve's states, and what versions are given of their model's
-        requests."""
+        not answer, the number in each of Serve's states, the replicas that download, and what versions
+        are given of their model's requests."""
         told = {stats.replica_id for of_model in found.values() for stats in of_model}
         for model, of_model in found.items():
             for stats in of_model:
@@ -93,7 +94,9 @@ class Board:
         self.view = {
             "at": round(wall_s, 3),
             "models": {
-                model: self._model(model, missing.get(model, ())) | _share(shares.get(model))
+                model: self._model(model, missing.get(model, ()))
+                | {"fetching": _fetched(fetching.get(model, ()))}
+                | _share(shares.get(model))
                 for model in found
             },
             "replicas": {key: _told(one) for key, one in sorted(self._replicas.items())},
@@ -154,6 +157,17 @@ class Board:
 
 def _share(share: float | None) -> Json:
     return {} if share is None else {"share": round(share, 4)}
+
+
+def _fetched(replicas: Iterable[FetchingReplica]) -> Json:
+    """The part of the files that each has, and the part of what came that is from other nodes."""
+    return {
+        one.replica_id: [
+            round(one.done, 2),
+            round(one.from_nodes_bytes / max(1, one.from_origin_bytes + one.from_nodes_bytes), 2),
+        ]
+        for one in replicas
+    }
 
 
 def _told(replica: _Replica) -> Json:

@@ -140,7 +140,7 @@ export class LivePage {
     const hits = replicas.filter((one) => one.hits != null).map((one) => one.hits);
     tiles(byId("tiles"), [
       ...(model.share == null ? [] : [["Share", `${(100 * model.share).toFixed(0)}%`, "of the model's requests"]]),
-      ["Replicas", String(replicas.length), [starting && `${starting} starting`, stopping && `${stopping} draining`].filter(Boolean).join(", ")],
+      ["Replicas", String(replicas.length), [starting && `${starting} starting${downloads(model.fetching)}`, stopping && `${stopping} draining`].filter(Boolean).join(", ")],
       ["Slots busy", `${sum(replicas, "running")}`, `of ${sum(replicas, "n_slots")}`],
       ["Waiting", `${sum(replicas, "waiting")}`, waitNote(waits)],
       ["Tokens/s", sum(replicas, "generated_per_s").toFixed(0), `prompts ${sum(replicas, "prompt_per_s").toFixed(0)}`],
@@ -186,6 +186,15 @@ export class LivePage {
     root.classList.toggle("many", own.length > FEW);
     root.classList.toggle("single", own.length === 1);
   }
+}
+
+/** How far downloads are: of the last one to end, as all are needed. @param {Object<string, [number, number]>} [fetching] */
+function downloads(fetching = {}) {
+  const all = Object.values(fetching);
+  if (!all.length) return "";
+  const done = Math.min(...all.map(([part]) => part));
+  const fromNodes = all.reduce((most, [, part]) => Math.max(most, part), 0);
+  return `: ${Math.floor(100 * done)}% downloaded${fromNodes ? `, ${Math.round(100 * fromNodes)}% of it from other nodes` : ""}`;
 }
 
 /** @param {any[]} replicas @param {string} name */

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.engine.metrics.stats import EngineStats, SlotStats
 from serve_app.ingress.dashboard.snapshot import Board, Json, difference
-from serve_app.types import ReplicaStats
+from serve_app.types import FetchingReplica, ReplicaStats
 
 BASE = EngineStats(
     n_slots=2,
@@ -45,15 +45,19 @@ class Seen:
         self.board = Board()
         self.now = 0.0
         self.missing: list[str] = []
+        self.fetching: list[FetchingReplica] = []
 
     def look_at_versions(self, **shares: float) -> Any:
-        self.board.look(dict.fromkeys(shares, ()), {}, {}, self.now, 1000 + self.now, shares)
+        self.board.look(dict.fromkeys(shares, ()), {}, {}, self.now, 1000 + self.now, {}, shares)
         return self.board.view["models"]
 
     def look(self, *replicas: ReplicaStats, **states: int) -> Json:
         self.now += 1
         missing = {"m": self.missing}
-        self.board.look({"m": replicas}, missing, {"m": states}, self.now, 1000 + self.now)
+        fetching = {"m": self.fetching}
+        self.board.look(
+            {"m": replicas}, missing, {"m": states}, self.now, 1000 + self.now, fetching
+        )
         return self.board.view
 
     @property
@@ -230,3 +234,11 @@ def test_versions_say_what_they_are_given() -> None:
     told = Seen().look_at_versions(old=0.9, new=0.1)
     assert {name: model["share"] for name, model in told.items()} == {"old": 0.9, "new": 0.1}
     assert "share" not in Seen().look(replica())["models"]["m"]
+
+
+def test_downloads_are_told_until_they_end() -> None:
+    seen = Seen()
+    seen.fetching = [FetchingReplica("r1", "n1", "downloading", 0.4219, 300, 100)]
+    assert seen.look(STARTING=1)["models"]["m"]["fetching"] == {"r1": [0.42, 0.25]}
+    seen.fetching = []
+    assert seen.look(STARTING=1)["models"]["m"]["fetching"] == {}
