@@ -75,7 +75,7 @@ class HubOrigin:
         except HfHubHTTPError as error:
             if error.response.status_code in _BUSY:
                 raise
-            raise ConfigError(_refusal(self._repo, error)) from None
+            raise ConfigError(_refusal(self._repo, self._commit, error)) from None
 
     def is_current(self, file: RemoteFile) -> bool:
         """See Origin. A commit never changes."""
@@ -162,7 +162,7 @@ def _ask(wanted: HubName) -> Listing:
     except HfHubHTTPError as error:
         if error.response.status_code in _BUSY:
             raise UnreachableError(f"{wanted.repo}: {_first_line(error)}") from None
-        raise ConfigError(_refusal(wanted.repo, error)) from None
+        raise ConfigError(_refusal(wanted.repo, wanted.revision, error)) from None
     except HFValidationError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:  # no network: each version of the library has its own kinds
@@ -217,7 +217,7 @@ def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
 
 
-def _refusal(repo: str, error: Any) -> str:
+def _refusal(repo: str, revision: str | None, error: Any) -> str:
     """The meaning of the Hub's refusal. It answers 401 for repositories that do not exist, too."""
     status = error.response.status_code
     if status == 401:
@@ -227,6 +227,10 @@ def _refusal(repo: str, error: Any) -> str:
         )
     if status == 403:
         return f"{repo}: Hugging Face says 403: HF_TOKEN may not read it. Accept its terms on its page."
+    if status == 404 and type(error).__name__ == "RevisionNotFoundError":
+        return f"{repo} has no branch, tag or commit {revision}."
+    if status == 404:
+        return f"{repo}: Hugging Face says 404: there is no such repository, or no such file in it."
     return f"{repo}: {_first_line(error)}"
 
 

@@ -150,7 +150,7 @@ def test_what_a_repository_has_not_lists_what_it_has(hub: Hub, downloads: Downlo
         ConfigError, match=f"nothing of Q5_K_M.* It has: tiny-Q4_0.gguf, {FIRST_SHARD}"
     ):
         locate(ModelSource(repo="owner/name:Q5_K_M"), downloads, nowhere)
-    with pytest.raises(ConfigError, match="owner/name: 404"):
+    with pytest.raises(ConfigError, match="owner/name has no branch, tag or commit v7"):
         locate(ModelSource(repo="owner/name:Q4_0@v7"), downloads, nowhere)
 
 
