@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from serve_app import locks
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.progress import Stage, nowhere
-from serve_app.store import folder as folder_module
 from serve_app.store.models import locate, pinned, vocabulary
 from serve_app.store.pieces import Take
 from serve_app.store.remote import Listing, RemoteFile, UnreachableError
@@ -92,7 +92,7 @@ class Neighbour:
 
 @pytest.fixture(autouse=True)
 def forget_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "_open", {})
+    monkeypatch.setattr(locks, "_open", {})
 
 
 @pytest.fixture
