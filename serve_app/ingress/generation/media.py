@@ -36,8 +36,10 @@ def check(model: KnownModel, is_sound: bool, field: str) -> None:
             "Audio input is not supported: this model has no projector that hears.", field
         )
     if not is_sound and not model.sees:
-        reason = "it hears only" if model.hears else "it reads text only, as it has no projector"
-        raise MediaError(f"Image input is not supported: of this model, {reason}.", field)
+        reads = (
+            "hears, and does not see" if model.hears else "reads text only, as it has no projector"
+        )
+        raise MediaError(f"Image input is not supported: this model {reads}.", field)
 
 
 def placed(

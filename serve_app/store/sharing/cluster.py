@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ class MissingPieceError(Exception):
 class ClusterSharing:
     """See Sharing. Used in a process of Ray's."""
 
-    def __init__(self) -> None:
-        self._node = str(ray.get_runtime_context().get_node_id())
+    @cached_property
+    def _node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
 
     def source(
         self, file: RemoteFile, path: Path, have: bytes, stop: threading.Event

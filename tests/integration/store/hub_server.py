@@ -182,13 +182,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 n = max(1, int(hub.bytes_per_s * _TICK_S))
                 parts = [part[at : at + n] for at in range(0, len(part), n)]
             for one in parts:
+                hub.n_bytes[name] += len(one)  # before the reader can know that it has them
                 try:
                     self.wfile.write(one)
                     self.wfile.flush()
                 except OSError:  # who asked is gone
                     self.close_connection = True
                     return
-                hub.n_bytes[name] += len(one)
                 if hub.stalled is not None:
                     hub.stalled.wait(60)
                 if hub.bytes_per_s is not None:

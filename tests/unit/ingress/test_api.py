@@ -483,7 +483,14 @@ async def test_stats_say_who_downloads(client: httpx.AsyncClient, engine: Script
     engine.fetching_replicas = (FetchingReplica("r2", "n2", "downloading", 0.25),)
     for model in (await client.get("/v1/stats")).json()["models"]:
         assert model["fetching"] == [
-            {"replica_id": "r2", "node_id": "n2", "stage": "downloading", "done": 0.25}
+            {
+                "replica_id": "r2",
+                "node_id": "n2",
+                "stage": "downloading",
+                "done": 0.25,
+                "from_origin_bytes": 0,
+                "from_nodes_bytes": 0,
+            }
         ]
 
 

@@ -162,5 +162,5 @@ def test_a_model_that_does_not_hear_refuses_them(ask: Any) -> None:
 
 def test_a_model_that_only_hears_refuses_pictures() -> None:
     one = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
-    with pytest.raises(CorralError, match="it hears only"):
+    with pytest.raises(CorralError, match="this model hears, and does not see"):
         openai.chat(HEARING, asked(one))
