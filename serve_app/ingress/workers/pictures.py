@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.workers.worker import Models, Work, more_memory
+from serve_app.ingress.workers.worker import Models, Work, grant_memory, more_memory
 from serve_app.types import Picture
 
 MAX_PIXELS = 2**24
@@ -30,6 +30,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _BYTES_PER_PIXEL = 12
 """The bytes per pixel that decoding, turning and converting may take at once."""
 _SPARE_BYTES = 2**24
+_COPIES = 4
+"""Of what was decoded, until the ingress has it: itself, and packed, which grows and is copied."""
 _NO_FILES: Mapping[str, memoryview] = {}
 _files: ContextVar[Mapping[str, memoryview]] = ContextVar("files", default=_NO_FILES)
 """The files that were fetched for the present body, by URL."""
@@ -122,7 +124,9 @@ def _read(image: Any) -> Picture:
     turned = ImageOps.exif_transpose(image).convert("RGB")
     if max(turned.size) > MAX_SIDE:
         turned.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
-    return Picture.of(turned.tobytes(), *turned.size)
+    pixels = turned.tobytes()
+    grant_memory(_COPIES * len(pixels))
+    return Picture.of(pixels, *turned.size)
 
 
 def _bad(name: str, reason: str, field: str) -> InvalidRequestError:

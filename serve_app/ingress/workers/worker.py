@@ -211,15 +211,18 @@ def _limit(n_bytes: int) -> None:
 @contextmanager
 def more_memory(n_bytes: int) -> Iterator[None]:
     """Within this, the work that runs here may take so much more."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    is_bounded = soft not in (resource.RLIM_INFINITY, sys.maxsize)
-    if is_bounded:
-        _set_limit(resource.RLIMIT_DATA, soft + n_bytes)
+    grant_memory(n_bytes)
     try:
         yield
     finally:
-        if is_bounded:
-            _set_limit(resource.RLIMIT_DATA, soft)
+        grant_memory(-n_bytes)
+
+
+def grant_memory(n_bytes: int) -> None:
+    """From now on, the work that runs here may take so much more, or less if it is negative."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft not in (resource.RLIM_INFINITY, sys.maxsize):
+        _set_limit(resource.RLIMIT_DATA, soft + n_bytes)
 
 
 def _unlimit_memory() -> None:
