@@ -20,6 +20,7 @@ from serve_app.llama.sampling.candidates import Candidates
 from serve_app.openvino import shifts
 from serve_app.openvino.blocks import BLOCK, BlockCopy, BlockTables
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN
+from serve_app.openvino.mapped import forget
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence, wants logits); see `serve_app.engine.backends.base`."""

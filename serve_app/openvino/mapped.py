@@ -1,0 +1,33 @@
+"""Memory of files that this process has mapped."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from pathlib import Path
+
+# Source: madvise(2), asm-generic/mman-common.h.
+_DONTNEED = 4
+
+
+def forget(path: Path) -> None:
+    """Have the pages of a mapped file leave this process's memory. Those that are read again come back from
+    the file. Nothing happens where the system does not tell what is mapped. Any thread.
+
+    Only for files that are mapped to be read: what was written in a private mapping is lost.
+    """
+    with suppress(OSError, AttributeError):
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        for begin, end in _spans(path.resolve()):
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+
+
+def _spans(path: Path) -> list[tuple[int, int]]:
+    """Where the file is mapped to be read only. Source: proc_pid_maps(5)."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_, name = line.split(maxsplit=5)
+        if name == str(path) and rights.startswith("r--"):
+            begin, end = (int(one, 16) for one in span.split("-"))
+            found.append((begin, end))
+    return found

@@ -1,0 +1,38 @@
+"""Pages of a mapped file that leave memory."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from serve_app.openvino.mapped import forget
+
+N_BYTES = 2**22
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file's mappings that are in this process's memory."""
+    n_bytes, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            is_ours = line.endswith(str(path))
+        elif is_ours and first == "Rss:":
+            n_bytes += 1024 * int(line.split()[1])
+    return n_bytes
+
+
+def test_pages_leave_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    content = bytes(range(256)) * (N_BYTES // 256)
+    path.write_bytes(content)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped[:] == content
+        assert resident(path) == N_BYTES
+        forget(path)
+        assert resident(path) == 0
+        assert mapped[:] == content
+
+
+def test_what_is_not_mapped_is_left_alone(tmp_path: Path) -> None:
+    forget(tmp_path / "none.bin")
