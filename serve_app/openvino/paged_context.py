@@ -89,6 +89,7 @@ class PagedContext:
         self._outputs: dict[int, int] = {}
         self._logits: NDArray[np.float32] = np.empty((0, model.n_vocab), np.float32)
         self._leaving = threading.Event()
+        self._weights = path.with_suffix(".bin")
 
     @staticmethod
     def _cache(request: openvino.InferRequest, port: Any, n_blocks: int) -> NDArray[Any]:
@@ -116,6 +117,13 @@ class PagedContext:
     def block_bytes(self) -> int:
         """Of one block."""
         return sum(one[0].nbytes for one in self._caches.values())
+
+    def warm_up(self) -> None:
+        """Compute a row and forget it. For it, the kernels put the weights into an order of their own, so
+        the file's pages are not needed any more."""
+        self.decode([(0, 0, 0, True)])
+        self.truncate(0, 0)
+        forget(self._weights)
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass; blocks for its length, without the GIL. Raises CacheFullError, and changes

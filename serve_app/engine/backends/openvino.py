@@ -104,8 +104,7 @@ class OpenVinoBackend:
             n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
         )
         self.threads = Threads.alike(options.threads, options.threads)
-        self._context.decode([(0, 0, 0, True)])
-        self._context.truncate(0, 0)
+        self._context.warm_up()
         self.profile = self._profile(report)
         self.draft = self._open_draft()
         logger.info("%s.", self.mode_reason)
