@@ -147,7 +147,7 @@ def test_without_the_package_llama_cpp(
     monkeypatch.setattr(choosing, "versions", _raiser(ConfigError("Install corral[openvino].")))
     choice = choosing.chosen(model, options)
     assert choice.name == LLAMA_CPP
-    assert choice.reason == "Install corral[openvino]."
+    assert choice.reason == "Install corral[openvino]"
     assert machine.asked == []
 
 

@@ -41,8 +41,8 @@ def open_backend(
     except ConfigError as error:
         if options.backend != "auto" or choice.name == LLAMA_CPP:
             raise
-        choice = KernelsChoice(LLAMA_CPP, f"OpenVINO could not be started: {error}")
-        logger.warning("Backend %s: %s", choice.name, choice.reason)
+        choice = KernelsChoice(LLAMA_CPP, f"OpenVINO could not be started: {_said(error)}")
+        logger.warning("Backend %s: %s.", choice.name, choice.reason)
         backend = open_named(LLAMA_CPP, path, replace(options, backend=LLAMA_CPP), report)
     backend.backend_reason = choice.reason
     return backend
@@ -56,7 +56,7 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
     try:
         kernels = versions()
     except ConfigError as error:
-        return KernelsChoice(LLAMA_CPP, str(error))
+        return KernelsChoice(LLAMA_CPP, _said(error))
     folder = options.profile_folder
     if options.profile_limit_s <= 0:
         return KernelsChoice(LLAMA_CPP, "nothing is measured")
@@ -79,13 +79,18 @@ def _compare(path: Path, options: EngineOptions, report: Report) -> tuple[Kernel
     try:
         theirs = measured(OPENVINO, path, options)
     except ConfigError as error:
-        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {error}"), True
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {_said(error)}"), True
     except EngineFailedError as error:
-        return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {error}"), False
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
     report(Stage("measuring", limit_s=options.profile_limit_s))
     ours = measured(LLAMA_CPP, path, options)
     choice = faster({LLAMA_CPP: ours, OPENVINO: theirs}, options)
     return choice, ours.undisturbed and theirs.undisturbed
+
+
+def _said(error: Exception) -> str:
+    """The error as a part of a sentence."""
+    return str(error).removesuffix(".")
 
 
 def _key(path: Path, options: EngineOptions, kernels: str) -> str:
