@@ -75,7 +75,10 @@ def test_each_guess_is_right_and_saves_steps(counting: Engine) -> None:
         after = counting.stats()
         n_proposed, n_right = proposals(before, after)
         assert n_right == n_proposed > 10 * len(prompts)
-        assert after.steps - before.steps < 40, "how many are proposed depends on measured times"
+        n_steps = after.steps - before.steps
+        assert n_steps < 40
+        if len(prompts) == 1:  # of several, the one with the fewest right guesses takes the longest
+            assert n_steps <= 40 - n_right + 8
 
 
 def test_a_text_longer_than_its_cells(counting: Engine) -> None:
