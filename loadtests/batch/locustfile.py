@@ -70,14 +70,17 @@ class BatchOwner(HttpUser):
         options: Any = self.environment.parsed_options
         self._options = options
         self._words = random.Random(f"{options.seed} {id(self)}")
-        self._running: str | None = None
+        self._made: gevent.Greenlet | None = None  # the batch that runs, or is being made
         if options.api_key:
             self.client.headers["Authorization"] = f"Bearer {options.api_key}"
 
     def on_stop(self) -> None:
         """Leave nothing that goes on."""
-        if self._running is not None:
-            path = f"/v1/batches/{self._running}/cancel"
+        if self._made is None:
+            return
+        self._made.join()
+        if self._made.successful():
+            path = f"/v1/batches/{self._made.get()['id']}/cancel"
             with self.client.post(path, name="CANCEL", catch_response=True) as answer:
                 if answer.status_code == HTTPStatus.BAD_REQUEST:  # it has just ended
                     answer.success()
@@ -87,19 +90,10 @@ class BatchOwner(HttpUser):
         """One file, from its upload to its answers."""
         file = self._uploaded()
         began = time.perf_counter()
-        made = self._json(
-            "POST",
-            "/v1/batches",
-            json={
-                "input_file_id": file,
-                "endpoint": "/v1/completions",
-                "completion_window": "24h",
-            },
-        )
-        self._running = made["id"]
-        ended = self._ended(made)
+        self._made = gevent.spawn(self._make, file)  # goes on if Locust ends this task meanwhile
+        ended = self._ended(self._made.get())
         took_ms = (time.perf_counter() - began) * 1000
-        self._running = None
+        self._made = None
         kept = [ended[name] for name in ("output_file_id", "error_file_id") if ended.get(name)]
         output = self._output(ended)
         self._tell(took_ms, wrong(ended, output, self._options.lines))
@@ -117,6 +111,10 @@ class BatchOwner(HttpUser):
             "POST", "/v1/files", name="UPLOAD", files=upload, data={"purpose": "batch"}
         )
         return str(made["id"])
+
+    def _make(self, file: str) -> dict[str, Any]:
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        return self._json("POST", "/v1/batches", json=body)
 
     def _ended(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as it is at its end."""
