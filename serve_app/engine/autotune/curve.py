@@ -41,6 +41,9 @@ class Curve:
         self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int, speed: Speed
     ) -> None:
         self.measured = sorted(shallow)
+        self.doubted = doubtful(shallow)
+        """Numbers of rows whose measurement looks like a hiccup."""
+        shallow = {**shallow, **_as_more_rows(shallow, self.doubted)}
         self._speed = speed
         self._seconds = [shallow[n] for n in self.measured]
         known = sorted(n for n in deep if n in shallow)
@@ -52,8 +55,6 @@ class Curve:
             for n, slope in zip(self.measured, self._slopes, strict=True)
         ]
         add = speed.estimates.add
-        self.doubted = doubtful(shallow)
-        """Numbers of rows whose measurement looks like a hiccup."""
         self._bases = [
             add(0.0, _DOUBTED if n in self.doubted else _TRUSTED, 2e-5) for n in self.measured
         ]
@@ -116,6 +117,12 @@ def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
         return [(right, 1.0)]
     part = (x - points[right - 1]) / (points[right] - points[right - 1])
     return [(right - 1, 1 - part), (right, part)]
+
+
+def _as_more_rows(found: Mapping[int, float], doubted: Sequence[int]) -> dict[int, float]:
+    """The doubted numbers of rows, with the time of the fastest larger batch where that is less: what is
+    thought too fast is tried and learnt, what is thought too slow never is."""
+    return {n: min(found[m] for m in found if m >= n) for n in doubted}
 
 
 def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:

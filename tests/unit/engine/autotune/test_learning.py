@@ -92,3 +92,14 @@ def test_a_change_of_speed_is_known_within_thirty_steps(factor: float) -> None:
 def test_hiccups_are_not_learnt() -> None:
     errors = Machine(hiccups=0.05).errors(CostModel(MEASURED), 400)
     assert within(errors)
+
+
+def test_a_hiccup_of_the_measurement_is_no_reason_never_to_try() -> None:
+    """Eight rows took longer than sixteen: they are thought to take as long as these until seen."""
+    model = CostModel(replace(SHALLOW, decode_s={1: 0.02, 4: 0.05, 8: 0.23, 16: 0.11}))
+    assert model.decode_s(8) == pytest.approx(0.11)
+    assert model.split(tuple(range(12)), 0) == (12,)
+    model.split(tuple(range(8)), 0)
+    for _ in range(20):
+        model.saw_decode(8, 8, 0, 0.08)
+    assert model.decode_s(8) == pytest.approx(0.08, rel=0.05)

@@ -420,6 +420,7 @@ def test_a_decode_batch_is_split_where_that_is_faster() -> None:
     for slot in range(2):
         made.add(streaming(slot))
     assert [served([one]) for one in made.schedule(NOW)] == [[(0, 1), (1, 1)]]  # tried now and then
+    costs.saw_decode(2, 2, 0, 0.07)
     assert [served([one]) for one in made.schedule(NOW)] == [[(0, 1)], [(1, 1)]]
 
 
