@@ -2,12 +2,14 @@
 
     python -m loadtests.compare.frontier --model PATH [--bounds 100,250,500,1000] [--batches 32,64,128,512]
         [--streams 2] [--words 1200] [--slots 4] [--rounds 5] [--threads N] [--corral corral|bare]
-        [--engine '{"kv_unified": true}'] [--server PATH] [--json FILE] [--plot FILE.svg]
+        [--backends llama.cpp,openvino] [--engine '{"kv_unified": true}'] [--server PATH] [--json FILE]
+        [--plot FILE.svg]
 
 Streams run; then a prompt of so many words comes, each of them a token. Measured are the streams' gaps
 until the prompt has its first text, and the time that takes. Both servers have one setting that trades one
 for the other: Corral's `max_stall_ms`, each of --bounds, and llama-server's `--batch-size`, each of
---batches. Every one of them is a server of its own, with --slots slots of the same size.
+--batches. Every one of them is a server of its own, with --slots slots of the same size. With --backends,
+Corral has servers with each of these.
 
 All are started and warmed up, and then take turns, round by round: A B C, C B A, ... One runs at a time;
 the processes of all others are stopped meanwhile (SIGSTOP). All sides of a round get the same fresh
@@ -39,6 +41,7 @@ from loadtests.common.benchmark import (
     BenchmarkError,
     Prompt,
     bounded,
+    choice,
     listed,
     machine_and_model,
     percentile,
@@ -75,10 +78,13 @@ class Side:
     kind: str
     setting: int
     """Corral's `max_stall_ms`, llama-server's `--batch-size`."""
+    backend: str = ""
+    """Corral's `engine.backend`, where it is set."""
 
     def __str__(self) -> str:
         is_peer = self.kind == LLAMA_SERVER
-        return f"{self.kind} {'-b ' if is_peer else ''}{self.setting}{'' if is_peer else ' ms'}"
+        setting = f"-b {self.setting}" if is_peer else f"{self.setting} ms"
+        return " ".join(part for part in (self.kind, self.backend, setting) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,14 @@ class Settings:
     corral: str
     server: Path
     engine: Mapping[str, Any] = field(default_factory=dict)
+    backends: tuple[str, ...] = ("",)
 
     @property
     def sides(self) -> tuple[Side, ...]:
         """Corral's first."""
-        ours = (Side(self.corral, bound) for bound in self.bounds)
+        ours = (
+            Side(self.corral, bound, backend) for backend in self.backends for bound in self.bounds
+        )
         return (*ours, *(Side(LLAMA_SERVER, batch) for batch in self.batches))
 
     @property
@@ -158,6 +167,8 @@ def _started(side: Side, settings: Settings) -> AbstractContextManager[Server]:
     if is_peer:
         sizes = replace(sizes, n_batch=side.setting)
     engine = {} if is_peer else {"max_stall_ms": side.setting} | dict(settings.engine)
+    if side.backend:
+        engine["backend"] = side.backend
     return start(side.kind, settings.model, sizes, settings.server, engine)
 
 
@@ -284,10 +295,10 @@ def plot(settings: Settings, rounds: Sequence[Mapping[Side, Found]]) -> str:
 
 
 def _chart(title: str, values: Mapping[Side, float]) -> Chart:
-    kinds = dict.fromkeys(side.kind for side in values)
+    names = {side: f"{side.kind} {side.backend}".strip() for side in values}
     lines = {
-        kind: [value if side.kind == kind else None for side, value in values.items()]
-        for kind in kinds
+        name: [value if names[side] == name else None for side, value in values.items()]
+        for name in dict.fromkeys(names.values())
     }
     return Chart(title, [str(side.setting) for side in values], lines)
 
@@ -314,6 +325,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     parser.add_argument("--rounds", type=bounded(1, 50), default=5)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
     parser.add_argument("--corral", choices=(CORRAL, BARE), default=CORRAL)
+    backends = choice("llama.cpp", "openvino")
+    parser.add_argument("--backends", type=listed(backends), default=("",))
     parser.add_argument("--engine", type=json.loads, default={})
     parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--json", type=Path, default=None)

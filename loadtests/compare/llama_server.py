@@ -69,7 +69,7 @@ def build(jobs: int) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as directory:
-        source = _download(Path(directory))
+        source = downloaded(Path(directory))
         made = source / "build"
         flags = (*CMAKE_FLAGS, *compiler_flags(has_amx()))
         _run("cmake", "-S", source / "vendor/llama.cpp", "-B", made, *flags)
@@ -84,8 +84,9 @@ def build(jobs: int) -> Path:
     return target
 
 
-def _download(directory: Path) -> Path:
-    """The unpacked source package of the installed version."""
+def downloaded(directory: Path) -> Path:
+    """The source package of the installed version, unpacked in a folder of this one. Raises
+    CalledProcessError if it cannot be downloaded."""
     package = f"llama-cpp-python=={version('llama-cpp-python')}"
     pip = (sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps")
     _run(*pip, "--no-binary", "llama-cpp-python", "--dest", directory, package)

@@ -33,12 +33,15 @@ _CELL_PADDING = 256
 class BareModel:
     """A GGUF file opened by llama.cpp. Any number of contexts, on any threads, may share it."""
 
-    def __init__(self, path: str | os.PathLike[str], *, vocab_only: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, vocab_only: bool = False, repack: bool = True
+    ) -> None:
         llama_cpp.llama_log_set(_NO_LOG, None)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = vocab_only
         params.n_gpu_layers = 0
+        params.use_extra_bufts = repack
         self.pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
             raise RuntimeError(f"llama.cpp cannot load {path}.")
@@ -63,7 +66,7 @@ class BareLoop:
 
     def __init__(self, model: BareModel, options: EngineOptions) -> None:
         self._model = model
-        self._context = _new_context(model.pointer, options)
+        self.context = _new_context(model.pointer, options)
         self._n_batch = options.n_batch
         self._batch = llama_cpp.llama_batch_init(options.n_batch, 0, 1)
         for i in range(options.n_batch):
@@ -91,7 +94,7 @@ class BareLoop:
             self._decode(rows)
             sampled = [(row[2], i) for i, row in enumerate(rows) if row[3]]
             for seq_id, i in sampled:
-                last[seq_id] = llama_cpp.llama_sampler_sample(chains[seq_id], self._context, i)
+                last[seq_id] = llama_cpp.llama_sampler_sample(chains[seq_id], self.context, i)
             now = time.perf_counter()
             for seq_id, _ in sampled:
                 arrivals[seq_id].append(now)
@@ -99,7 +102,7 @@ class BareLoop:
                 raise TimeoutError(f"The bare loop took longer than {RUN_TIMEOUT_S} s.")
 
         try:
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
             for group in groups:
                 rows = _prompt_rows(prompts, group)
                 for first in range(0, len(rows), self._n_batch):
@@ -123,7 +126,7 @@ class BareLoop:
         for i, row in enumerate(rows):
             token[i], pos[i], seq_id[i][0], logits[i] = row
         batch.n_tokens = len(rows)
-        status = llama_cpp.llama_decode(self._context, batch)
+        status = llama_cpp.llama_decode(self.context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status} for a batch of {len(rows)} rows.")
 

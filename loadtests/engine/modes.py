@@ -104,16 +104,16 @@ async def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_
 
 def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:
     """Bare: all sequences are one group. Round-robin: each is a group of its own."""
-    loop = BareLoop(BareModel(model), options)
+    return partial(measured, mode, BareLoop(BareModel(model), options))
 
-    def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        seq_ids = range(len(prompts))
-        groups = [seq_ids] if mode == BARE else [[seq_id] for seq_id in seq_ids]
-        meter = _Meter(mode)
-        arrivals, steps = loop.run(prompts, max_tokens, groups, seeds=seq_ids)
-        return meter.run(sum(map(len, prompts)), arrivals, steps)
 
-    return run
+def measured(mode: str, loop: BareLoop, prompts: Sequence[Prompt], max_tokens: int) -> Run:
+    """The loop's run of these prompts, that many tokens each. Raises what the loop raises."""
+    seq_ids = range(len(prompts))
+    groups = [[seq_id] for seq_id in seq_ids] if mode == ROUND_ROBIN else [seq_ids]
+    meter = _Meter(mode)
+    arrivals, steps = loop.run(prompts, max_tokens, groups, seeds=seq_ids)
+    return meter.run(sum(map(len, prompts)), arrivals, steps)
 
 
 def _genai(model: Path, options: EngineOptions) -> Runner:

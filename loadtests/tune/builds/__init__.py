@@ -1,0 +1,1 @@
+"""Which build of llama.cpp is fastest on a machine."""
