@@ -27,7 +27,8 @@ def measure(
     people: bool,
     lines: bool,
 ) -> Window:
-    """Measure this process's engine for so many seconds: with people, with lines of a batch, or both."""
+    """Measure this process's engine for so many seconds: with people, with lines of a batch, or both. With
+    the same seed, people think for as long, and lines are as long; no two windows have the same prompts."""
     run = _Run(shape, vocabulary, seed)
     return asyncio.run(run.measure(window_s, people=people, lines=lines))
 
@@ -35,7 +36,7 @@ def measure(
 class _Run:
     def __init__(self, shape: Shape, vocabulary: Sequence[int], seed: int) -> None:
         self._shape, self._seed = shape, seed
-        self._prompts = Prompts(vocabulary, seed)
+        self._prompts = Prompts(vocabulary, random.randrange(2**63))
         self._people = People(self._ask, shape, vocabulary, seed)
         self._names = itertools.count()
         self._n_begun = 0

@@ -46,7 +46,8 @@ class People:
     """Users who ask, read, think and ask again, until they are cancelled. An event loop's."""
 
     def __init__(self, ask: Ask, shape: Shape, vocabulary: Sequence[int], seed: int) -> None:
-        """The same seed makes the same users."""
+        """The same seed makes users who think for as long. Their prompts are always new, as a cache may
+        have what another window asked."""
         self._ask, self._shape, self._vocabulary, self._seed = ask, shape, vocabulary, seed
         self._turns: list[Turn] = []
         self._began = 0.0
@@ -65,7 +66,7 @@ class People:
     async def _chat(self, user: int) -> None:
         """One conversation after the other."""
         shape, rng = self._shape, random.Random(f"{self._seed} user {user}")
-        prompts = Prompts(self._vocabulary, rng.randrange(2**31))
+        prompts = Prompts(self._vocabulary, random.randrange(2**63))
         said: Prompt = ()
         for turn in itertools.count():
             await asyncio.sleep(rng.lognormvariate(0.0, _SPREAD) * shape.think_s)

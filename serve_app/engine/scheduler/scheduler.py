@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -23,8 +24,9 @@ SlotEnds = Callable[[], Mapping[int, int]]
 MAX_SCORED_ROWS = 32
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
-# Seconds of a prompt's pass in the background: what is lost when somebody comes and it is left.
-_LOST_S = 0.25
+# Seconds of a prompt's pass in the background, which are lost when somebody comes and it is left: so many,
+# or that part of the time since somebody was last served, up to so many. Large passes are faster.
+_LOST_S, _LOST_PART, _MOST_LOST_S = 0.25, 0.1, 2.0
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
 
@@ -51,7 +53,7 @@ class Scheduler:
     Background requests advance while there is nothing else. Beside others, only its decoding
     sequences do, as many as cost these next to nothing; where all is in the background nobody waits
     between two tokens, and a batch that takes long can be left (`leaves`): prompts may take
-    `_LOST_S` of it then.
+    longer then, the longer nobody came.
 
     Sequences with different adapters take turns, by steps: see `AdapterTurns`.
 
@@ -113,6 +115,8 @@ class Scheduler:
         """Whether somebody came since the last step."""
         self._planned = 0.0
         """When that was."""
+        self._seen_ahead = -math.inf
+        """When somebody who is not in the background was running."""
 
     def add(self, sequence: Sequence) -> None:
         """A sequence got a slot; it is served in the next step if there is room."""
@@ -148,7 +152,7 @@ class Scheduler:
         matter. `beside_s` were spent on embeddings: prompts get less of the step."""
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends, self._beside_s = slot_ends, beside_s
-        served = self._together = self._who_is_served()
+        served = self._together = self._who_is_served(now)
         self._all_served = len(served) == len(self._running)
         self._served = self.adapter_turns.choose(self._without_held(now), now)
         if self._served:
@@ -197,9 +201,11 @@ class Scheduler:
 
     # -- in the background ------------------------------------------------------------------------
 
-    def _who_is_served(self) -> list[Sequence]:
+    def _who_is_served(self, now: float) -> list[Sequence]:
         """All; or all that somebody waits for, and what is as good as free beside them."""
         ahead = [one for one in self._running if not one.request.background]
+        if ahead:
+            self._seen_ahead = now
         if not ahead or len(ahead) == len(self._running):
             return list(self._running)
         return [*ahead, *self._free_riders(ahead)]
@@ -322,7 +328,8 @@ class Scheduler:
         stall_s = self._margin * (self._max_stall_s or 0.0) / self._n_prompting
         within_s = max(stall_s, 2 * decode_s) - self._beside_s
         if self._in_background:
-            within_s = decode_s + _LOST_S
+            lost_s = max(_LOST_S, _LOST_PART * (now - self._seen_ahead))
+            within_s = decode_s + min(_MOST_LOST_S, lost_s)
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[Turn] = []
         n_slots = Counter(one.request.account for one in self._served)

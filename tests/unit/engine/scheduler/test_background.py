@@ -60,9 +60,23 @@ def test_beside_prompts_nothing() -> None:
     assert served(made.schedule(NOW)) == [(0, 100)]
 
 
-def test_alone_they_may_lose_a_quarter_of_a_second_where_a_pass_can_be_left() -> None:
+@pytest.mark.parametrize(
+    ("after_s", "n_rows"),
+    [
+        pytest.param(0.1, 36, id="a quarter of a second"),
+        pytest.param(5.0, 80, id="a tenth of the time"),
+        pytest.param(100.0, 256, id="two seconds"),
+    ],
+)
+def test_alone_they_may_lose_more_the_longer_nobody_came(after_s: float, n_rows: int) -> None:
+    somebody = decoding(2)
+    made = scheduler(DEAR, behind(decoding(0)), behind(running(1, 300)), somebody)
+    made.remove(somebody)
+    assert served(made.schedule(NOW + after_s)) == [(0, 1), (1, n_rows)]
+
+
+def test_where_a_pass_cannot_be_left_they_keep_to_the_bound() -> None:
     pair = behind(decoding(0)), behind(running(1, 300))
-    assert served(scheduler(DEAR, *pair).schedule(NOW)) == [(0, 1), (1, 36)]
     bounded = scheduler(DEAR, *pair, leaves=False).schedule(NOW)
     ((_, _), (slot_id, n_rows)) = served(bounded)
     assert slot_id == 1
