@@ -171,7 +171,11 @@ class VersionControl:
         return self._weights[model]
 
     async def _change(self, model: str, weights: dict[str, float]) -> None:
-        configured = self._configured[model]
-        await asyncio.to_thread(self._all_changes.add, model, weights, configured)
+        """What was really given is remembered, too, where versions with a weight could not answer: one that
+        had everything so is one to go back to."""
+        given = self.given()
+        before = {name: given[f"{model}@{name}"] for name in weights}
+        for one in (before, weights) if before != self._weights[model] else (weights,):
+            await asyncio.to_thread(self._all_changes.add, model, one, self._configured[model])
         await self.look()
         await self._others.tell()

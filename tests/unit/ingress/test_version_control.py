@@ -131,6 +131,15 @@ async def test_back_again_after_a_deploy(start: Start) -> None:
     assert await ingress.given() == {"old": 100, "new": 0}
 
 
+async def test_back_to_one_that_had_everything_as_another_could_not_answer(start: Start) -> None:
+    ingress = await start(old=50, new=0, damaged=50)
+    ingress.engines["damaged"].is_loaded = False
+    await ingress.control.change("m", {"new": 50, "damaged": 0})
+    await ingress.control.change("m", {"new": 100})
+    await ingress.control.roll_back("m")
+    assert await ingress.given() == {"old": 100, "new": 0, "damaged": 0}
+
+
 async def test_there_is_nothing_to_go_back_to(start: Start) -> None:
     ingress = await start(old=50, new=50)
     with pytest.raises(InvalidRequestError, match="nothing to go back to"):
