@@ -171,8 +171,8 @@ class VersionControl:
         return self._weights[model]
 
     async def _change(self, model: str, weights: dict[str, float]) -> None:
-        """What was really given is remembered, too, where versions with a weight could not answer: one that
-        had everything so is one to go back to."""
+        """The history gets what was really given, too, if a version with a weight could not answer: another
+        one may have had everything so."""
         given = self.given()
         before = {name: given[f"{model}@{name}"] for name in weights}
         for one in (before, weights) if before != self._weights[model] else (weights,):
