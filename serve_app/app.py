@@ -15,7 +15,7 @@ from ray.serve import Application
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
-from serve_app import rollout
+from serve_app import on_demand, rollout
 from serve_app.config import schema, sizing
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import ResolvedModel
@@ -45,6 +45,7 @@ from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
 from serve_app.replica.deployment import EngineReplica
+from serve_app.replica.standby import StandbyReplica
 from serve_app.sampling import Api
 from serve_app.store import models as store
 from serve_app.store.pieces import ALONE
@@ -58,16 +59,6 @@ _BEYOND_PLACES = 2
 # Those in the background have places of their own, for each slot.
 _BACKGROUND_REQUESTS = 4
 _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
-_ON_DEMAND = {"policy_function": "serve_app.routing.on_demand:OnDemand"}
-_BESIDE_ON_DEMAND = {"policy_function": "serve_app.routing.on_demand:for_ingress"}
-# That policy has the delays itself: who gives way to others does so at once.
-_WHEN_ASKED_FOR = {
-    "min_replicas": 0,
-    "initial_replicas": 0,
-    "look_back_period_s": 2,
-    "downscale_delay_s": 0,
-    "downscale_to_zero_delay_s": 0,
-}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
 _ROUTER = {
@@ -88,11 +79,10 @@ def build(args: dict[str, Any]) -> Application:
         app = schema.parse(args)
         _refuse_strangers(app.ingress)
         scales = app.ingress.batch.may_scale
+        resolved = resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
         models = [
             replace(model, batches_may_scale=scales, max_load_s=app.max_load_s)
-            for model in resolve(
-                app.models, downloads=app.downloads, max_loaded=app.max_loaded_models
-            )
+            for model in on_demand.with_standby(app, resolved)
         ]
         rollout.check_memory(
             [one for one, given in zip(models, app.models, strict=True) if not _is_sized(given)],
@@ -102,19 +92,23 @@ def build(args: dict[str, Any]) -> Application:
         raise RayServeException(str(error)) from None
     engines = [
         rollout.keep(
-            EngineReplica.options(  # type: ignore[attr-defined]
-                **engine_options(configured, model, app.max_loaded_models)
-            ).bind(model),
+            _replica(model)
+            .options(**engine_options(configured, model, app.max_loaded_models))
+            .bind(model),
             model,
         )
         for configured, model in zip(app.models, models, strict=True)
     ]
-    on_demand = any(model.keep_alive is not None for model in app.models)
-    options = ingress_options(app.ingress, on_demand=on_demand)
+    comes_and_goes = any(on_demand.comes_and_goes(model) for model in models)
+    options = ingress_options(app.ingress, beside_on_demand=comes_and_goes)
     ingress = Ingress.options(**options)  # type: ignore[attr-defined]
     settings = access(app.ingress), app.ingress.sse_ping_interval_s, kept_responses(app.ingress)
     kept = batches(app.ingress.batch)
     return ingress.bind(models, engines, *settings, kept)  # type: ignore[no-any-return]
+
+
+def _replica(model: ResolvedModel) -> Any:
+    return EngineReplica if model.standby is None else StandbyReplica
 
 
 def access(ingress: IngressConfig) -> Access:
@@ -202,11 +196,11 @@ def resolve(
     n_at_once = min(n_on_demand, max_loaded)
     n_places = len(models) - n_on_demand + n_at_once
     shares = plan.shares(here, n_places)
-    always, on_demand = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
+    always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
     resolved = []
     versions, aliases = rollout.versions(models), rollout.shared_aliases(models)
     for model in models:
-        share = next(always if model.keep_alive is None else on_demand)
+        share = next(always if model.keep_alive is None else when_asked_for)
         if _is_sized(model):
             share = plan.undivided(here, n_places)
         try:
@@ -456,11 +450,11 @@ def engine_options(
 ) -> dict[str, Any]:
     """Serve's options for one model's engine deployment. Of those that are loaded on demand, there are so
     many at once."""
-    options = model.options
+    n_slots = model.options.n_slots
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
-        "max_ongoing_requests": _BEYOND_PLACES * (options.n_slots + options.max_waiting)
-        + _BACKGROUND_REQUESTS * options.n_slots
+        "max_ongoing_requests": _BEYOND_PLACES * (n_slots + model.options.max_waiting)
+        + _BACKGROUND_REQUESTS * n_slots
         + _CONTROL_REQUESTS,
         "max_queued_requests": 64,
         "graceful_shutdown_timeout_s": 30,
@@ -470,20 +464,22 @@ def engine_options(
     autoscaling: dict[str, Any] = {
         "min_replicas": 1 if scaled else model.n_replicas,
         "max_replicas": model.n_replicas,
-        "target_ongoing_requests": options.n_slots,  # if the policy is Serve's own
+        "target_ongoing_requests": n_slots,  # if the policy is Serve's own
         "policy": _POLICY,
         "look_back_period_s": 15,
         "upscale_delay_s": 10,
     }
     if configured.keep_alive is not None:
-        settings = {"keep_alive_s": configured.keep_alive, "max_loaded": max_loaded}
-        policy = _ON_DEMAND | {"policy_kwargs": settings}
-        autoscaling |= _WHEN_ASKED_FOR | {"policy": policy}
-    return defaults | _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
+        autoscaling |= on_demand.autoscaling(configured.keep_alive, max_loaded)
+    options = _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
+    if model.standby is not None:
+        options = on_demand.standing_by(options, model.standby)
+    return defaults | options
 
 
-def ingress_options(configured: IngressConfig, *, on_demand: bool = False) -> dict[str, Any]:
-    """Serve's options for the ingress deployment; whether there are models that are loaded on demand."""
+def ingress_options(configured: IngressConfig, *, beside_on_demand: bool = False) -> dict[str, Any]:
+    """Serve's options for the ingress deployment; whether there are models whose replicas come
+    and go."""
     n_ongoing = configured.max_ongoing_requests
     defaults = {
         "max_queued_requests": n_ongoing,  # a burst is no reason for 503
@@ -494,7 +490,7 @@ def ingress_options(configured: IngressConfig, *, on_demand: bool = False) -> di
         "min_replicas": 1,
         "max_replicas": 4,
         "target_ongoing_requests": math.ceil(n_ongoing / 4),  # if the policy is Serve's own
-        "policy": _BESIDE_ON_DEMAND if on_demand else _POLICY,
+        "policy": on_demand.BESIDE if beside_on_demand else _POLICY,
     }
     options = defaults | _serve_options(configured.deployment, autoscaling, num_cpus=0)
     # The ingress refuses with 429 what is more; Serve would let it wait, or answer 503.

@@ -15,8 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _open: dict[Path, int] = {}
-"""Locks that this process holds shared, until it ends."""
+"""Locks that this process holds shared, until it ends or leaves all."""
 _opening = threading.Lock()
+
+
+def leave_all() -> None:
+    """This process uses nothing any more that it has shared. Any thread."""
+    with _opening:
+        for descriptor in _open.values():
+            os.close(descriptor)
+        _open.clear()
 
 
 class FolderLocks:
@@ -27,7 +35,7 @@ class FolderLocks:
 
     def share(self, name: str, is_whole: Callable[[], bool]) -> bool:
         """Whether the part is there, as `is_whole` says, and nobody changes it. It stays as it is until
-        this process ends then, and counts as used now."""
+        this process ends or leaves all then, and counts as used now."""
         lock = self._folder / name
         with _opening:
             descriptor = _open.get(lock)

@@ -288,6 +288,13 @@ class FetchingReplica:
 
 
 @dataclass(frozen=True, slots=True)
+class Asleep:
+    """An engine replica whose model is not loaded."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaRecords:
     """One engine replica's records of a request."""
 

@@ -109,14 +109,19 @@ def make_serve_command(config: Path) -> list[str | Path]:
 
 
 def write_config(
-    directory: Path, models: Sequence[Mapping[str, Any]], port: int, **ingress: object
+    directory: Path,
+    models: Sequence[Mapping[str, Any]],
+    port: int,
+    args: Mapping[str, object] | None = None,
+    **ingress: object,
 ) -> Path:
-    """A new file for `serve run`: these `models` and settings of `ingress`, on this port of loopback."""
+    """A new file for `serve run`: these `models`, other `args` beside them, and settings of `ingress`, on
+    this port of loopback."""
     app = {
         "name": "corral",
         "route_prefix": "/",
         "import_path": "serve_app.app:build",
-        "args": {"models": models, "ingress": ingress},
+        "args": {"models": models, "ingress": ingress} | dict(args or {}),
     }
     document = {
         "proxy_location": "HeadOnly",  # nodes of one machine would share the port

@@ -11,6 +11,20 @@ from serve_app.types import Adapters, AdapterUse, Version
 
 
 @dataclass(frozen=True, slots=True)
+class Standby:
+    """What the process of a model needs to know that stays while the model is not loaded."""
+
+    keep_alive_s: float
+    """The model stays for so long after the last request."""
+    max_loaded: int
+    """So many of such models are loaded on a node at once."""
+    num_cpus: float
+    """The CPUs that it has while it is loaded."""
+    reserved_cpus: float
+    """Its part of what Ray reserves for all such models."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """One model, decided where the configuration was read, the same in every replica."""
 
@@ -42,6 +56,8 @@ class ResolvedModel:
     """Of its files, if they were found where the configuration was read."""
     is_on_demand: bool = False
     """Whether it is loaded when somebody asks for it."""
+    standby: Standby | None = None
+    """If it is, and its process stays while it is not loaded."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     memory_shares: tuple[str, ...] = ()

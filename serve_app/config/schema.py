@@ -336,7 +336,7 @@ class BatchConfig(Section):
 
 
 class IngressConfig(Section):
-    """The HTTP side."""
+    """The HTTP side, below."""
 
     api_key_file: Path | None = None
     """A file with API keys and their limits, on every node that runs the ingress. It is read again when
@@ -422,14 +422,17 @@ class AppConfig(Section):
     """The whole application."""
 
     models: Annotated[list[ModelConfig], Field(min_length=1)]
-    """The models, by the name that clients use. A request without `model` gets the first."""
+    """The models, below, by the name that clients use. A request without `model` gets the first."""
     ingress: IngressConfig = IngressConfig()
-    """The HTTP side."""
+    """The HTTP side, below."""
     downloads: DownloadsConfig = NO_DOWNLOADS
-    """Where each node keeps the models that it downloads."""
+    """Where each node keeps the models that it downloads, below."""
     max_loaded_models: PositiveInt = 1
-    """Of the models with `keep_alive`, how many are loaded at once. They share the machine with those that
-    are always loaded."""
+    """Of the models with `keep_alive`, how many are loaded on a machine at once. They share it with those
+    that are always loaded."""
+    standby: bool | None = None
+    """Whether each model with `keep_alive` keeps a process while it is not loaded, which makes loading
+    faster by seconds. Default: yes, unless one of these models may have several replicas."""
     max_load_s: PositiveFloat = 120
     """Longest time, in seconds, that a request waits for its model to be loaded. Then it is answered with
     503 and `Retry-After`, while loading goes on."""

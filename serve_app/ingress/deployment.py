@@ -63,6 +63,7 @@ from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.store.version_weights import VersionWeights
 from serve_app.types import (
     Accepted,
+    Asleep,
     FetchingReplica,
     GenerationRequest,
     ReplicaStats,
@@ -99,9 +100,13 @@ class HandleClient:
         max_load_s: float,
         model_id: str,
         adapters: AdapterControl,
+        *,
+        stands_by: bool = False,
     ) -> None:
         """`vocabulary_key` is of the vocabulary that its requests' tokens are of; the answers' come to the
-        listener. A request waits for `max_load_s` at most for a model that is not loaded."""
+        listener. A request waits for `max_load_s` at most for a model that is not loaded. Whether its
+        process stays when it is not."""
+        self._stands_by = stands_by
         self._max_load_s = max_load_s
         self._model_id, self._adapters = model_id, adapters
         self._load_s: float | None = None
@@ -179,12 +184,17 @@ class HandleClient:
     @property
     def is_loaded(self) -> bool:
         """See EngineClient."""
-        return bool(broadcast.running(self._handle))
+        running = broadcast.running(self._handle)
+        if self._stands_by:  # it has channels while the model is loaded
+            return any(reports.HERE.hears(one) for one in running)
+        return bool(running)
 
     async def load(self) -> None:
         """See EngineClient."""
         async with self._loading(), _translated():
-            await self._handle.is_there.remote()
+            refusal: CorralError | None = await self._handle.is_there.remote()
+            if refusal is not None:
+                raise refusal
 
     async def release(self) -> None:
         """See EngineClient."""
@@ -290,7 +300,8 @@ class HandleClient:
             self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S
         )
         running &= broadcast.running(self._handle)
-        return found, tuple(sorted(running - {one.replica_id for one in found}))
+        missing = tuple(sorted(running - {one.replica_id for one in found}))
+        return [one for one in found if not isinstance(one, Asleep)], missing
 
 
 async def _follow(response: Any, call: Call) -> None:
@@ -358,7 +369,13 @@ def _served(
         n_ctx_slot=model.options.n_ctx_slot,
         tokenizer=tokenizer,
         engine=HandleClient(
-            handle, tokenizer.vocabulary_key, listener, model.max_load_s, model.name, adapters
+            handle,
+            tokenizer.vocabulary_key,
+            listener,
+            model.max_load_s,
+            model.name,
+            adapters,
+            stands_by=model.standby is not None,
         ),
         aliases=model.aliases,
         tags=model.tags,
@@ -366,6 +383,7 @@ def _served(
         adapters=numbered(model),
         sees=senses.sees,
         hears=senses.hears,
+        is_on_demand=model.is_on_demand,
         version=model.version,
     )
 

@@ -121,6 +121,8 @@ class ServedModel:
     """Whether it has a projector for pictures, ..."""
     hears: bool = False
     """... and for sounds."""
+    is_on_demand: bool = False
+    """Whether it is loaded when somebody asks for it."""
     version: Version | None = None
     """If there are several under one name: this one, with the weight that it has now."""
 

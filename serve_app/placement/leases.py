@@ -44,7 +44,7 @@ def default_folder() -> Path:
 def take(topology: Topology, n: int, folder: Path, *, spread: bool = False) -> CoreLease | None:
     """Lease `n` CPUs; None if fewer are free. See `choose`. Processes that take at the same time do it one
     after the other. Raises OSError if the folder is not ours alone, or cannot be used."""
-    _make_private(folder)
+    make_private(folder)
     choosing = _locked(folder / "choosing", wait=True)
     try:
         free = {cpu for cpu in topology.cpus if _is_free(folder / str(cpu))}
@@ -95,8 +95,9 @@ def _n_free(cores: Sequence[PhysicalCore], free: Set[int]) -> int:
     return sum(cpu in free for core in cores for cpu in core.cpus)
 
 
-def _make_private(folder: Path) -> None:
-    """In a place where everybody may write, somebody else may have been first."""
+def make_private(folder: Path) -> None:
+    """Have a folder that is this user's alone: where everybody may write, somebody else may have been
+    first. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (folder.parent, folder):
         if path.is_symlink() or path.stat().st_uid != os.getuid():

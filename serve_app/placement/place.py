@@ -22,6 +22,8 @@ class Place:
     """The cores that the process is pinned to; None if it runs wherever the kernel puts it."""
     report: str
     """One line about that, with the reason if there is no lease."""
+    cpus_before: tuple[int, ...] = ()
+    """The CPUs that the process had before it was pinned."""
 
     @property
     def cores(self) -> tuple[int, ...] | None:
@@ -37,6 +39,12 @@ class Place:
     def numa_node(self) -> int | None:
         """The NUMA node that has all leased CPUs."""
         return None if self.lease is None else self.lease.numa_node
+
+    def leave(self) -> None:
+        """Give the lease back, and run anywhere again. Not twice."""
+        if self.lease is not None:
+            self.lease.release()
+            _pin(self.cpus_before)
 
 
 def unpinned(reason: str) -> Place:
@@ -65,12 +73,14 @@ def settle(
         return unpinned(f"there can be no leases in {folder} ({error})")
     if lease is None:
         return unpinned(f"fewer than {reserved:g} of {len(cpus)} cores are free")
+    before = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     try:
         _pin(lease.cpus)
     except OSError as error:
         lease.release()
         return unpinned(f"the kernel refuses ({error})")
-    return Place(lease, f"pinned to cores {list_cpus(lease.cpus)}{_node(here, lease)}, its own")
+    report = f"pinned to cores {list_cpus(lease.cpus)}{_node(here, lease)}, its own"
+    return Place(lease, report, before)
 
 
 def _node(here: Machine, lease: CoreLease) -> str:

@@ -9,8 +9,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from contextlib import AsyncExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,13 +66,19 @@ Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 """A request, and where its deltas go."""
 
 
-@serve.deployment
-class EngineReplica:
+@cache
+def prepare_process() -> None:
+    """Once in a replica's process."""
+    forward_to_serve()
+    heap.give_back()
+
+
+class LoadedModel:
     """One engine. Its methods run in the replica's event loop; decoding has a thread of its own."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        forward_to_serve()
-        heap.give_back()
+        prepare_process()
+        self._closing = AsyncExitStack()
         report = progress.to_folder(model.id)
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()
         async with fetching.told(context, node_id, report) as tell:
@@ -82,7 +88,10 @@ class EngineReplica:
             adapters = [AdapterFile(one.id, await find(one.source)) for one in model.adapters]
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
-        self._settled, self._sizing = settle_in(model, _reserved_cpus()), model.sizing
+        standby = model.standby
+        reserved = _reserved_cpus() if standby is None else standby.num_cpus
+        self._settled, self._sizing = settle_in(model, reserved), model.sizing
+        self._closing.callback(self._settled.place.leave)
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
             sizing.bounded(model.options, model.memory_shares, available_memory()),
@@ -96,13 +105,15 @@ class EngineReplica:
             draft=draft,
             max_converted_bytes=model.downloads.max_converted_bytes,
         )
+        self._channels = Channels(node_id, context.replica_id.unique_id)
+        self._closing.callback(self._channels.close)
         async with fetching.told(context, node_id, report) as tell:
             self._engine = await _in_new_thread(partial(Engine.load, path, options, tell))
+        self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
         self._vocabulary_key = self._engine.vocabulary_key
-        replica_id, node_id = _whereabouts()
-        self._channels = Channels(node_id, replica_id)
         self._engine.on_delivered(self._channels.flush)
         self._metrics = ReplicaMetrics(model.id)
+        self._closing.callback(self._metrics.rest)
         self._metrics.downloaded(files.n_bytes)
         self._reporting = Reporting(self._engine, self._channels)
         self._batches_may_scale = model.batches_may_scale
@@ -125,8 +136,10 @@ class EngineReplica:
         self._adapters = ReplicaAdapters(model, self._engine, LoadedAdapters(context.app_name))
         await self._adapters.catch_up()
         self._kv_transfer = KVTransfer(self._engine)
-        await self._kv_transfer.pull()
+        if standby is None:  # or nobody else has this model
+            await self._kv_transfer.pull()
         self._reporter = asyncio.create_task(self._reporting.run())
+        self._closing.callback(self._reporter.cancel)
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes, address: Address, number: int
@@ -289,10 +302,14 @@ class EngineReplica:
         """See KVTransfer.take."""
         return await self._kv_transfer.take(target, sent)
 
-    async def attach(self, address: Address) -> None:
-        """Tell that ingress from now on what this replica holds. If it cannot be reached, it asks again."""
-        with suppress(ChannelBrokenError):
+    async def attach(self, address: Address) -> bool:
+        """Tell that ingress from now on what this replica holds. Whether it can be reached; if not, it asks
+        again."""
+        try:
             await self._reporting.attach(address)
+        except ChannelBrokenError:
+            return False
+        return True
 
     async def is_there(self) -> None:
         """Asked for by whoever wants the model to be loaded."""
@@ -321,12 +338,20 @@ class EngineReplica:
             logger.warning("%s", throttled)
         self._metrics.update(self._engine.stats())
 
+    async def close(self) -> None:
+        """Unload the model, and give back all that it has. What runs ends with an error, and goes on when
+        there is a replica. Idempotent; for one whose start failed, too."""
+        await self._closing.aclose()
+
+
+@serve.deployment
+class EngineReplica(LoadedModel):
+    """A model that is loaded as long as its process lives."""
+
     async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
         await self._kv_transfer.push()
-        self._reporter.cancel()
-        self._engine.close(timeout_s=0)
-        self._channels.close()
+        await self.close()
 
 
 def _end_process(error: EngineFailedError) -> NoReturn:

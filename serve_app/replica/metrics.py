@@ -78,7 +78,7 @@ class ReplicaMetrics:
         self._kv_used = gauge("kv_cache_used_ratio", "Of the cache's tokens, those in use.")
         self._stored = gauge("memory_tier_bytes", "Prefixes that lost their slot.")
         self._backlog = gauge("backlog_seconds", "Forecast of the time until all is done.")
-        self._seen: dict[str, float] = {}
+        self._seen: dict[str, float] = {"throttled": throttled_s()}
 
     def ended(self, end: SequenceEnd) -> None:
         """Observe a request's times."""
@@ -114,6 +114,12 @@ class ReplicaMetrics:
         self._kv_used.set(used / (stats.n_slots * stats.n_ctx_slot))
         self._stored.set(stats.stored_bytes)
         self._backlog.set(stats.backlog_s)
+
+    def rest(self) -> None:
+        """The model is unloaded: nothing runs, waits or is kept any more."""
+        gauges = self._running, self._waiting, self._kv_used, self._stored, self._backlog
+        for gauge in gauges:
+            gauge.set(0.0)
 
     def _follow(self, counter: Counter, name: str, value: float, **tags: str) -> None:
         more = value - self._seen.get(name, 0)

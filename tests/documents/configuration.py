@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from serve_app.config.schema import (
+    AppConfig,
     BatchConfig,
     DefaultsConfig,
     DeploymentConfig,
@@ -23,6 +24,7 @@ from serve_app.sampling import PARAMETERS
 from tests.documents.tables import table
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
+    "application": (AppConfig, ""),
     "models": (ModelConfig, ""),
     "source": (ModelSource, "source."),
     "adapters": (AdapterConfig, "adapters[]."),

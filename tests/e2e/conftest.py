@@ -73,14 +73,16 @@ class Corral:
         models: list[dict[str, Any]],
         *,
         make_serve: bool = False,
+        args: Mapping[str, object] | None = None,
         **ingress: object,
     ) -> None:
-        """As `make serve` starts it, or by `serve run`, as in clusters. `ingress` are its settings."""
+        """As `make serve` starts it, or by `serve run`, as in clusters. `args` are the application's beside
+        `models`; `ingress` are settings of that."""
         self.directory = directory
         self.port = servers.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
-        self._config = servers.write_config(directory, models, self.port, **ingress)
+        self._config = servers.write_config(directory, models, self.port, args, **ingress)
         self._log = directory / servers.LOG
         command = (
             servers.make_serve_command(self._config)

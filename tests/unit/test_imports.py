@@ -146,6 +146,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.replica.kv_transfer",
         "serve_app.replica.metrics",
         "serve_app.replica.deployment",
+        "serve_app.replica.standby",
         "serve_app.ingress.adapters",
         "serve_app.ingress.deployment",
         "serve_app.ingress.others",

@@ -260,7 +260,7 @@ def test_models_on_demand_share_places_and_have_a_policy_of_their_own() -> None:
     scaling = engine_options(app.models[0], alone[0])["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["initial_replicas"]) == (0, 0)
     assert scaling["policy"]["policy_kwargs"] == {"keep_alive_s": 90.0, "max_loaded": 1}
-    assert "for_ingress" in str(ingress_options(app.ingress, on_demand=True))
+    assert "for_ingress" in str(ingress_options(app.ingress, beside_on_demand=True))
 
 
 def test_a_duration_that_is_none_is_refused() -> None:

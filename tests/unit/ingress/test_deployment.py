@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import AsyncIterator, Generator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from serve_app.channel.address import Address
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channels
 from serve_app.errors import (
+    ConfigError,
     CorralError,
     DecodeError,
     EngineFailedError,
@@ -29,6 +31,7 @@ from serve_app.routing.broadcast import note_running
 from serve_app.sampling import SamplingParams
 from serve_app.types import (
     Accepted,
+    Asleep,
     GenerationRequest,
     ReplicaRecords,
     ReplicaStats,
@@ -317,6 +320,40 @@ async def test_stats_of_those_that_answer() -> None:
     client, _ = asking(asyncio.Event(), stats, ActorUnavailableError("gone", None))
     found = await client.stats()
     assert (found.found, found.missing) == ((stats,), ("r1", "r3"))
+
+
+async def test_a_replica_whose_model_is_not_loaded_answers_and_has_no_stats() -> None:
+    stats = ReplicaStats("r2", "n", {})
+    client, _ = asking(Asleep("r1"), stats, Asleep("r3"))
+    found = await client.stats()
+    assert (found.found, found.missing) == ((stats,), ())
+
+
+async def test_a_model_whose_process_stays_is_loaded_while_it_has_a_channel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: set[str] = set()
+    handle, listener = replicas.Handle([]), Listener(HERE, "127.0.0.1")
+    note_running(handle.app_name, handle.deployment_name, ["r1"])
+    monkeypatch.setattr(deployment.reports, "HERE", SimpleNamespace(hears=heard.__contains__))
+    found = [
+        HandleClient(handle, b"", listener, 60.0, "m", None, stands_by=stands_by)  # type: ignore[arg-type]
+        for stands_by in (True, False)
+    ]
+    assert [one.is_loaded for one in found] == [False, True]
+    heard.add("r1")
+    assert [one.is_loaded for one in found] == [True, True]
+
+
+async def test_why_a_model_cannot_be_loaded_is_raised() -> None:
+    async def refuse() -> CorralError:
+        return ConfigError("It is damaged.")
+
+    handle: Any = replicas.Handle([])
+    handle.is_there = SimpleNamespace(remote=refuse)
+    client = HandleClient(handle, b"", Listener(HERE, "127.0.0.1"), 60.0, "m", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="damaged"):
+        await client.load()
 
 
 @pytest.mark.parametrize("after", [["r2", "r3", "r4"], ["r2", "r3"]])

@@ -90,7 +90,7 @@ from pathlib import Path
 from serve_app.placement.machine import read
 from serve_app.placement.place import settle
 
-masks = []
+masks, mine = [], os.sched_getaffinity(0)
 settled = threading.Event()
 early = threading.Thread(target=lambda: (settled.wait(), masks.append(os.sched_getaffinity(0))))
 early.start()
@@ -101,10 +101,20 @@ settled.set()
 early.join(), late.join()
 assert masks == [set(place.cores)] * 2, (masks, place)
 print(place.report)
+
+left = threading.Event()
+early = threading.Thread(target=lambda: (left.wait(), masks.append(os.sched_getaffinity(0))))
+early.start()
+place.leave()
+left.set()
+early.join()
+assert masks[2] == os.sched_getaffinity(0) == mine, (masks, mine)
+again = settle(1, Path(sys.argv[1]))
+assert again.cores == place.cores
 """
 
 
-def test_all_threads_of_the_process_are_pinned(tmp_path: Path) -> None:
+def test_all_threads_of_the_process_are_pinned_until_it_leaves(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cores")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"pinned to cores {MINE[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -106,3 +107,26 @@ def test_time_for_pictures_is_counted_as_it_grows(monkeypatch: pytest.MonkeyPatc
     for seconds in (0.5, 0.5, 0.75):
         made.update(replace(STATS, encode_s=seconds))
     assert counted == [0.5, 0.25]
+
+
+def test_a_model_that_is_unloaded_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, float] = {}
+    made = ReplicaMetrics("m")
+    for name in ("running", "waiting", "kv_used", "stored", "backlog"):
+        monkeypatch.setattr(getattr(made, f"_{name}"), "set", partial(told.__setitem__, name))
+    made.update(replace(STATS, running=1, waiting=2, stored_bytes=3, backlog_s=4.0))
+    assert told == {"running": 1, "waiting": 2, "kv_used": 0.0, "stored": 3, "backlog": 4.0}
+    made.rest()
+    assert told == dict.fromkeys(told, 0.0)
+
+
+def test_only_new_throttling_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's count goes on; another model may have been loaded in this process before."""
+    counted: list[float] = []
+    monkeypatch.setattr(metrics, "throttled_s", lambda: 2.0)
+    made = ReplicaMetrics("m")
+    monkeypatch.setattr(made._throttled, "inc", lambda more, _: counted.append(more))
+    for seconds in (2.0, 2.5):
+        monkeypatch.setattr(metrics, "throttled_s", lambda seconds=seconds: seconds)
+        made.update(STATS)
+    assert counted == [0.5]

@@ -1,0 +1,213 @@
+"""Measures the time to the first token of a model that is not loaded, beside llama-server's.
+
+    python -m loadtests.compare.cold_start --model PATH [--rounds 5] [--server PATH] [--no-standby]
+
+Corral runs as `make serve` starts it, with the model on demand (`keep_alive`), which was loaded and
+profiled before. A round unloads it, waits until it is gone, and times a streamed completion from its
+sending to the first token. In the same round llama-server is timed from its start to the first token of the
+same request, which is sent as soon as its `/health` says that it is ready, with Ray running idle beside it.
+Both have the same slots, context and threads, the file in the page cache, and take turns. Each prompt is
+new. With --no-standby, Corral's process ends with the model.
+
+Prints a Markdown table of medians and ranges, and Corral's ratio to llama-server in the same round; and the
+memory of Corral's process for the model while that is not loaded (anonymous, resident).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadtests.common import processes, servers
+from loadtests.common.benchmark import bounded, machine, spread, table, usable_cores
+from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.servers import Server
+from loadtests.compare import llama_server
+
+CORRAL, PEER = "corral", "llama-server"
+_PATIENCE_S = 120.0
+_SETTLE_S = 2.0
+"""Seconds for which a model has been gone before it is asked for."""
+_POLL_S = 0.005
+_MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The same for both sides."""
+
+    n_slots: int
+    n_ctx_slot: int
+    threads: int
+
+
+def entry(model: Path, sizes: Sizes) -> dict[str, Any]:
+    """The model in Corral's configuration: on demand, and never idle for long enough by itself."""
+    engine = {
+        "n_slots": sizes.n_slots,
+        "n_ctx_slot": sizes.n_ctx_slot,
+        "threads": sizes.threads,
+    }
+    return {
+        "id": _MODEL,
+        "source": {"path": str(model)},
+        "engine": engine,
+        "keep_alive": "12h",
+    }
+
+
+def first_token_s(client: httpx.Client, url: str, prompt: str, began: float) -> float:
+    """Seconds from that moment of `perf_counter` to a completion's first text. Raises RuntimeError if there
+    is none."""
+    body = {"model": _MODEL, "prompt": prompt, "max_tokens": 2, "stream": True, "ignore_eos": True}
+    with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                return time.perf_counter() - began
+    raise RuntimeError(f"{url} answered {response.status_code} without a token.")
+
+
+def unload(client: httpx.Client, url: str) -> None:
+    """Have Corral unload the model. Raises RuntimeError if it does not."""
+    client.post(f"{url}/models/unload", json={"model": _MODEL})
+
+    def is_gone() -> bool:
+        (card,) = client.get(f"{url}/v1/models").json()["data"]
+        return bool(card["status"]["value"] == "unloaded")
+
+    if not processes.within(_PATIENCE_S, is_gone):
+        raise RuntimeError("The model is not unloaded.")
+    time.sleep(_SETTLE_S)
+
+
+def peer_s(client: httpx.Client, program: Path, model: Path, sizes: Sizes, prompt: str) -> float:
+    """The time from llama-server's start. Raises RuntimeError if it ends, or is late."""
+    port = servers.free_port()
+    url = f"http://127.0.0.1:{port}"
+    command: list[str | Path] = [
+        *(program, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
+        *("--parallel", str(sizes.n_slots), "--threads", str(sizes.threads)),
+        *("--ctx-size", str(sizes.n_slots * sizes.n_ctx_slot), "--batch-size", "512"),
+    ]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not _is_healthy(client, url):
+            if process.poll() is not None or time.perf_counter() - began > _PATIENCE_S:
+                raise RuntimeError("llama-server did not start.")
+            time.sleep(_POLL_S)
+        return first_token_s(client, url, prompt, began)
+    finally:
+        process.terminate()
+        process.wait(_PATIENCE_S)
+
+
+def _is_healthy(client: httpx.Client, url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return client.get(f"{url}/health").is_success
+    return False
+
+
+def idle_mib(server: Server) -> float | None:
+    """Memory of the processes that wait for the model; None if there is none."""
+    assert server.directory is not None  # it was started here
+    found = [
+        int(size[1])
+        for pid in processes.tagged(server.directory, "ray::ServeReplica")
+        if "engine-" in processes.command_line(pid)
+        if (size := re.search(r"^RssAnon:\s+(\d+) kB$", _status(pid), re.M))
+    ]
+    return sum(found) / 1024 if found else None
+
+
+def _status(pid: int) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/status").read_text()
+    return ""
+
+
+def measured(
+    model: Path, sizes: Sizes, program: Path, n_rounds: int, *, standby: bool
+) -> list[dict[str, float]]:
+    """Each round's seconds, by side."""
+
+    def command(directory: Path, port: int) -> list[str | Path]:
+        config = servers.write_config(
+            directory, [entry(model, sizes)], port, args={"standby": standby}
+        )
+        return servers.make_serve_command(config)
+
+    with (
+        servers.running(command, servers.is_healthy) as server,
+        httpx.Client(timeout=_PATIENCE_S) as client,
+    ):
+        first_token_s(client, server.url, "Once, to be profiled", time.perf_counter())
+
+        def one(number: int, side: str) -> float:
+            prompt = f"{side} {number}: the water and the people say"
+            if side == PEER:
+                return peer_s(client, program, model, sizes, prompt)
+            unload(client, server.url)
+            return first_token_s(client, server.url, prompt, time.perf_counter())
+
+        found = in_turns((CORRAL, PEER), n_rounds, one)
+        unload(client, server.url)
+        mib = idle_mib(server)
+        print("Idle process:", "none" if mib is None else f"{mib:.0f} MiB", "\n")
+        return found
+
+
+def report(rounds: Sequence[dict[str, float]]) -> str:
+    """The table."""
+    by_side = dict(of_each(rounds))
+    rows = [
+        (
+            side,
+            f"{statistics.median(values):.2f}",
+            f"{min(values):.2f} to {max(values):.2f}",
+            spread(ratios(values, by_side[PEER]) or []),
+        )
+        for side, values in by_side.items()
+    ]
+    return table(("side", "first token, s", "range", "ratio to llama-server"), rows)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.compare.cold_start", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--rounds", type=bounded(1, 100), default=5)
+    parser.add_argument("--server", type=Path, default=llama_server.folder() / "llama-server")
+    parser.add_argument("--slots", type=bounded(1, 64), default=8)
+    parser.add_argument("--context", type=bounded(64, 65536), default=1024)
+    parser.add_argument("--no-standby", action="store_true")
+    args = parser.parse_args()
+    if not args.server.is_file():
+        parser.error(
+            "no llama-server: give --server, or run python -m loadtests.compare.llama_server"
+        )
+    servers.exit_on_sigterm()
+    sizes = Sizes(args.slots, args.context, usable_cores())
+    model = args.model.resolve()
+    server = args.server.resolve()
+    rounds = measured(model, sizes, server, args.rounds, standby=not args.no_standby)
+    print(report(rounds), "\n")
+    print(json.dumps(machine(model, sizes.threads)))
+
+
+if __name__ == "__main__":
+    main()

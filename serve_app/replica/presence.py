@@ -1,0 +1,202 @@
+"""A model that comes and goes within one process: when it is loaded, and when it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Generic, Protocol, TypeVar
+
+from serve_app.channel.address import Address
+from serve_app.errors import CorralError, EngineUnavailableError
+from serve_app.placement.residency import Residency
+
+logger = logging.getLogger("corral.replica")
+
+_LOOK_S = 0.1
+"""How often a model that is loaded looks whether it is to go, ..."""
+_PLACE_S = 0.02
+"""... and one that waits for a place whether there is one."""
+_TURN_S = 60.0
+"""A model that is never idle gives way to one that is waited for after so long."""
+_END_S = 30.0
+"""Answers that run then get so long to end. The others go on when it is loaded again."""
+
+
+class Loaded(Protocol):
+    """A model that is loaded: see LoadedModel."""
+
+    async def attach(self, address: Address) -> bool:
+        """Whether there is a channel to that ingress now."""
+
+    async def close(self) -> None:
+        """Unload it."""
+
+
+LoadedT = TypeVar("LoadedT", bound=Loaded)
+
+
+class Presence(Generic[LoadedT]):
+    """One model's. Used in one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        keep_alive_s: float,
+        residency: Residency,
+        load: Callable[[], Awaitable[LoadedT]],
+        left: Callable[[], None],
+    ) -> None:
+        """`load` is called when there is a place for the model, and `left` when it is gone."""
+        self._name, self._keep_alive_s, self._residency = name, keep_alive_s, residency
+        self._load, self._left = load, left
+        self.loaded: LoadedT | None = None
+        """The model, while it is loaded."""
+        self._changing = asyncio.Lock()
+        self._coming: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        """Of the model that is loaded: it looks whether it is to go, and tells ingresses that it came."""
+        self._n_wanted = self._n_live = 0
+        """Calls that want the model, and, of these, those that it works on."""
+        self._is_quiet = asyncio.Event()
+        self._is_quiet.set()
+        self._came_at = self._used_at = 0.0
+        self._is_released = False
+        self._addresses: dict[str, Address] = {}
+        """Of ingresses: they are told what it holds when it is loaded."""
+
+    @asynccontextmanager
+    async def present(self) -> AsyncIterator[LoadedT]:
+        """The model, which stays loaded until the end, or until its time is over and it waited for that.
+        Raises CorralError if it cannot be loaded."""
+        self._n_wanted += 1
+        self._is_released = False
+        try:
+            loaded = await self._come()
+            self._n_live += 1
+            self._is_quiet.clear()
+            try:
+                yield loaded
+            finally:
+                self._n_live -= 1
+                if not self._n_live:
+                    self._is_quiet.set()
+        finally:
+            self._n_wanted -= 1
+            self._used_at = time.monotonic()
+
+    def release(self) -> None:
+        """It may go as soon as nobody uses it, unless somebody asks for it before."""
+        self._is_released = True
+
+    async def attach(self, address: Address) -> None:
+        """Have that ingress told what the model holds, whenever it is loaded."""
+        self._addresses[address.path] = address
+        if self.loaded is not None:
+            await self.loaded.attach(address)
+
+    async def told(self) -> None:
+        """Returns when the ingresses know that the model has come, or cannot be reached."""
+        await asyncio.wait(self._tasks[1:])
+
+    async def close(self) -> None:
+        """Unload it for good, whoever uses it. Not twice."""
+        async with self._changing:
+            for task in self._tasks:
+                task.cancel()
+            if self.loaded is not None:
+                await self.loaded.close()
+
+    # -- coming -----------------------------------------------------------------------------------
+
+    async def _come(self) -> LoadedT:
+        while self.loaded is None:
+            if self._coming is None or self._coming.done():
+                self._coming = asyncio.create_task(self._load_in_turn())
+                self._coming.add_done_callback(_take_note)
+            await asyncio.shield(self._coming)
+        return self.loaded
+
+    async def _load_in_turn(self) -> None:
+        async with self._changing:
+            began = time.monotonic()
+            await self._get_place(began)
+            had_place = time.monotonic()
+            try:
+                self.loaded = await self._load()
+            except Exception as error:
+                self._be_gone()
+                if isinstance(error, CorralError):
+                    raise
+                logger.exception("Model %s cannot be loaded.", self._name)
+                raise EngineUnavailableError("The model cannot be loaded.") from error
+            now = self._came_at = self._used_at = time.monotonic()
+            self._tasks = [asyncio.create_task(one) for one in (self._watch(), self._tell())]
+            logger.info(
+                "Model %s: loaded in %.2f s, after %.2f s for its place.",
+                self._name,
+                now - had_place,
+                had_place - began,
+            )
+
+    async def _get_place(self, now: float) -> None:
+        """Raises EngineUnavailableError if nobody wants the model any more."""
+        if self._residency.take(now):
+            return
+        with self._residency.waiting(now):
+            while not self._residency.take(time.monotonic()):
+                if not self._n_wanted:
+                    raise EngineUnavailableError("Nobody waits for the model any more.")
+                await asyncio.sleep(_PLACE_S)
+
+    async def _tell(self) -> None:
+        """Ingresses that are gone are forgotten; one that is there asks again."""
+        if self.loaded is not None:
+            for path, address in list(self._addresses.items()):
+                if not await self.loaded.attach(address):
+                    self._addresses.pop(path, None)
+
+    # -- going ------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._is_to_go(time.monotonic()):
+                return await self._go()
+
+    def _is_to_go(self, now: float) -> bool:
+        is_busy = self._n_wanted > 0
+        self._residency.note(self._came_at if is_busy else self._used_at, is_busy=is_busy)
+        if is_busy:
+            return now - self._came_at >= _TURN_S and self._residency.gives_way
+        is_idle = self._is_released or now - self._used_at >= self._keep_alive_s
+        return is_idle or self._residency.gives_way
+
+    async def _go(self) -> None:
+        """Requests that come meanwhile wait until it is loaded again."""
+        async with self._changing:
+            loaded, self.loaded = self.loaded, None
+            assert loaded is not None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await self._is_quiet.wait()
+            try:
+                await loaded.close()
+            except Exception:
+                logger.exception("Model %s is not wholly unloaded.", self._name)
+            del loaded
+            self._be_gone()
+        logger.info("Model %s: unloaded.", self._name)
+
+    def _be_gone(self) -> None:
+        self._left()
+        self._residency.leave()
+        self._is_released = False
+
+
+def _take_note(coming: asyncio.Task[None]) -> None:
+    """Those who wait for it get its error; if nobody does any more, that is no news."""
+    if not coming.cancelled():
+        coming.exception()
