@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from loadtests.common import servers
 from tests.e2e.conftest import Corral, gguf, model, wait_until
 
 try:
@@ -69,18 +71,36 @@ def batch_server() -> Iterator[Corral]:
         yield from served([demo], batch={"folder": folder})
 
 
+@pytest.fixture(scope="session")
+def on_demand_server() -> Iterator[Corral]:
+    """A server whose model is loaded on demand."""
+    demo = model(None, "demo", n_slots=2, n_ctx_slot=512) | {"keep_alive": "1h"}
+    yield from served([demo], n_loaded=0)
+
+
 def served(
-    models: list[dict[str, Any]], keys: Path | None = None, **ingress: Any
+    models: list[dict[str, Any]],
+    keys: Path | None = None,
+    n_loaded: int | None = None,
+    **ingress: Any,
 ) -> Iterator[Corral]:
-    """A server with these models, for who has one of the keys."""
+    """A server with these models, for who has one of the keys; all are loaded at first unless it is said
+    how many."""
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     ingress |= {} if keys is None else {"api_key_file": str(keys)}
     server = Corral(directory, models, **ingress)
     if keys is not None:
         server.http.headers["Authorization"] = f"Bearer {KEY}"
     try:
-        server.wait_ready()
-        wanted = [one["deployment"].get("num_replicas", 1) for one in models]
+        if n_loaded is None:
+            server.wait_ready()
+        else:
+            ready = partial(servers.is_healthy, server.url)
+            servers.wait_ready(server.process, ready, directory)
+        wanted = [
+            one["deployment"].get("num_replicas", 1) if n_loaded is None else n_loaded
+            for one in models
+        ]
         wait_until(
             lambda: [len(one["replicas"]) for one in states(server)] == wanted, 60, "all replicas"
         )

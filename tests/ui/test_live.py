@@ -142,3 +142,25 @@ def test_colours_follow_the_system_and_the_button(ui_server: Corral, open_page: 
     expect(page.get_by_role("button", name="Colours: light")).to_be_visible()
     page.get_by_role("button", name="Colours: light").click()
     assert page.evaluate(ground) == dark
+
+
+def test_an_operator_loads_and_unloads_a_model(on_demand_server: Corral, open_page: Open) -> None:
+    page = open_page(on_demand_server, "live")
+    button = page.locator("#load-button")
+    expect(button).to_have_text("Load")
+    expect(tile(page, "Replicas")).to_have_text("0")
+    button.click()
+    expect(button).to_have_text("Unload")
+    expect(tile(page, "Replicas")).to_have_text("1")
+    button.click()
+    expect(button).to_have_text("Load")
+    expect(tile(page, "Replicas")).to_have_text("0")
+    expect(page.locator("#load-error")).to_be_empty()
+
+
+def test_a_model_that_is_always_loaded_has_no_such_button(
+    ui_server: Corral, open_page: Open
+) -> None:
+    page = open_page(ui_server, "live")
+    expect(page.locator(".replica")).to_have_count(N_REPLICAS)
+    expect(page.locator("#load-button")).to_be_hidden()

@@ -119,16 +119,26 @@ class Broadcaster:
             time.monotonic(),
             time.time(),
             dict(zip(self._models, fetching, strict=True)),
-            {
-                name: share
-                for versions in families(self._models).values()
-                for name, share in present_shares(versions).items()
-            },
+            self._more(),
         )
+
+    def _more(self) -> dict[str, Json]:
+        """The part of their model's requests that versions are given, and whether models on demand are
+        loaded."""
+        found: dict[str, Json] = {
+            name: {"loaded": one.engine.is_loaded}
+            for name, one in self._models.items()
+            if one.is_on_demand
+        }
+        for versions in families(self._models).values():
+            for name, share in present_shares(versions).items():
+                found[name] = found.get(name, {}) | {"share": round(share, 4)}
+        return found
 
 
 def add(app: FastAPI, models: Mapping[str, ServedModel], *, takes_batches: bool) -> None:
-    """Add the route to an application. Viewers are told whether batches can be asked for."""
+    """Add the route to an application. Viewers are told whether batches can be asked for, and
+    whether they are operators."""
     broadcaster = Broadcaster(models)
 
     @app.get("/v1/live", response_model=None)
@@ -139,7 +149,8 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], *, takes_batches: bool)
         caller = request_context.current()
         seen = dict if caller.is_operator else without_requests
         frames = broadcaster.frames(seen, caller.holder)
-        return sse.EventStream(_written(frames, {"takes_batches": takes_batches}))
+        also = {"takes_batches": takes_batches, "operates": caller.is_operator}
+        return sse.EventStream(_written(frames, also))
 
 
 async def _written(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:

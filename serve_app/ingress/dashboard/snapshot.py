@@ -30,7 +30,7 @@ _COUNTERS = (
 )
 _QUANTILES = (0.5, 0.95, 0.99)
 
-_NO_SHARES: Mapping[str, float] = {}
+_NO_MORE: Mapping[str, Json] = {}
 NOTHING: Json = {}
 """The view before the first look."""
 
@@ -77,11 +77,11 @@ class Board:
         now: float,
         wall_s: float,
         fetching: Mapping[str, Sequence[FetchingReplica]],
-        shares: Mapping[str, float] = _NO_SHARES,
+        more: Mapping[str, Json] = _NO_MORE,
     ) -> None:
         """Takes each model's statistics of replicas at this moment, the replicas that run and did
-        not answer, the number in each of Serve's states, the replicas that download, and what versions
-        are given of their model's requests."""
+        not answer, the number in each of Serve's states, the replicas that download, and what else
+        is shown of models."""
         told = {stats.replica_id for of_model in found.values() for stats in of_model}
         for model, of_model in found.items():
             for stats in of_model:
@@ -96,7 +96,7 @@ class Board:
             "models": {
                 model: self._model(model, missing.get(model, ()))
                 | {"fetching": _fetched(fetching.get(model, ()))}
-                | _share(shares.get(model))
+                | more.get(model, {})
                 for model in found
             },
             "replicas": {key: _told(one) for key, one in sorted(self._replicas.items())},
@@ -153,10 +153,6 @@ class Board:
         latencies = [one.stats.latencies for one in self._replicas.values() if one.model == model]
         states = self._states.get(model, {})
         return {"states": states, "missing": list(missing), **_quantiles(latencies)}
-
-
-def _share(share: float | None) -> Json:
-    return {} if share is None else {"share": round(share, 4)}
 
 
 def _fetched(replicas: Iterable[FetchingReplica]) -> Json:

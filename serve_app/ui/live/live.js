@@ -4,6 +4,7 @@ import { Timeline } from "./chart.js";
 import { announce, byId, h, onceAFrame, setText, tiles } from "../common/dom.js";
 import { ReplicaCard, keptTokens } from "./replica.js";
 import { Batches } from "./batches.js";
+import { LoadButton } from "./loading.js";
 import { fillModels } from "../common/settings.js";
 import { count, duration } from "../common/why.js";
 
@@ -45,6 +46,7 @@ export class LivePage {
   #cards = new Map();
   #timeline = new Timeline(byId("timeline"));
   #batches = new Batches();
+  #loadButton = new LoadButton();
   #nTold = 0;
   #render = onceAFrame(() => this.#show());
 
@@ -125,6 +127,7 @@ export class LivePage {
     const model = select.value;
     const own = Object.entries(replicas).filter(([, one]) => /** @type {any} */ (one).model === model);
     const told = Object.values(happened).filter((/** @type {any} */ one) => one.model === model);
+    this.#loadButton.show(model, this.#board.operates ? models[model].loaded : undefined);
     this.#showTiles(models[model], own.map(([, one]) => one));
     this.#timeline.show(this.#history[model] ?? [], told.map((one) => ({ ...one, text: sentence(one) })), KEPT_S);
     this.#showEvents(told);

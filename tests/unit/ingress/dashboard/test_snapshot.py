@@ -47,8 +47,8 @@ class Seen:
         self.missing: list[str] = []
         self.fetching: list[FetchingReplica] = []
 
-    def look_at_versions(self, **shares: float) -> Any:
-        self.board.look(dict.fromkeys(shares, ()), {}, {}, self.now, 1000 + self.now, {}, shares)
+    def look_at_models(self, **more: Json) -> Any:
+        self.board.look(dict.fromkeys(more, ()), {}, {}, self.now, 1000 + self.now, {}, more)
         return self.board.view["models"]
 
     def look(self, *replicas: ReplicaStats, **states: int) -> Json:
@@ -230,10 +230,10 @@ def test_sixty_four_idle_replicas_cost_nothing_to_tell() -> None:
     assert set(difference(before, seen.look(*replicas))) == {"at"}
 
 
-def test_versions_say_what_they_are_given() -> None:
-    told = Seen().look_at_versions(old=0.9, new=0.1)
-    assert {name: model["share"] for name, model in told.items()} == {"old": 0.9, "new": 0.1}
-    assert "share" not in Seen().look(replica())["models"]["m"]
+def test_what_else_is_known_of_models_is_shown() -> None:
+    told = Seen().look_at_models(old={"share": 0.9}, new={"loaded": True})
+    assert (told["old"]["share"], told["new"]["loaded"]) == (0.9, True)
+    assert "loaded" not in told["old"]
 
 
 def test_downloads_are_told_until_they_end() -> None:
