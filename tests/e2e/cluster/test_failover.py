@@ -82,6 +82,7 @@ class Streams:
         asked = body(number, self.n_tokens)
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", self.url, json=asked, timeout=120) as response:
+            assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     chunk = sse(line)
