@@ -91,7 +91,7 @@ def serve_run(
     as `make serve` starts it, or by `serve run` with these environment variables."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        config = write_config(directory, [model], port, **ingress)
+        config = write_config(directory, [model], port, None, **ingress)
         return make_serve_command(config) if settings is None else serve_command("run", config)
 
     with running(command, corral_is_ready, settings or NO_SETTINGS) as server:

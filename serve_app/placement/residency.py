@@ -68,7 +68,6 @@ class Residency:
             self._since = None
             os.close(lock)
 
-    @property
     def gives_way(self) -> bool:
         """Whether somebody waits, no place is free, and this model is the one to go: the idle one that was
         used longest ago, or else the one that has worked for longest."""

@@ -170,9 +170,9 @@ class Presence(Generic[LoadedT]):
         is_busy = self._n_wanted > 0
         self._residency.note(self._came_at if is_busy else self._used_at, is_busy=is_busy)
         if is_busy:
-            return now - self._came_at >= _TURN_S and self._residency.gives_way
+            return now - self._came_at >= _TURN_S and self._residency.gives_way()
         is_idle = self._is_released or now - self._used_at >= self._keep_alive_s
-        return is_idle or self._residency.gives_way
+        return is_idle or self._residency.gives_way()
 
     async def _go(self) -> None:
         """Requests that come meanwhile wait until it is loaded again."""

@@ -68,7 +68,7 @@ def test_reserved_cpus_are_those_of_a_model_that_is_loaded() -> None:
 
 @pytest.mark.parametrize("args", [{"standby": False}, {}], ids=str)
 def test_without_a_process_serve_scales_them(args: dict[str, Any]) -> None:
-    scaled = {} if args else {"autoscaling_config": {"max_replicas": 2}}
+    scaled: dict[str, Any] = {} if args else {"autoscaling_config": {"max_replicas": 2}}
     found = engines(entry("a", **scaled), entry("b"), **args)
     assert {kind for kind, _, _ in found.values()} == {"EngineReplica"}
     for _, model, served in found.values():

@@ -27,6 +27,7 @@ from serve_app.errors import (
 )
 from serve_app.ingress import deployment
 from serve_app.ingress.deployment import HandleClient
+from serve_app.routing import reports
 from serve_app.routing.broadcast import note_running
 from serve_app.sampling import SamplingParams
 from serve_app.types import (
@@ -335,7 +336,7 @@ async def test_a_model_whose_process_stays_is_loaded_while_it_has_a_channel(
     heard: set[str] = set()
     handle, listener = replicas.Handle([]), Listener(HERE, "127.0.0.1")
     note_running(handle.app_name, handle.deployment_name, ["r1"])
-    monkeypatch.setattr(deployment.reports, "HERE", SimpleNamespace(hears=heard.__contains__))
+    monkeypatch.setattr(reports, "HERE", SimpleNamespace(hears=heard.__contains__))
     found = [
         HandleClient(handle, b"", listener, 60.0, "m", None, stands_by=stands_by)  # type: ignore[arg-type]
         for stands_by in (True, False)

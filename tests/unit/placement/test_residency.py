@@ -34,11 +34,11 @@ def test_so_many_have_a_place_and_one_that_leaves_makes_room(process: Process) -
 def test_nobody_gives_way_while_nobody_waits(process: Process) -> None:
     a, b = process("a", 1), process("b", 1)
     assert a.take(0)
-    assert not a.gives_way
+    assert not a.gives_way()
     with b.waiting(1):
-        assert a.gives_way
-        assert not b.gives_way  # it has nothing to give
-    assert not a.gives_way
+        assert a.gives_way()
+        assert not b.gives_way()  # it has nothing to give
+    assert not a.gives_way()
 
 
 def test_one_place_for_one_who_waits(process: Process) -> None:
@@ -46,9 +46,9 @@ def test_one_place_for_one_who_waits(process: Process) -> None:
     assert a.take(0)
     assert b.take(1)
     with c.waiting(2):
-        assert a.gives_way
+        assert a.gives_way()
         a.leave()
-        assert not b.gives_way
+        assert not b.gives_way()
         assert c.take(3)
 
 
@@ -69,7 +69,7 @@ def test_who_gives_way(
         assert loaded[name].take(0)
         loaded[name].note(since, is_busy=is_busy)
     with process("c", 2).waiting(30):
-        assert [name for name in "ab" if loaded[name].gives_way] == [first]
+        assert [name for name in "ab" if loaded[name].gives_way()] == [first]
 
 
 def test_who_has_waited_for_longest_is_next(process: Process) -> None:
