@@ -9,8 +9,9 @@ same request, which is sent as soon as its `/health` says that it is ready, with
 Both have the same slots, context and threads, the file in the page cache, and take turns. Each prompt is
 new. With --no-standby, Corral's process ends with the model.
 
-Prints a Markdown table of medians and ranges, and Corral's ratio to llama-server in the same round; and the
-memory of Corral's process for the model while that is not loaded (anonymous, resident).
+Prints a Markdown table of medians and ranges, and the ratios to llama-server in the same round, also of the
+time for each token that follows; and the memory of Corral's process for the model while that is not loaded
+(anonymous, resident).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PATIENCE_S = 120.0
 _SETTLE_S = 2.0
 """Seconds for which a model has been gone before it is asked for."""
 _POLL_S = 0.005
-_MODEL = "model"
+_MODEL, _N_TOKENS = "model", 33
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,28 @@ def entry(model: Path, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def first_token_s(client: httpx.Client, url: str, prompt: str, began: float) -> float:
-    """Seconds from that moment of `perf_counter` to a completion's first text. Raises RuntimeError if there
-    is none."""
-    body = {"model": _MODEL, "prompt": prompt, "max_tokens": 2, "stream": True, "ignore_eos": True}
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The times of one answer."""
+
+    first_s: float
+    """To its first text."""
+    token_s: float
+    """For each token after that."""
+
+
+def answered(client: httpx.Client, url: str, prompt: str, began: float) -> Answered:
+    """A completion's times since that moment of `perf_counter`. Raises RuntimeError if it has no text."""
+    body = {"model": _MODEL, "prompt": prompt, "max_tokens": _N_TOKENS, "stream": True}
+    body |= {"ignore_eos": True, "temperature": 0}
+    first = 0.0
     with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         for line in response.iter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                return time.perf_counter() - began
-    raise RuntimeError(f"{url} answered {response.status_code} without a token.")
+            if line.startswith("data: {") and not first:
+                first = time.perf_counter() if json.loads(line[6:])["choices"][0]["text"] else 0.0
+    if not first:
+        raise RuntimeError(f"{url} answered {response.status_code} without a text.")
+    return Answered(first - began, (time.perf_counter() - first) / (_N_TOKENS - 1))
 
 
 def unload(client: httpx.Client, url: str) -> None:
@@ -91,8 +105,8 @@ def unload(client: httpx.Client, url: str) -> None:
     time.sleep(_SETTLE_S)
 
 
-def peer_s(client: httpx.Client, program: Path, model: Path, sizes: Sizes, prompt: str) -> float:
-    """The time from llama-server's start. Raises RuntimeError if it ends, or is late."""
+def peer(client: httpx.Client, program: Path, model: Path, sizes: Sizes, prompt: str) -> Answered:
+    """The times from llama-server's start. Raises RuntimeError if it ends, or is late."""
     port = servers.free_port()
     url = f"http://127.0.0.1:{port}"
     command: list[str | Path] = [
@@ -107,7 +121,7 @@ def peer_s(client: httpx.Client, program: Path, model: Path, sizes: Sizes, promp
             if process.poll() is not None or time.perf_counter() - began > _PATIENCE_S:
                 raise RuntimeError("llama-server did not start.")
             time.sleep(_POLL_S)
-        return first_token_s(client, url, prompt, began)
+        return answered(client, url, prompt, began)
     finally:
         process.terminate()
         process.wait(_PATIENCE_S)
@@ -139,8 +153,8 @@ def _status(pid: int) -> str:
 
 def measured(
     model: Path, sizes: Sizes, program: Path, n_rounds: int, *, standby: bool
-) -> list[dict[str, float]]:
-    """Each round's seconds, by side."""
+) -> list[dict[str, Answered]]:
+    """Each round's answers, by side."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = servers.write_config(
@@ -152,14 +166,14 @@ def measured(
         servers.running(command, servers.is_healthy) as server,
         httpx.Client(timeout=_PATIENCE_S) as client,
     ):
-        first_token_s(client, server.url, "Once, to be profiled", time.perf_counter())
+        answered(client, server.url, "Once, to be profiled", time.perf_counter())
 
-        def one(number: int, side: str) -> float:
+        def one(number: int, side: str) -> Answered:
             prompt = f"{side} {number}: the water and the people say"
             if side == PEER:
-                return peer_s(client, program, model, sizes, prompt)
+                return peer(client, program, model, sizes, prompt)
             unload(client, server.url)
-            return first_token_s(client, server.url, prompt, time.perf_counter())
+            return answered(client, server.url, prompt, time.perf_counter())
 
         found = in_turns((CORRAL, PEER), n_rounds, one)
         unload(client, server.url)
@@ -168,19 +182,23 @@ def measured(
         return found
 
 
-def report(rounds: Sequence[dict[str, float]]) -> str:
+def report(rounds: Sequence[dict[str, Answered]]) -> str:
     """The table."""
-    by_side = dict(of_each(rounds))
-    rows = [
-        (
-            side,
-            f"{statistics.median(values):.2f}",
-            f"{min(values):.2f} to {max(values):.2f}",
-            spread(ratios(values, by_side[PEER]) or []),
+    rows = []
+    for side, answers in of_each(rounds):
+        firsts, tokens = [one.first_s for one in answers], [one.token_s for one in answers]
+        of_peer = [one[PEER] for one in rounds]
+        rows.append(
+            (
+                side,
+                f"{statistics.median(firsts):.2f} ({min(firsts):.2f}-{max(firsts):.2f})",
+                spread(ratios(firsts, [one.first_s for one in of_peer]) or []),
+                f"{1000 * statistics.median(tokens):.1f}",
+                spread(ratios(tokens, [one.token_s for one in of_peer]) or []),
+            )
         )
-        for side, values in by_side.items()
-    ]
-    return table(("side", "first token, s", "range", "ratio to llama-server"), rows)
+    header = ("side", "first token, s", "ratio", "then, ms for each", "ratio")
+    return table(header, rows)
 
 
 def main() -> None:
