@@ -12,7 +12,7 @@ from serve_app.types import Adapters, AdapterUse, Version
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """What the process of a model needs to know that stays while the model is not loaded."""
+    """The settings of a model's process that stays while the model is not loaded."""
 
     keep_alive_s: float
     """The model stays for so long after the last request."""

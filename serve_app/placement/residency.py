@@ -1,8 +1,8 @@
 """The models on demand that are loaded on this node: so many at most, each with a place of its own.
 
 A place is an flock(2) on a file: the kernel drops it with the process, however that ends. The file says how
-the model is used. Who waits for a place holds a lock on a file of its own, which says since when. Files are
-never removed, or two processes could lock different files of one name.
+the model is used. A process that waits for a place holds a lock on a file of its own, which says since when.
+Files are never removed, or two processes could lock different files of one name.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Residency:
 
 
 def _write(descriptor: int, since: float, is_busy: bool = False) -> bytes:
-    """What is written sorts by who is to go first."""
+    """The text sorts by who is to go first."""
     text = f"{is_busy:d} {since:020.6f}".encode()
     os.pwrite(descriptor, text, 0)
     return text
