@@ -1,7 +1,7 @@
 """The models on demand that are loaded on this node: so many at most, each with a place of its own.
 
 A place is an flock(2) on a file: the kernel drops it with the process, however that ends. The file says how
-the model is used. A process that waits for a place holds a lock on a file of its own, which says since when.
+the model is used. A process that waits for a place has a lock on a file of its own, which says since when.
 Files are never removed, or two processes could lock different files of one name.
 """
 
