@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.bodies import BodyLimits
 from serve_app.ingress.responses.store import Bounds
 from serve_app.llama.model import Model
+from serve_app.llama.vision.usable import why_unusable
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
@@ -51,6 +53,8 @@ from serve_app.store import models as store
 from serve_app.store.pieces import ALONE
 from serve_app.store.remote import UnreachableError
 from serve_app.store.sharing.cluster import ClusterSharing
+
+logger = logging.getLogger("corral.config")
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -361,16 +365,13 @@ def _looked_up(
     path = None if model.source.path is None else model.source.path.expanduser()
     is_sized = model.engine.n_slots is not None and model.engine.n_ctx_slot is not None
     if is_sized and path is not None and not path.is_file():
-        return (
-            model.source,
-            _projector(model, None, downloads),
-            None,
-        )  # replicas look for themselves
+        # Replicas look for themselves.
+        return model.source, _projector(model, model.source, None, downloads), None
     try:
         source = store.pinned(model.source, downloads)
         opened = Model(_vocabulary(source, downloads), vocab_only=True)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
-        projector = _projector(model, source, downloads)
+        projector = _projector(model, source, opened, downloads)
         if projector is not None and not is_sized:
             n_bytes = needs.weight_bytes + _projector_bytes(projector, downloads)
             needs = replace(needs, weight_bytes=n_bytes)
@@ -378,25 +379,52 @@ def _looked_up(
     except UnreachableError:
         if not is_sized:
             raise
-        return model.source, _projector(model, None, downloads), None
+        return model.source, _projector(model, model.source, None, downloads), None
 
 
 def _projector(
-    model: ModelConfig, source: ModelSource | None, downloads: DownloadsConfig
+    model: ModelConfig, source: ModelSource, opened: Model | None, downloads: DownloadsConfig
 ) -> ModelSource | None:
     """The projector that is configured, or that the model's repository has, if that can be asked: `source`
-    is pinned, None if it cannot. Raises ConfigError."""
+    is pinned, and `opened` its model, None if it cannot. Raises ConfigError."""
     wanted = model.projector
-    if wanted is None and model.engine.backend == "openvino":
+    if wanted is False or (wanted is None and model.engine.backend == "openvino"):
         return None
     try:
-        return store.projector_of(source, wanted, downloads)
+        if wanted is not None:
+            return store.pinned_projector(wanted, downloads)
+        return None if opened is None else _projector_beside(model.id, source, opened, downloads)
     except UnreachableError as error:
         if wanted and store.names_a_file(wanted):
             return wanted  # replicas look for themselves
         raise ConfigError(f"projector: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"projector: {error}") from None
+
+
+def _projector_beside(
+    model_id: str, source: ModelSource, opened: Model, downloads: DownloadsConfig
+) -> ModelSource | None:
+    """The projector that the model's repository has. If that cannot be used, a warning says so: nobody
+    asked for it. Raises UnreachableError."""
+    try:
+        found = store.projector_beside(source, downloads)
+        if found is None:
+            return None
+        reason = why_unusable(_vocabulary(found, downloads), opened.meta_int("embedding_length", 0))
+    except UnreachableError:
+        raise
+    except ConfigError as error:
+        found, reason = None, str(error)
+    if reason is None:
+        return found
+    logger.warning(
+        "Model %s reads text only, as the projector beside it cannot be used: %s To have another one, name "
+        "it in `projector`. To have none, and not this warning: `projector: false`.",
+        model_id,
+        f"{reason.rstrip('.')}.",
+    )
+    return None
 
 
 def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:

@@ -151,7 +151,12 @@ def _download(content: Json, shown: Screen) -> None:
         except ValueError:
             continue  # the server says what is wrong with it
         locate(known, downloads, told)
-        projector = projector_of(pinned(known, downloads), wanted, downloads)
+        try:
+            projector = projector_of(pinned(known, downloads), wanted, downloads)
+        except ConfigError:
+            if wanted is not None:
+                raise
+            continue  # the server says why it has none
         if projector is not None:
             locate(projector, downloads, told)
     shown.clear()

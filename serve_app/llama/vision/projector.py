@@ -60,10 +60,10 @@ class Projector:
         with library.captured() as lines:
             pointer = mtmd_cpp.mtmd_init_from_file(os.fsencode(self.path), model.pointer, params)
         if not pointer:
-            reason = next((line for line in lines if "mismatch" in line), "")
+            reason = next((f": {line.strip()}" for line in lines if "mismatch" in line), "")
             raise ConfigError(
-                f"llama.cpp cannot use the projector {self.path} with {model.path.name}"
-                f"{': ' if reason else '.'}{reason}"
+                f"llama.cpp cannot use the projector {self.path} with {model.path.name}{reason}. "
+                "`projector: false` serves text only."
             )
         self.pointer: Any = pointer
         """llama.cpp's."""

@@ -29,16 +29,16 @@ _STACKING = ("ultravox", "meralion")
 
 def senses(path: Path) -> Senses:
     """Those of a projector's file, whose weights may be missing. Raises ConfigError if it is none."""
-    reader = _reader(path)
-    return Senses(*(bool(_value(reader, f"clip.has_{one}_encoder")) for one in ("vision", "audio")))
+    reader = reader_of(path)
+    return Senses(*(bool(value(reader, f"clip.has_{one}_encoder")) for one in ("vision", "audio")))
 
 
 def check_counts(path: Path) -> None:
     """Raises ConfigError for a projector of which llama.cpp counts the embeddings of a sound wrongly: it
     would end the whole process at the first one (`clip_n_output_tokens` in tools/mtmd/clip.cpp)."""
-    reader = _reader(path)
-    kind = _value(reader, "clip.audio.projector_type") or _value(reader, "clip.projector_type")
-    n_stacked = _value(reader, "clip.audio.projector.stack_factor")
+    reader = reader_of(path)
+    kind = value(reader, "clip.audio.projector_type") or value(reader, "clip.projector_type")
+    n_stacked = value(reader, "clip.audio.projector.stack_factor")
     if kind in _STACKING and n_stacked and _N_STEPS % n_stacked:
         raise ConfigError(
             f"The projector {path} stacks {n_stacked} steps of a sound, of which llama.cpp counts the last "
@@ -46,13 +46,15 @@ def check_counts(path: Path) -> None:
         )
 
 
-def _reader(path: Path) -> GGUFReader:
+def reader_of(path: Path) -> GGUFReader:
+    """Raises ConfigError if it is no GGUF file."""
     try:
         return GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"The projector {path} cannot be read: {error}") from error
 
 
-def _value(reader: GGUFReader, name: str) -> Any:
+def value(reader: GGUFReader, name: str) -> Any:
+    """None if the file has none of that name."""
     field = reader.get_field(name)
     return None if field is None else field.contents()
