@@ -163,8 +163,9 @@ def _refuse_strangers(ingress: IngressConfig) -> None:
     is_open = ingress.api_key_file is None and not ingress.allow_anonymous
     if is_open and _proxy_hides_strangers():
         raise ConfigError(
-            "RAY_SERVE_ENABLE_HA_PROXY=1 hides who comes from another machine: set http_options.host: "
-            "127.0.0.1 (this machine only), ingress.api_key_file, or ingress.allow_anonymous: true"
+            "RAY_SERVE_ENABLE_HA_PROXY=1 hides which requests come from other machines. Set "
+            "http_options.host: 127.0.0.1 (this machine only), ingress.api_key_file, or "
+            "ingress.allow_anonymous: true"
         )
 
 
@@ -330,7 +331,7 @@ def _cores(engine: EngineConfig, share: Share, here: Machine, reserved: float) -
 
 
 def _memory_report(memory_bytes: int, n_replicas: int) -> str:
-    gib = f"{memory_bytes / 2**30:.1f} GiB of memory"
+    gib = f"sized for {memory_bytes / 2**30:.1f} GiB of memory"
     return gib if n_replicas == 1 else f"{gib} for {n_replicas} replicas"
 
 

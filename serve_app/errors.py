@@ -156,7 +156,7 @@ class PicturesWantedError(InvalidRequestError):
     @property
     def message(self) -> str:
         return (
-            f"{self.pictures[0][1]}: URLs are not fetched here: send it as a data URL "
+            f"{self.pictures[0][1]}: URLs are not fetched here. Send it as a data URL "
             "(data:image/png;base64,…)."
         )
 
@@ -241,9 +241,7 @@ class ModelNotFoundError(CorralError):
 
     @property
     def message(self) -> str:
-        return (
-            f"The model {self.args[0]!r} does not exist here; GET /v1/models lists those that do."
-        )
+        return f"The model {self.args[0]!r} does not exist here. GET /v1/models lists the models."
 
     @property
     def param(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What the site has beside docs/: the navigation's last section, and pages that are elsewhere."""
+"""Pages of the site that are not in docs/, and links to them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,6 @@ ELSEWHERE = {
     ".github/SECURITY.md": "security-policy.md",
 }
 """Pages that are not in docs/, and their names on the site."""
-
-
-def on_config(config: ProperDocsConfig) -> ProperDocsConfig:
-    """Leave out of the navigation what is not there, and put under "More" what it does not name."""
-    folder = Path(config.docs_dir)
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*.md")} | {*ELSEWHERE.values()}
-    named: set[str] = set()
-    config.nav = _kept(config.nav or [], there, named)
-    if more := sorted(there - named):
-        config.nav.append({"More": more})
-    return config
 
 
 def on_files(files: Files, config: ProperDocsConfig) -> Files:
@@ -55,22 +44,3 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         )
 
     return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)", resolved, markdown)
-
-
-def _kept(entries: list[Any], there: set[str], named: set[str]) -> list[Any]:
-    """The entries whose pages exist; these pages are added to `named`."""
-    kept: list[Any] = []
-    for entry in entries:
-        if isinstance(entry, str):
-            if entry in there:
-                named.add(entry)
-                kept.append(entry)
-            continue
-        ((title, below),) = entry.items()
-        if isinstance(below, str):
-            if below in there:
-                named.add(below)
-                kept.append(entry)
-        elif below := _kept(below, there, named):
-            kept.append({title: below})
-    return kept

@@ -151,16 +151,43 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     """The settings, and where the JSON and the plot go."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.engine", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--modes", type=listed(choice(*MODES)), default=(BARE, BATCHED))
-    parser.add_argument("--sequences", type=listed(bounded(1, 64)), default=(1, 2, 4, 8, 16))
-    parser.add_argument("--prompt-tokens", type=bounded(1, 8192), default=128)
-    parser.add_argument("--max-tokens", type=bounded(_WARM_UP_TOKENS, 4096), default=64)
-    parser.add_argument("--rounds", type=bounded(1, 50), default=3)
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
-    parser.add_argument("--batched-bench", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
+    parser.add_argument(
+        "--modes",
+        type=listed(choice(*MODES)),
+        default=(BARE, BATCHED),
+        help="what is compared, by the names above",
+    )
+    parser.add_argument(
+        "--sequences",
+        type=listed(bounded(1, 64)),
+        default=(1, 2, 4, 8, 16),
+        help="how many run at once, in each run",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=bounded(_WARM_UP_TOKENS, 4096),
+        default=64,
+        help="tokens that each sequence generates",
+    )
+    parser.add_argument("--rounds", type=bounded(1, 50), default=3, help="runs of each mode")
+    parser.add_argument(
+        "--threads",
+        type=bounded(1, 512),
+        default=usable_cores(),
+        help="threads that compute; by default one for each core",
+    )
+    parser.add_argument(
+        "--batched-bench",
+        type=Path,
+        default=None,
+        help="the path of llama.cpp's llama-batched-bench",
+    )
+    parser.add_argument("--json", type=Path, default=None, help="a file for every run")
+    parser.add_argument("--plot", type=Path, default=None, help="an SVG file for a plot")
     args = vars(parser.parse_args(argv))
     json_file, plot_file = args.pop("json"), args.pop("plot")
     return Settings(**args), json_file, plot_file

@@ -125,16 +125,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.load.capacity", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--slo", type=parse_slo, required=True)
+    parser.add_argument(
+        "--slo",
+        type=parse_slo,
+        required=True,
+        help="what users should get, as ttft_p95=2s,itl_p95=150ms",
+    )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url")
-    where.add_argument("--configs", type=Path, nargs="+")
-    parser.add_argument("--mix", type=mixes.checked_mix, default="chat=1")
-    parser.add_argument("--think", type=float, default=5.0)
-    parser.add_argument("--seconds", type=bounded(5, 3600), default=60)
-    parser.add_argument("--most", type=bounded(1, 5000), default=256)
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--model", default="")
+    where.add_argument("--url", help="a server that runs already")
+    where.add_argument(
+        "--configs", type=Path, nargs="+", help="configuration files; each is served in turn"
+    )
+    parser.add_argument(
+        "--mix", type=mixes.checked_mix, default="chat=1", help="what users do, as chat=6,rag=2"
+    )
+    parser.add_argument(
+        "--think", type=float, default=5.0, help="seconds between an answer and the next question"
+    )
+    parser.add_argument(
+        "--seconds", type=bounded(5, 3600), default=60, help="the time of each load"
+    )
+    parser.add_argument(
+        "--most",
+        type=bounded(1, 5000),
+        default=256,
+        help="the highest number of users that is tried",
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help="decides what is asked")
+    parser.add_argument(
+        "--model", default="", help="the model that is asked; by default the server's first"
+    )
     args = parser.parse_args(argv)
     slo = Slo(args.slo.get("ttft_p95_s", 2.0), args.slo.get("itl_p95_ms", 150.0) / 1000)
 

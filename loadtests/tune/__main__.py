@@ -132,20 +132,60 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     """The settings, and where the JSON and the plot go."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--formats", type=listed(choice(*quantise.FORMATS)), default=FORMATS)
-    parser.add_argument("--users", type=bounded(1, 64), default=4)
-    parser.add_argument("--sequences", type=listed(bounded(1, 64)), default=(1, 4, 16))
-    parser.add_argument("--prompt-tokens", type=bounded(1, 8192), default=128)
-    parser.add_argument("--max-tokens", type=bounded(8, 4096), default=32)
-    parser.add_argument("--rounds", type=bounded(1, 50), default=3)
-    parser.add_argument("--threads", type=bounded(1, 512), default=machine_of.read().n_cores)
-    parser.add_argument("--text", type=Path, default=None)
-    parser.add_argument("--windows", type=bounded(1, 1000), default=8)
-    parser.add_argument("--worse", type=float, default=0.03)
-    parser.add_argument("--folder", type=Path, default=folders.cache_folder() / "tuned")
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")
+    parser.add_argument(
+        "--formats",
+        type=listed(choice(*quantise.FORMATS)),
+        default=FORMATS,
+        help="the formats that are tried",
+    )
+    parser.add_argument(
+        "--users",
+        type=bounded(1, 64),
+        default=4,
+        help="requests at once, for which the fastest is chosen",
+    )
+    parser.add_argument(
+        "--sequences",
+        type=listed(bounded(1, 64)),
+        default=(1, 4, 16),
+        help="other numbers of requests at once, which the tables show",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt"
+    )
+    parser.add_argument(
+        "--max-tokens", type=bounded(8, 4096), default=32, help="tokens that each request generates"
+    )
+    parser.add_argument(
+        "--rounds", type=bounded(1, 50), default=3, help="runs of each format and setting"
+    )
+    parser.add_argument(
+        "--threads",
+        type=bounded(1, 512),
+        default=machine_of.read().n_cores,
+        help="threads that compute; by default one for each core",
+    )
+    parser.add_argument(
+        "--text", type=Path, default=None, help="a text like yours, for the perplexity"
+    )
+    parser.add_argument(
+        "--windows", type=bounded(1, 1000), default=8, help="parts of the text that are read"
+    )
+    parser.add_argument(
+        "--worse",
+        type=float,
+        default=0.03,
+        help="how much higher the perplexity of the chosen format may be, as a part",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=folders.cache_folder() / "tuned",
+        help="where the made files stay",
+    )
+    parser.add_argument("--json", type=Path, default=None, help="a file for all figures")
+    parser.add_argument("--plot", type=Path, default=None, help="an SVG file for a plot")
     args = parser.parse_args(argv)
     sequences = tuple(sorted({*args.sequences, args.users}))
     load = Load(sequences, args.prompt_tokens, args.max_tokens, args.rounds, args.threads)

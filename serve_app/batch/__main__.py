@@ -40,18 +40,33 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.batch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("input", type=Path)
-    parser.add_argument("output", type=Path)
+    parser.add_argument("input", type=Path, help="a file, or a folder of files")
+    parser.add_argument("output", type=Path, help="a folder of parts, or a .jsonl file")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", help="as for `corral serve`; the built-in one if not given")
-    which.add_argument("--config", type=Path, help="a file for `serve run`; its first model")
-    parser.add_argument("--column", help="the column that asks; without it, rows are requests")
-    parser.add_argument("--endpoint", default=None, help="with --column; chat by default")
+    which.add_argument("--model", help="as for `corral serve`; by default the built-in one")
+    which.add_argument(
+        "--config", type=Path, help="a configuration file, whose first model is used"
+    )
+    parser.add_argument(
+        "--column", help="the column with the questions; without it, rows are requests"
+    )
+    parser.add_argument(
+        "--endpoint", default=None, help="the route that --column is for; by default chat"
+    )
     parser.add_argument("--system", help="a system prompt for each row")
-    parser.add_argument("--fields", type=json.loads, default={}, help="as '{\"max_tokens\": 64}'")
-    for name in ("slots", "context", "threads", "replicas"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--lines-per-part", type=int, default=_LINES_PER_PART)
+    parser.add_argument(
+        "--fields",
+        type=json.loads,
+        default={},
+        help="fields for each request, as '{\"max_tokens\": 64}'",
+    )
+    parser.add_argument("--slots", type=int, help="requests of an engine that run at once")
+    parser.add_argument("--context", type=int, help="tokens of a slot")
+    parser.add_argument("--threads", type=int, help="threads of an engine")
+    parser.add_argument("--replicas", type=int, help="engines; by default as many as have room")
+    parser.add_argument(
+        "--lines-per-part", type=int, default=_LINES_PER_PART, help="lines that are written at once"
+    )
     return parser.parse_args(argv)
 
 

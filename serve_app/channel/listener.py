@@ -149,7 +149,10 @@ class Listener:
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, None):  # Python 3.13 has none for it
                 raise
-            logger.warning("Tokens may come over any interface: none has %s.", self._host)
+            logger.warning(
+                "No interface has the address %s, so tokens may arrive over any interface.",
+                self._host,
+            )
         return await self._start_at("::" if ":" in self._host else "0.0.0.0")
 
     async def _start_at(self, host: str) -> asyncio.Server:

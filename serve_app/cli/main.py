@@ -86,22 +86,22 @@ Anonymous = Annotated[
     typer.Option(
         "--allow-anonymous",
         envvar="CORRAL_ALLOW_ANONYMOUS",
-        help="Serve everybody who reaches the address, without keys.",
+        help="Serve everybody who reaches the address, without API keys.",
     ),
 ]
 Url = Annotated[
     str,
-    typer.Option(envvar="CORRAL_URL", help="The server: its address, with or without /v1."),
+    typer.Option(envvar="CORRAL_URL", help="The address of the server, with or without /v1."),
 ]
 ApiKey = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
         envvar="CORRAL_API_KEY",
         show_default=False,
-        help="The key to send, if the server wants one.",
+        help="The API key to send, if the server needs one.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the server's figures as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _URL = "http://127.0.0.1:8000"
 _PIPE_WIDTH = 160
 """Columns of tables that go to a file or another program, which cut nothing off."""
@@ -138,11 +138,11 @@ def serve(
             envvar="CORRAL_CONFIG",
             metavar="FILE",
             show_default=False,
-            help="A configuration file with all of that, in the place of MODEL and the options above.",
+            help="A configuration file, instead of MODEL and the options above.",
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the lines of Ray and Serve, too.")
+        bool, typer.Option("--verbose", "-v", help="Also print the lines of Ray and Serve.")
     ] = False,
 ) -> None:
     """Serve models on this machine until Ctrl-C.
@@ -163,9 +163,7 @@ def serve(
         tuple(models or ()), host, port, slots, context, threads, api_key_file, allow_anonymous
     )
     if config is not None and options != Options():
-        _fail(
-            "--config names a file that says everything: give no MODEL and no other option with it."
-        )
+        _fail("--config cannot be combined with MODEL or other options: the file has all settings.")
     try:
         status = server.run(options, config, _console(), verbose=verbose)
     except ConfigError as error:
@@ -223,7 +221,7 @@ def check(
 def chat(
     prompt: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(help="Answer this, and end.", show_default=False),
+        typer.Argument(help="A question. Without one, a chat begins.", show_default=False),
     ] = None,
     url: Url = _URL,
     api_key: ApiKey = None,
@@ -237,13 +235,11 @@ def chat(
     ] = None,
     max_tokens: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Most tokens of an answer.", show_default=False),
+        typer.Option(min=1, help="The most tokens of an answer.", show_default=False),
     ] = None,
     temperature: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(
-            min=0, max=2, help="0 takes the likeliest token each time.", show_default=False
-        ),
+        typer.Option(min=0, max=2, help="0 always takes the likeliest token.", show_default=False),
     ] = None,
 ) -> None:
     """Chat in the terminal with this server, or any other that speaks the OpenAI API.
@@ -310,7 +306,7 @@ def top(
     api_key: ApiKey = None,
     frames: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="End after so many seconds.", show_default=False),
+        typer.Option(min=1, help="Stop after so many seconds.", show_default=False),
     ] = None,
 ) -> None:
     """Show what a server does, once a second, until Ctrl-C.
@@ -335,14 +331,14 @@ def weights(
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
             metavar="[VERSION=PERCENT]...",
-            help="What versions get of the model's requests. The others share the rest as before.",
+            help="The percentage of the requests that a version gets. The others share the rest as before.",
             show_default=False,
         ),
     ] = None,
     url: Url = _URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Show what each version of a model gets of its requests, or change that.
+    """Show or change the part of a model's requests that each version gets.
 
     Examples:
 
@@ -381,7 +377,7 @@ def rollback(
 
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
 def batch(context: typer.Context) -> None:
-    """Answer a file of requests, or a column of a table, with engines of its own.
+    """Answer a file of requests, or a column of a table. No server is needed.
 
     The options are those of `python -m serve_app.batch`.
 

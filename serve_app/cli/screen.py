@@ -67,7 +67,7 @@ class Screen(AbstractContextManager["Screen"]):
 
     def stage(self, model: str, stage: Stage) -> None:
         """How far a model's engine is."""
-        most = "" if stage.limit_s is None else f" batches, {stage.limit_s:.0f} s at most"
+        most = "" if stage.limit_s is None else f" (at most {stage.limit_s:.0f} s)"
         name = f"{model}: {stage.name}{most}"
         if not self._console.is_terminal:
             self._say_once(f"{name} ...")
@@ -119,28 +119,28 @@ def local_name(host: str) -> str:
 def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) -> list[str]:
     """The lines that are said at the end. `models` is what `/v1/stats` tells of them; `trained` is how many
     tokens each was trained for."""
-    lines = [f"Address   {served.address}/v1    {_who(served)}"]
+    lines = [f"Address   {served.address}/v1"]
     is_open = served.key_file is not None or served.allow_anonymous
     if served.host in ("0.0.0.0", "::") and is_open:
         lines.append(
-            f"          http://{socket.gethostname()}:{served.port}/v1    from other machines"
+            f"          http://{socket.gethostname()}:{served.port}/v1 from other machines"
         )
-    lines.append(f"Page      {served.address}/    for browsers of this machine")
+    lines += [f"          {_who(served)}", f"Page      {served.address}/"]
     for model in models:
         lines += _model_lines(model, trained)
-    lines.append(f"Logs      {_short(served.log)}; Ray's own in {served.ray_logs}")
-    lines.append("Ctrl-C stops it. Talk to it: corral chat. Watch it: corral top.")
+    lines += [f"Logs      {_short(served.log)}", f"          {served.ray_logs} (Ray's own)"]
+    lines.append("Ctrl-C stops it. In another terminal, try: corral chat, corral top")
     return lines
 
 
 def _who(served: Served) -> str:
     if served.key_file is not None:
-        return f"with an API key of {_short(served.key_file)}"
+        return f"Clients need an API key of {_short(served.key_file)}."
     if served.allow_anonymous:
-        return "no key: everybody who reaches this address may use it"
+        return "Clients need no key. Everybody who reaches the address can use it."
     if served.host in ("0.0.0.0", "::"):
-        return "this machine only; --api-key-file opens it to others"
-    return "this machine only; --api-key-file with --host 0.0.0.0 opens it to others"
+        return "Only for this machine. --api-key-file FILE opens it to others."
+    return "Only for this machine. --host 0.0.0.0 --api-key-file FILE opens it to others."
 
 
 def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
@@ -149,7 +149,8 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
     n_slots, n_ctx_slot = engine["n_slots"], engine["n_ctx_slot"]
     times = f"{len(replicas)} replicas, each " if len(replicas) > 1 else ""
     sizes = f"{times}{n_slots} slots x {n_ctx_slot:,} tokens, {engine['threads']} threads"
-    lines = [f"Model     {model['id']}: {sizes}", f"          {replicas[0]['placement']}"]
+    lines = [f"Model     {model['id']}: {sizes}"]
+    lines += [f"          {reason}" for reason in replicas[0]["placement"].split("; ")]
     if n_ctx_slot < LITTLE_CONTEXT:
         lines += [
             f"          {line}" for line in _little(n_slots, n_ctx_slot, trained.get(model["id"]))
@@ -160,18 +161,19 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
 def _little(n_slots: int, n_ctx_slot: int, n_ctx_train: int | None) -> list[str]:
     """Why a slot has so few tokens, and what would give more."""
     if n_ctx_train is not None and n_ctx_train <= n_ctx_slot:
-        return [f"{n_ctx_slot:,} tokens are all that this model was trained for."]
+        return [f"The model was trained for {n_ctx_slot:,} tokens, so a slot has no more."]
     most = min(LITTLE_CONTEXT, n_ctx_train or LITTLE_CONTEXT)
     fewer = max(1, n_slots * n_ctx_slot // most)
     room = max(n_ctx_slot, n_slots * n_ctx_slot // fewer)
     warning = [
-        f"Warning: {n_ctx_slot:,} tokens, prompt and answer together, are few: long chats will not fit."
+        f"Warning: long chats do not fit in {n_ctx_slot:,} tokens for prompt and answer together."
     ]
     if fewer < n_slots and room > n_ctx_slot:
-        warning.append(f"--slots {fewer} --context {min(room, most)} takes the same memory;")
+        warning.append(f"--slots {fewer} --context {min(room, most)} takes the same memory.")
     warning.append(
-        "In a --config FILE, engine.cache_type_k and cache_type_v: q8_0 hold nearly twice as many tokens."
+        "engine.cache_type_k and engine.cache_type_v: q8_0 (in a --config FILE) hold nearly"
     )
+    warning.append("twice as many tokens.")
     return warning
 
 

@@ -54,8 +54,8 @@ def _run(
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
         typer.echo(
-            f"This needs {' and '.join(missing)}, which Corral brings along if asked: "
-            f"pip install 'corral[{extra}]'",
+            f"This command needs {' and '.join(missing)}. To install what it needs, run: "
+            f"{sys.executable} -m pip install 'corral[{extra}]'",
             err=True,
         )
         return 1

@@ -117,7 +117,7 @@ class EngineConfig(Section):
     cache_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for prefixes that lost their slot, in MiB. A chat that comes back starts
     from there. 0 keeps none. Default: an eighth of what the weights leave on the machine that reads the
-    configuration, and of the node's available memory at most."""
+    configuration, or on the replica's own node if that is less."""
     n_checkpoints: NonNegativeInt = 3
     """Checkpoints of each slot, for models with sliding windows or recurrent layers (Gemma 3, gpt-oss,
     LFM2, Qwen3.5, Mamba). A chat that comes back starts from the deepest checkpoint that it still
@@ -127,20 +127,20 @@ class EngineConfig(Section):
     checkpoints used last stay. `checkpoint_bytes` in `/v1/stats` is the size of one. Default: a
     sixteenth, as for `cache_ram_mib`."""
     cache_folder: Path | None = None
-    """A folder on each node where prefixes are kept for the next start. They hold what users wrote, and
-    only the owner can read them. You delete the files of models that are no longer served. Default:
-    prefixes are lost at the end."""
+    """A folder on each node where prefixes are kept for the next start. They hold what users
+    wrote, and only the owner can read them. Delete the files of models that you no longer serve.
+    Default: prefixes are lost at the end."""
     slot_folder: Path | None = None
-    """A folder on each node where `POST /slots/{id_slot}` saves slots and restores them. The files hold
-    what users wrote. A restored slot is for the `cache_group` that it was saved from. Default: such
-    requests are refused."""
+    """A folder on each node where `POST /slots/{id_slot}` saves slots and restores them. The files
+    hold what users wrote. A restored slot belongs to the `cache_group` that saved it. Default:
+    requests to save and restore are refused."""
     slot_folder_max_mib: NonNegativeInt = 4096
-    """Most that all files in `slot_folder` may take, in MiB. A save that needs more, or more than the
-    disk has, is refused with 507 before anything is written."""
+    """Most that all files in `slot_folder` may take, in MiB. If a save needs more, or more than
+    the disk has, it is refused with 507 before anything is written."""
     backend: BackendName = "llama.cpp"
-    """Whose kernels compute the model. `openvino` is faster for several sequences at once, slower for a
-    single one, and does less: see [OpenVINO](openvino.md). It needs `corral[openvino]`. `auto` takes
-    what is measured to be faster for the slots, among those that can do what is configured."""
+    """Whose kernels compute the model. `openvino` is faster for several sequences at once, slower
+    for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both,
+    and takes the faster one for the slots."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""
@@ -155,8 +155,9 @@ class EngineConfig(Section):
     """A draft model. Its proposals are verified together, where that is measured to be faster. Default:
     none."""
     context_shift: bool = False
-    """Whether a request with `max_tokens` that fills its context goes on. It then drops half of the
-    tokens after its first `n_keep`. Otherwise it ends with `length`. A request may say otherwise."""
+    """Whether a request with `max_tokens` goes on when its context is full. It then drops half of
+    the tokens after its first `n_keep`. Otherwise it ends with `length`. A request can override
+    this."""
     n_keep: Annotated[int, Field(ge=-1)] = 0
     """First tokens that a context shift keeps. The very first token is always kept. -1 keeps the
     prompt."""
@@ -200,23 +201,23 @@ class DeploymentConfig(Section):
     may have four times as many open as places are free. Default: for an engine, 2 x (slots + waiting) +
     16, so that statistics and health checks reach a full replica; for the ingress, 1000."""
     max_queued_requests: PositiveInt | None = None
-    """Requests that are held back while all replicas are full, or until they have taken a burst. One
-    ingress replica counts those of an engine. Default: for an engine, 64; for the ingress, its
-    `max_ongoing_requests`."""
+    """Requests that Serve holds back while all replicas are full. Each ingress replica counts for
+    itself. Default: for an engine, 64; for the ingress, its `max_ongoing_requests`."""
     health_check_period_s: PositiveFloat = 5
     """Seconds between two of Serve's health checks."""
     health_check_timeout_s: PositiveFloat = 30
     """A replica that does not answer for this many seconds is replaced."""
     graceful_shutdown_timeout_s: NonNegativeFloat | None = None
-    """Seconds that running requests get to finish when a replica is stopped. An engine's requests then
-    go on elsewhere; the ingress's streams are cut. Default: for an engine, 30; for the ingress, 600."""
+    """Seconds that running requests get to finish when a replica is stopped. After that, an
+    engine's requests continue on other replicas, and the ingress's streams are cut. Default: for
+    an engine, 30; for the ingress, 600."""
     graceful_shutdown_wait_loop_s: PositiveFloat = 0.5
-    """Seconds between two looks of a stopping replica at whether it is done."""
+    """Seconds between two checks whether a stopping replica is done."""
     max_constructor_retry_count: PositiveInt = 3
     """Starts that may fail before Serve gives up on a deployment."""
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
-    """Of the replicas, how many in a hundred are started beside the old ones when a deploy replaces these.
-    Each needs room. With 0, an old one goes first. Default: for an engine, 0; for the ingress, 100."""
+    """The percentage of replicas that a deploy starts before it stops the old ones. Each needs
+    room. With 0, an old replica stops first. Default: for an engine, 0; for the ingress, 100."""
     max_replicas_per_node: PositiveInt | None = None
     """Most replicas of this deployment on one node. Default: no limit."""
     ray_actor_options: RayActorOptions = RayActorOptions()
@@ -282,9 +283,8 @@ class ModelConfig(Section):
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
     projector: ModelSource | Literal[False] | None = None
-    """A GGUF file (`mmproj`) with which the model sees pictures, or hears sounds: every kind of source
-    that a model has, but for `builtin`; `false` for none. Default: that of the source's repository, if it
-    is one, and has one."""
+    """A GGUF file (`mmproj`) for pictures or sounds, from any kind of source except `builtin`.
+    `false` uses none. Default: the projector of the source's repository, if there is one."""
     defaults: DefaultsConfig = DefaultsConfig()
     """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()
@@ -292,9 +292,9 @@ class ModelConfig(Section):
     deployment: DeploymentConfig = DeploymentConfig()
     """The engine's Serve deployment, below."""
     keep_alive: KeepAlive | None = None
-    """Load the model when somebody asks for it, and unload it when nobody has for this long: seconds, or
-    a text such as `5m`. Others that are asked for may take its place before. Default: the model is always
-    loaded."""
+    """Loads the model when a request asks for it, and unloads it when no request has for this
+    long: seconds, or a text such as `5m`. Other models with `keep_alive` may push it out earlier.
+    Default: the model is always loaded."""
     batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     """How long a replica collects arrivals, in seconds, so that they enter the engine together. Every
     request waits this long. docs/benchmarks.md says what it costs and gains."""
@@ -308,7 +308,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _projects(self) -> ModelConfig:
         if self.projector and self.projector.builtin:
-            raise ValueError("projector.builtin is a model, and no projector")
+            raise ValueError("projector.builtin is a model, not a projector")
         return self
 
 
@@ -316,23 +316,24 @@ class BatchConfig(Section):
     """Files and batches."""
 
     folder: Path | None = None
-    """Where files, batches and their books are kept: a folder that all nodes with an ingress see, on a file
-    system with locks. Without one, there are no files and batches."""
+    """The folder for files and batches. All nodes with an ingress must see it, on a file system
+    with locks. Without it, there are no files and batches."""
     max_file_mib: PositiveInt = 200
-    """Of one file."""
+    """Size of one file, in MiB."""
     max_files: PositiveInt = 1000
-    """Files that one API key may have; without keys, all together."""
+    """Files of one API key. Without keys, of all clients together."""
     max_total_mib: PositiveInt = 4096
-    """The most that these files may take together."""
+    """Size of these files together, in MiB."""
     max_lines: PositiveInt = 200_000
     """Requests in one file."""
     max_batches: PositiveInt = 100
     """Batches of one API key that have not ended."""
     max_concurrency: PositiveInt = 256
-    """Lines of batches that one ingress replica asks the engines for at once; fewer, if these have fewer
-    places."""
+    """Lines that one ingress replica asks the engines for at once. If the engines have fewer
+    places, it asks for fewer."""
     may_scale: bool = False
-    """Whether autoscaling adds replicas for lines that wait. Otherwise they take what is there."""
+    """Whether autoscaling adds replicas for lines that wait. Otherwise lines use only the replicas
+    that are there."""
 
 
 class IngressConfig(Section):
@@ -344,34 +345,36 @@ class IngressConfig(Section):
     allow_anonymous: bool = False
     """Whether Corral answers every machine without keys."""
     ui: bool | Literal["auto"] = "auto"
-    """Whether there is a page for browsers at `/`. With `auto`, only requests to a loopback address get
-    it, and only if no HAProxy that others reach is in front."""
+    """Whether there is a page for browsers at `/`. With `auto`, only requests to a loopback
+    address get it, and only if no HAProxy in front is open to other machines."""
     cors_origins: list[
         Annotated[str, Field(pattern=r"^(\*|localhost|[a-z][a-z0-9+.-]*://[^/]+)$")]
     ] = []
     """Web sites whose pages may use the API, such as `https://chat.example`. `localhost` is every site
     that this machine serves, on any port. `*` is all sites. Default: none; with API keys, all."""
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
-    """A stream that has sent nothing for this many seconds sends a ping, so that no proxy takes it for
-    dead. Readers drop pings. 0 and -1 send none. A request may say otherwise (`sse_ping_interval`)."""
+    """A stream that has sent nothing for this many seconds sends a ping, so that proxies do not
+    close it. Clients ignore pings. 0 and -1 turn them off. A request can override this
+    (`sse_ping_interval`)."""
     strict: bool = False
-    """Whether requests with unknown fields are refused. Otherwise such fields are ignored, and the
-    header `x-corral-ignored` of the answer names them."""
+    """Whether requests with unknown fields are refused. Otherwise these fields are ignored, and
+    the header `x-corral-ignored` of the answer names them."""
     verbose: bool = False
-    """Whether every answer to a chat tells, in `__verbose`, the prompt as the model got it, as if its
-    request had asked for that with `verbose`. For debugging, as `--verbose` of llama-server."""
+    """Whether answers to chats include the prompt as the model got it, in `__verbose`, as with the
+    request's own `verbose`. For debugging, like `--verbose` of llama-server."""
     disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
     """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. They
     answer 501. Default: none."""
     allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
-    """Names that the server goes by besides `localhost`: `corral.example`, `*.example` for all below
-    it, `*` for all. If there is a list, or if only this machine is answered, requests to another `Host`
-    are refused. Default: none."""
+    """Host names that clients may use besides `localhost`: `corral.example`, `*.example` for all
+    below it, `*` for all. If there is a list, or if only this machine is answered, requests to
+    another `Host` are refused. Default: none."""
     picture_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
-    """Hosts from which pictures are fetched that requests name by `http(s)` URLs: `images.example`,
-    `*.example` for all below it, `*` for all. Never from private addresses. Default: none."""
+    """Hosts from which Corral fetches pictures that requests name by `http(s)` URLs:
+    `images.example`, `*.example` for all below it, `*` for all. It never asks private addresses.
+    Default: none."""
     anonymous_admin: bool = False
-    """Whether, with `allow_anonymous`, everybody may do what operators do: save and erase slots, and
+    """Whether, with `allow_anonymous`, everybody may act as an operator: save and erase slots, and
     see what others do."""
     max_open_bodies: PositiveInt | None = None
     """Request bodies that one ingress replica reads at once. At the limit, the client with the most
@@ -402,7 +405,7 @@ class IngressConfig(Section):
     def _bodies_leave_room(self) -> IngressConfig:
         if self.max_open_bodies is not None and self.max_open_bodies >= self.max_ongoing_requests:
             raise ValueError(
-                f"max_open_bodies: {self.max_open_bodies} would leave no room beside slow bodies: "
+                f"max_open_bodies: {self.max_open_bodies} leaves no room for other requests: "
                 f"deployment.max_ongoing_requests is {self.max_ongoing_requests}"
             )
         return self
@@ -422,20 +425,20 @@ class AppConfig(Section):
     """The whole application."""
 
     models: Annotated[list[ModelConfig], Field(min_length=1)]
-    """The models, below, by the name that clients use. A request without `model` gets the first."""
+    """The models, below. A request without `model` gets the first one."""
     ingress: IngressConfig = IngressConfig()
-    """The HTTP side, below."""
+    """The HTTP server, below."""
     downloads: DownloadsConfig = NO_DOWNLOADS
-    """Where each node keeps the models that it downloads, below."""
+    """The folder of downloaded models, below."""
     max_loaded_models: PositiveInt = 1
-    """Of the models with `keep_alive`, how many are loaded on a machine at once. They share it with those
-    that are always loaded."""
+    """Most models with `keep_alive` that are loaded on a machine at once. They share it with those that are
+    always loaded."""
     standby: bool | None = None
     """Whether each model with `keep_alive` keeps a process while it is not loaded, which makes loading
     faster by seconds. Default: yes, unless one of these models may have several replicas."""
     max_load_s: PositiveFloat = 120
-    """Longest time, in seconds, that a request waits for its model to be loaded. Then it is answered with
-    503 and `Retry-After`, while loading goes on."""
+    """Longest time, in seconds, that a request waits until its model is loaded. Then it gets 503
+    with `Retry-After`, and loading goes on."""
 
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:
@@ -456,7 +459,7 @@ class AppConfig(Section):
             names = [one.version or DEFAULT_VERSION for one in versions]
             if len(set(names)) != len(names):
                 raise ValueError(
-                    f"models: two entries have the id {model_id!r}: give each another `version` "
+                    f"models: several entries have the id {model_id!r}. Give each a different `version` "
                     f"({', '.join(names)})"
                 )
             if all(one.weight == 0 for one in versions):
@@ -494,7 +497,7 @@ def load(path: Path) -> AppConfig:
     open_to_all = app.ingress.api_key_file is None and not app.ingress.allow_anonymous
     if open_to_all and not is_loopback(str(host)):
         raise ConfigError(
-            f"{path}: http_options.host: {host} is reached from other machines: set ingress.api_key_file, "
+            f"{path}: other machines can reach http_options.host: {host}. Set ingress.api_key_file "
             "or ingress.allow_anonymous: true"
         )
     return app

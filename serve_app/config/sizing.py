@@ -98,8 +98,8 @@ class ModelNeeds:
         ):
             if head % block_size(name):
                 raise ConfigError(
-                    f"engine.cache_type_{letter}: {name} packs {block_size(name)} numbers together, "
-                    f"and this model's heads have {head}"
+                    f"engine.cache_type_{letter}: {name} packs {block_size(name)} numbers into a block, "
+                    f"which does not divide this model's heads of {head}"
                 )
             total += n_bytes(name, elements)
         return total
@@ -224,15 +224,18 @@ def shares_of_memory(config: EngineConfig) -> tuple[str, ...]:
 
 
 def bounded(options: EngineOptions, shares: Iterable[str], memory_bytes: int) -> EngineOptions:
-    """With no larger shares than the same ones of a node with so much available memory: it may have less
-    than the machine that read the configuration."""
+    """With no larger shares than the same ones of what the weights leave of a node's available memory. The
+    node may have less than the machine that read the configuration, and that may not know the weights."""
     parts = {
         "cache_ram_bytes": _CACHE_RAM_SHARE_OF_MEMORY,
         "checkpoint_ram_bytes": _CHECKPOINT_SHARE_OF_MEMORY,
     }
     return replace(
         options,
-        **{name: min(getattr(options, name), int(parts[name] * memory_bytes)) for name in shares},
+        **{
+            name: min(getattr(options, name), int(parts[name] * max(0, memory_bytes)))
+            for name in shares
+        },
     )
 
 

@@ -35,11 +35,12 @@ class ModelSource(Section):
     """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
     `@REVISION` at the end chooses another revision than the newest. A cluster downloads it once."""
     repo_id: str | None = None
-    """A Hugging Face repository, the long way to say `repo`."""
+    """A Hugging Face repository, with `filename`. `repo` is the shorter way."""
     filename: str | None = None
     """The file in that repository."""
     url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")] | None = None
-    """A file at a URL that fsspec reads, as `https://`, `s3://` or `gs://`. A cluster downloads it once."""
+    """A file at a URL that fsspec reads, such as `https://`, `s3://` or `gs://`. A cluster
+    downloads it once."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ModelSource:
@@ -62,16 +63,16 @@ class DownloadsConfig(Section):
     """Where each node keeps the models that it downloads."""
 
     folder: Path | None = None
-    """Default: `models` in this user's cache folder, `~/.cache/corral`."""
+    """The folder on each node. Default: `models` in this user's cache folder, `~/.cache/corral`."""
     max_gib: Annotated[float, Field(gt=0)] | None = None
-    """The most that they take together, in GiB. At the limit, the least recently used one is deleted, but
-    none that is in use. Default: what the disk has room for."""
+    """The most that downloaded models take together, in GiB. At the limit, the least recently used
+    model that is not in use is deleted. Default: what the disk has room for."""
     share: bool = True
-    """Nodes of a cluster fetch different parts of a file, and have the other parts from each other: so each
-    part is downloaded once. Otherwise, each node downloads all of it."""
+    """Whether the nodes of a cluster fetch different parts of a file, and copy the other parts
+    from each other. Each part is then downloaded once. Otherwise each node downloads all of it."""
     max_converted_gib: Annotated[float, Field(gt=0)] | None = None
-    """The same for models that are converted for OpenVINO, whatever their source. They are in `openvino`
-    in the cache folder."""
+    """The most that models converted for OpenVINO take together, in GiB. They are in `openvino` in
+    the cache folder. Default: what the disk has room for."""
 
     @property
     def max_converted_bytes(self) -> int | None:
@@ -89,7 +90,7 @@ class AdapterConfig(Section):
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
     """Its name. Clients write it after the model's name and a colon."""
     source: ModelSource
-    """The adapter's GGUF file: every kind of source that a model has, but for `builtin`."""
+    """The adapter's GGUF file, from any kind of source except `builtin`."""
     scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
     """The factor by which its change of the weights is multiplied."""
 

@@ -129,7 +129,9 @@ class CommandQueue:
         if closed := self._closed():
             return closed
         if sequence.id in self._live:
-            return InvalidRequestError(f"A request with the id {sequence.id!r} is running.", "id")
+            return InvalidRequestError(
+                f"A request with the id {sequence.id!r} is already running.", "id"
+            )
         request = sequence.request
         places = self._places[request.background]
         if not request.n_failovers:

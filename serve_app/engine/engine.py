@@ -247,9 +247,13 @@ class Engine:
             if not able and any(isinstance(one, kind) for one in request.media):
                 raise InvalidRequestError(f"This model takes no {kind.__name__.lower()}s.", "model")
         if request.prompt.count(MEDIUM) != len(request.media):
-            raise InvalidRequestError("The prompt has not as many places as media.", "prompt")
+            raise InvalidRequestError(
+                "The prompt has another number of places than of media.", "prompt"
+            )
         if request.sampling.prompt_logprobs:
-            raise InvalidRequestError("Media have no log-probabilities.", "logprobs")
+            raise InvalidRequestError(
+                "Prompts with media cannot have log-probabilities.", "logprobs"
+            )
         if request.context_shift:
             raise InvalidRequestError(
                 "A prompt with media cannot be shifted: half of one is none.", "context_shift"

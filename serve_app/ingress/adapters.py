@@ -68,7 +68,7 @@ class AdapterControl:
                 for name, one in self._resolved.items()
             }
         except Exception as error:
-            logger.warning("Which adapters are loaded is not known: %r.", error)
+            logger.warning("The list of loaded adapters could not be read: %r.", error)
             return
         if found == self._known or not (self._known or any(found.values())):
             return
@@ -87,7 +87,7 @@ class AdapterControl:
         resolved = self._resolved[model_id]
         if config.id in {one.id for one in resolved.adapters}:
             raise InvalidRequestError(
-                f"The adapter {config.id!r} is in the configuration already.", "load"
+                f"The configuration already has the adapter {config.id!r}.", "load"
             )
         config = await asyncio.to_thread(_pinned, config, resolved)
         answers = await broadcast.ask_all(handle, "load_adapter", config, timeout_s=_LOAD_S)
@@ -117,7 +117,8 @@ class AdapterControl:
         """Have it no more, nowhere: what runs with it goes on. Raises CorralError."""
         if adapter_id in {one.id for one in self._resolved[model_id].adapters}:
             raise InvalidRequestError(
-                f"The adapter {adapter_id!r} is in the configuration: take it out there.", "unload"
+                f"The adapter {adapter_id!r} is part of the configuration. Remove it there.",
+                "unload",
             )
         engines = self._resolved[model_id].id
         gone = await asyncio.to_thread(self._all_loaded.remove, engines, adapter_id)

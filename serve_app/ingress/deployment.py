@@ -170,7 +170,7 @@ class HandleClient:
         except TimeoutError:
             likely_s = self._max_load_s if self._load_s is None else self._load_s
             raise ModelLoadingError(
-                f"The model is not loaded after {self._max_load_s:g} seconds. Loading goes on.",
+                f"The model was not loaded within {self._max_load_s:g} seconds. Loading goes on.",
                 math.ceil(likely_s),
             ) from None
         finally:

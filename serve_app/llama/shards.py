@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from serve_app.errors import ConfigError
 
@@ -28,7 +29,12 @@ def names(first: str) -> tuple[str, ...]:
     begin, count = first[: found.start()], int(found["count"])
     if int(found["number"]) != 1:
         raise ConfigError(
-            f"{first} is one of {count} files of a model: name the first one, "
+            f"{first} is one of {count} files of a model. Name the first one, "
             f"{begin}-00001-of-{count:05d}.gguf."
         )
     return tuple(f"{begin}-{one:05d}-of-{count:05d}.gguf" for one in range(1, count + 1))
+
+
+def n_bytes(first: Path) -> int:
+    """Of all files of a model, of which this is the first or the only one. Raises ConfigError, OSError."""
+    return sum(first.with_name(name).stat().st_size for name in names(first.name))

@@ -60,17 +60,17 @@ def settle(
     the kernel takes a page from the node of the thread that first touches it. No lease is not an error:
     CPUs that are not its own are left to the kernel then."""
     if reserved < 1 or reserved != int(reserved):
-        return unpinned(f"{reserved:g} CPUs are reserved for it, which are no whole cores")
+        return unpinned(f"num_cpus is {reserved:g}, which is not a whole number of cores")
     here = machine or read()
     cpus, quota = here.topology.cpus, here.quota
     if quota is not None:
         return unpinned(
-            f"it has a CPU quota of {quota:g} cores on {len(cpus)} that others use, too"
+            f"it has a CPU quota of {quota:g} cores, on {len(cpus)} cores that others use too"
         )
     try:
         lease = leases.take(here.topology, int(reserved), folder, spread=spread)
     except OSError as error:
-        return unpinned(f"there can be no leases in {folder} ({error})")
+        return unpinned(f"leases cannot be kept in {folder} ({error})")
     if lease is None:
         return unpinned(f"fewer than {reserved:g} of {len(cpus)} cores are free")
     before = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -78,16 +78,17 @@ def settle(
         _pin(lease.cpus)
     except OSError as error:
         lease.release()
-        return unpinned(f"the kernel refuses ({error})")
-    report = f"pinned to cores {list_cpus(lease.cpus)}{_node(here, lease)}, its own"
-    return Place(lease, report, before)
+        return unpinned(f"the kernel does not allow it ({error})")
+    where = f"{list_cpus(lease.cpus)}{_node(here, lease)}"
+    return Place(lease, f"pinned to cores {where}, which no other replica uses", before)
 
 
 def _node(here: Machine, lease: CoreLease) -> str:
-    nodes = here.topology.nodes
+    if len(here.topology.nodes) < 2:
+        return ""
     if lease.numa_node is not None:
         return f" of NUMA node {lease.numa_node}"
-    return "" if len(nodes) < 2 else f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
+    return f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
 
 
 def _pin(cpus: Iterable[int]) -> None:

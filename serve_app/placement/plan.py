@@ -55,12 +55,12 @@ def undivided(machine: Machine, n_models: int) -> Share:
 def merged(share: Share, n_replicas: int) -> Share:
     """Fewer replicas, at least 1, that take the places of all."""
     n_places = share.n_replicas // n_replicas
-    of_what = f"{n_replicas} replica{'s' * (n_replicas > 1)} in the place of {share.n_replicas}"
+    of_what = f"{n_replicas} replica{'s' * (n_replicas > 1)} instead of {share.n_replicas}"
     return Share(
         n_replicas,
         share.num_cpus * n_places,
         share.n_cores * n_places,
-        f"{of_what}, as memory has no room for more",
+        f"{of_what}, because memory has no room for more",
     )
 
 
@@ -102,7 +102,7 @@ def _dealt(machine: Machine, n_models: int, n_places: int, size: int, reason: st
             n_replicas := max(1, n_places // n_models + (i < n_places % n_models)),
             num_cpus,
             n_cores(machine, num_cpus),
-            f"{n_replicas} replica{'s' * (n_replicas > 1)}, as {reason}",
+            f"{n_replicas} replica{'s' * (n_replicas > 1)}, because {reason}",
         )
         for i in range(n_models)
     ]

@@ -35,6 +35,7 @@ from serve_app.errors import (
     ModelReplacedError,
 )
 from serve_app.folders import cache_folder
+from serve_app.llama import shards
 from serve_app.logs import forward_to_serve
 from serve_app.placement.machine import available_memory, cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
@@ -88,13 +89,14 @@ class LoadedModel:
             adapters = [AdapterFile(one.id, await find(one.source)) for one in model.adapters]
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
+        weights = sum(shards.n_bytes(one) for one in (path, projector, draft) if one is not None)
         standby = model.standby
         reserved = _reserved_cpus() if standby is None else standby.num_cpus
         self._settled, self._sizing = settle_in(model, reserved), model.sizing
         self._closing.callback(self._settled.place.leave)
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
-            sizing.bounded(model.options, model.memory_shares, available_memory()),
+            sizing.bounded(model.options, model.memory_shares, available_memory() - weights),
             threads=self._settled.threads,
             fewer_threads=model.threads is None and model.options.threads_batch is None,
             computing_cpus=self._settled.computing_cpus,
@@ -201,7 +203,7 @@ class LoadedModel:
         background: bool = False,  # by its place: see prompt_of
     ) -> NDArray[np.float32] | CorralError:
         """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
-        computed. What goes wrong is returned."""
+        computed. Errors are returned."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             return await self._embed(Texts(texts, client, background=background))
@@ -235,7 +237,7 @@ class LoadedModel:
             raise ModelReplacedError("The model is being replaced by one with another vocabulary.")
 
     async def stats(self) -> ReplicaStats:
-        """What this replica is doing."""
+        """The present work of this replica."""
         replica_id, node_id = _whereabouts()
         return ReplicaStats(
             replica_id=replica_id,
@@ -248,7 +250,7 @@ class LoadedModel:
         )
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int | CorralError:
-        """See Engine.media_tokens. What goes wrong is returned."""
+        """See Engine.media_tokens. Errors are returned."""
         try:
             return await asyncio.to_thread(self._engine.media_tokens, sizes)
         except CorralError as error:
@@ -257,7 +259,7 @@ class LoadedModel:
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction | CorralError | None:
-        """See SlotFiles; None if another replica is meant. What goes wrong is returned."""
+        """See SlotFiles; None if another replica is meant. Errors are returned."""
         if replica_id != _whereabouts()[0]:
             return None
         try:
@@ -266,7 +268,7 @@ class LoadedModel:
             return error
 
     async def load_adapter(self, config: AdapterConfig) -> str | CorralError:
-        """See ReplicaAdapters.load. What goes wrong is returned."""
+        """See ReplicaAdapters.load. Errors are returned."""
         try:
             return await self._adapters.load(config)
         except CorralError as error:
@@ -398,7 +400,7 @@ def _log(request: GenerationRequest, end: SequenceEnd) -> None:
 def _prefixes(
     path: Path, system_prompts: Sequence[str], chat_template: str | None
 ) -> tuple[tuple[int, ...], ...]:
-    """What chats with these system prompts begin with, as tokens."""
+    """The beginnings of chats with these system prompts, as tokens."""
     if not system_prompts:
         return ()
     tokenizer = Tokenizer(path, chat_template)
@@ -412,6 +414,6 @@ async def _in_new_thread(load: Callable[[], Engine]) -> Engine:
 
 
 def _reserved_cpus() -> float:
-    """What Ray has reserved for this replica."""
+    """The CPUs that Ray has reserved for this replica."""
     context: Any = ray.get_runtime_context()
     return float(context.get_assigned_resources().get("CPU", 0.0))

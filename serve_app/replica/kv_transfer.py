@@ -181,7 +181,8 @@ class KVTransfer:
         strangers = [one.replica_id for one in found if one.key != self._prefixes.key]
         if strangers:
             logger.warning(
-                "No prefixes are transferred from or to %s: another model or context.", strangers
+                "No prefixes are transferred from or to %s, because the model or the context differs.",
+                strangers,
             )
         return [one for one in found if one.key == self._prefixes.key]
 

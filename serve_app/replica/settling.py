@@ -74,7 +74,7 @@ def _computing(place: Place, threads: int) -> tuple[int, ...] | None:
 def _reason(here: Machine, place: Place, reserved: float) -> str:
     if here.quota is not None:
         n_all = len(here.topology.cpus)
-        return f"its part of a CPU quota of {here.quota:g} cores, on {n_all} that others use, too"
+        return f"its part of a CPU quota of {here.quota:g} cores, on {n_all} that others use too"
     n_cpus = own_cpus(here, reserved) if place.cores is None else len(place.cores)
     cpus = "CPUs" if n_cpus > 1 else "CPU"
     return f"one for each physical core of its {n_cpus} {cpus}"

@@ -1,4 +1,4 @@
-"""Downloads a file in pieces, several at once. What is there when a process dies is there for the next one.
+"""Downloads a file in pieces, several at once. If a process dies, the next one continues.
 
 Beside the file, while it is not whole, lie `NAME.part`, as long as the file, and `NAME.pieces`, a byte for
 each piece: 1 once it is on the disk. The file has its own name only when it is whole and checked.
@@ -36,7 +36,7 @@ another node. Any thread."""
 
 
 class DamagedError(ConfigError):
-    """What came is not what the origin had promised."""
+    """The content differs from what the origin had promised."""
 
 
 def n_present(folder: Path, file: RemoteFile) -> int:
@@ -85,7 +85,7 @@ def fetch(
         fetched = _fetched(origin, file, folder, on_bytes, sharing)
         if not fetched:
             logger.warning(
-                "%s arrived damaged, in part from other nodes: it is downloaded anew, without them.",
+                "%s arrived damaged, in part from other nodes. It is downloaded again, without them.",
                 file.path,
             )
             on_bytes(-file.n_bytes, False)
@@ -123,7 +123,7 @@ def _fetched(
 
 
 def enter(origin: Origin, file: RemoteFile) -> None:
-    """Whoever takes a file from other nodes asks for a byte of it first: the origin may refuse it to this
+    """Before a file comes from other nodes, the origin is asked for a byte: it may refuse the file to this
     node. One that does not answer refuses nothing. Raises ConfigError."""
     try:
         for _ in origin.read(file, 0, 1):
@@ -137,11 +137,11 @@ def enter(origin: Origin, file: RemoteFile) -> None:
 
 
 def disk_error(folder: Path, error: OSError) -> ConfigError:
-    """What it means that the disk does not take a file."""
+    """The meaning of an error while a file is written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ConfigError(
-            f"The disk of {folder} is full. What has been downloaded stays there, and the download goes on "
-            "from there when there is room: make some, or set downloads.folder to another disk."
+            f"The disk of {folder} is full. The downloaded part stays there, and the download continues "
+            "when there is room. Make room, or set downloads.folder to another disk."
         )
     return ConfigError(f"{folder} cannot be written: {error}")
 
@@ -258,7 +258,9 @@ class _Fetching:
             raise UnreachableError(
                 f"{name} cannot be downloaded: {told}. The part that has arrived is kept for the next try."
             ) from error
-        logger.warning("%s: the connection broke (%s); it goes on from there.", name, told)
+        logger.warning(
+            "%s: the connection broke (%s). The download continues from there.", name, told
+        )
         self._stop.wait(min(_LONGEST_PAUSE_S, 0.25 * 2**failures))
 
 
@@ -275,17 +277,15 @@ def _check(origin: Origin, file: RemoteFile, part: Path, *, had_help: bool) -> N
             raise
         is_current = True
     if not is_current:
-        raise DamagedError(
-            f"{file.path} was changed while it was downloaded. The next try begins anew."
-        )
+        raise DamagedError(f"{file.path} changed during the download. The next try starts again.")
     if file.sha256 is None:
         return
     with part.open("rb") as whole:
         found = hashlib.file_digest(whole, "sha256").hexdigest()
     if found != file.sha256:
         raise DamagedError(
-            f"{file.path} arrived damaged: its SHA-256 is {found}, and should be {file.sha256}. It was "
-            "deleted; the next try begins anew."
+            f"{file.path} arrived damaged: its SHA-256 is {found} instead of {file.sha256}. It was "
+            "deleted. The next try starts again."
         )
 
 

@@ -167,7 +167,7 @@ def _ask(wanted: HubName) -> Listing:
         raise ConfigError(str(error)) from None
     except Exception as error:  # no network: each version of the library has its own kinds
         raise UnreachableError(
-            f"Hugging Face cannot be asked for the files of {wanted.repo} ({_first_line(error)})."
+            f"Hugging Face cannot be reached for the files of {wanted.repo} ({_first_line(error)})."
         ) from None
     files = [
         RemoteFile(

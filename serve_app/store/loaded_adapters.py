@@ -118,5 +118,5 @@ def _entry(number: int, told: Mapping[str, Any]) -> LoadedAdapter | None:
 
 def _taken(adapter_id: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"There is an adapter {adapter_id!r} already: unload it before.", "load"
+        f"There already is an adapter {adapter_id!r}. Unload it first.", "load"
     )

@@ -46,8 +46,8 @@ def parse(text: str) -> HubName:
     found = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
     if found is None or (found["early"] and found["late"]):
         raise ConfigError(
-            f"{text} is not the name of a Hugging Face repository: OWNER/NAME, OWNER/NAME:QUANT or "
-            "OWNER/NAME:FILE.gguf, with @REVISION behind it for another than the newest."
+            f"{text} is not the name of a Hugging Face repository. Give OWNER/NAME, OWNER/NAME:QUANT or "
+            "OWNER/NAME:FILE.gguf, and add @REVISION for another revision than the newest."
         )
     choice = found["choice"]
     if choice is not None and choice.lower() == "latest":  # as Ollama calls what is not chosen
@@ -113,12 +113,12 @@ def _only(models: Sequence[str], quant: str, wanted: HubName) -> str:
     found = [name for name in models if _is_of(name, quant)]
     if not found:
         raise ConfigError(
-            f"{wanted.repo} has nothing of {quant}: choose a file by its quantisation. {_list(models)}"
+            f"{wanted.repo} has no file of {quant}. Choose another quantisation. {_list(models)}"
         )
     if len(found) > 1:
         example = HubName(wanted.repo, found[0], wanted.revision)
         raise ConfigError(
-            f"{wanted.repo} has more than one model of {quant}: name a file, as {example}. {_list(found)}"
+            f"{wanted.repo} has several files of {quant}. Name a file, such as {example}. {_list(found)}"
         )
     return found[0]
 

@@ -44,14 +44,14 @@ class PieceSource(Protocol):
         """It did not come from there. It is handed out again."""
 
     def withdraw(self) -> None:
-        """What came is damaged: others must not have it from here."""
+        """The content is damaged: others must not have it from here."""
 
     def close(self) -> None:
         """Whatever is not done will not be."""
 
 
 class Sharing(Protocol):
-    """What the nodes of a cluster have for each other. Any thread may call; nothing raises, as each node
+    """Files that nodes of a cluster have for each other. Any thread may call; nothing raises, as each node
     can do without the others."""
 
     def source(

@@ -64,7 +64,7 @@ class RemoteModel:
 
     @property
     def listing(self) -> Listing:
-        """What is known of its files, to find them again."""
+        """The known facts of its files, to find them again."""
         return {"commit": self.commit, "files": [asdict(file) for file in self.files]}
 
     @property

@@ -85,7 +85,7 @@ def _described(file_system: Any, path: str) -> RemoteFile:
         raise ConfigError(f"source.url: there is no file {path}") from None
     except Exception as error:  # each file system has its own kinds
         raise UnreachableError(
-            f"source.url: {path} cannot be asked ({type(error).__name__}: {error})"
+            f"source.url: {path} cannot be reached ({type(error).__name__}: {error})"
         ) from None
     if not info.get("size"):
         raise ConfigError(f"source.url: {path} does not say how long it is")

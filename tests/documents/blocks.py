@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = tuple(
-    path
-    for path in (
-        ROOT / "README.md",
-        ROOT / "ARCHITECTURE.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
-        *sorted((ROOT / ".github").rglob("*.md")),
-    )
-    if "```" in path.read_text()
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
 )
+PAGES = tuple(path for path in DOCUMENTS if "```" in path.read_text())
+"""Those with code blocks."""
 SERVER = "http://127.0.0.1:8000"
-"""The server that the documents ask."""
+"""The server that the documents ask,"""
+YOURS = "https://llm.example"
+"""and one that only the reader has: tests ask the former."""
 RUN = (
     *(f"corral {name}" for name in ("chat", "check", "config model.gguf", "ps", "stats", "top")),
     f"curl {SERVER}",
+    f"curl {YOURS}/v1",
     "python3 -c",
     "cp serve_config.yaml",
 )
@@ -38,7 +39,7 @@ LEFT_OUT: Mapping[str, str] = {
     "corral serve": "serves until Ctrl-C; tests/e2e/cli starts it",
     "corral tune": "measures for minutes; its own tests run it",
     "corral weights": "needs a model in two versions; tests/e2e/cluster changes their weights",
-    "curl https://llm.example": "asks a server that only the reader has",
+    f"curl {YOURS}/lora-adapters": "needs an adapter's file; tests/e2e/cluster loads some",
     "docker": "needs a registry",
     "export": "is for shells of several machines",
     "kubectl": "needs a Kubernetes cluster; tests/unit/test_kubernetes.py renders the files",
@@ -55,7 +56,7 @@ LEFT_OUT: Mapping[str, str] = {
     "sudo": "changes the reader's machine",
     "systemctl": "needs systemd",
 }
-"""How commands begin that are not run, and why."""
+"""How commands begin that are not run, and why. tests/unit/test_code_blocks.py checks what they name."""
 
 
 class Block(NamedTuple):

@@ -82,7 +82,7 @@ def _kind(schema: dict[str, Any], defs: dict[str, Any], null_is_default: bool) -
         kept = [p for p in parts if not (p.get("type") == "null" and null_is_default)]
         return " or ".join(dict.fromkeys(_kind(part, defs, null_is_default) for part in kept))
     if "const" in schema:
-        return f"`{schema['const']}`"
+        return _default(schema["const"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     kind = schema.get("type", "any")

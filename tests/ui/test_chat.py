@@ -124,7 +124,7 @@ def test_tool_calls_are_folded_and_take_results(ui_server: Corral, open_page: Op
     expect(call.locator("pre")).to_contain_text('"city"')
     give_more(page, {"tools": tools, "tool_choice": "none"})
     answer.get_by_label("Result of get_weather").fill('{"temperature_celsius": 21}')
-    answer.get_by_role("button", name="Give results").click()
+    answer.get_by_role("button", name="Send results").click()
     expect(page.locator(".message.tool")).to_contain_text("21")
     done(page.locator(".assistant").nth(1))
 

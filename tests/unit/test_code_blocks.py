@@ -1,39 +1,41 @@
-"""Code blocks of the documents: commands and options exist, and everything else parses."""
+"""Code blocks of the documents: each is run, or read by the program or the type that it is for."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import json
 import re
 import subprocess
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer
-import yaml
 
-from serve_app.cli.main import app
+from serve_app import sampling
 from tests.documents import blocks as documents
+from tests.documents import options, schemas
 from tests.documents.blocks import ROOT, blocks, commands
 
 PAGES = documents.PAGES
 LANGUAGES = {"sh", "python", "yaml", "json", ""}
-# Programs that a reader has from elsewhere; their options are not checked here.
 FOREIGN = {
-    "curl", "docker", "export", "git", "kubectl", "pip", "pre-commit", "ray", "serve", "locust",
-    "ip", "cd", "numactl", "set", "ulimit", "apt-get", "node", "npm", "systemctl", "for", "buildah",
-    "useradd", "install", "chown", "chmod", "sed", "cp", "nginx", "ufw",
+    "curl", "docker", "export", "git", "kubectl", "make", "pip", "pre-commit", "pytest", "python3",
+    "cp", "sh", "apt-get", "systemctl", "buildah", "useradd", "install", "chown", "chmod", "sed",
+    "nginx", "ufw",
 }  # fmt: skip
-FORWARDED = {
-    "batch": "serve_app.batch",
-    "bench": "loadtests.engine",
-    "capacity": "loadtests.load.capacity",
-    "tune": "loadtests.tune",
+"""Programs that a reader has from elsewhere. Of ours among their words, `check` looks at files, targets and
+units; their options are not checked."""
+EXCERPTS = {
+    "README.md": "tests/e2e/server/test_documents.py compares it with the answers",
+    "docs/develop/how-to.md": "test_the_example_of_a_declaration_is_the_code",
+    "docs/openvino.md": "tests/unit/engine/test_kernels.py compares it with the log line",
 }
-"""Commands of `corral` that are programs of their own."""
+"""Pages with one block without a language, and what checks it."""
+NAMED = r"(?:\.venv/bin/)?(?:corral|python -m|ray|serve|locust) \S"
+"""How code in a sentence begins that is a command of one of `options.PROGRAMS`."""
 
 
 def of(language: str) -> list[Any]:
@@ -51,13 +53,88 @@ def test_every_block_is_of_a_kind_that_is_checked(path: Path) -> None:
     assert len(re.findall(r"^ *```", path.read_text(), re.M)) == 2 * len(blocks(path))
 
 
+def test_blocks_without_a_language_are_excerpts_that_are_compared_with_their_source() -> None:
+    found = [
+        str(path.relative_to(ROOT))
+        for path in PAGES
+        for block in blocks(path)
+        if not block.language
+    ]
+    assert sorted(found) == sorted(EXCERPTS)
+
+
+def test_the_example_of_a_declaration_is_the_code() -> None:
+    """The meaning alone is cut short."""
+    (text,) = [one.text for one in blocks(ROOT / "docs/develop/how-to.md") if not one.language]
+    source = ast.parse(Path(sampling.__file__).read_text())
+    said, *_ = ast.parse(text).body
+    assert isinstance(said, ast.AnnAssign)
+    (there,) = [
+        node
+        for node in ast.walk(source)
+        if isinstance(node, ast.AnnAssign) and ast.dump(node.target) == ast.dump(said.target)
+    ]
+    for node in (said, there):
+        assert isinstance(node.value, ast.Call)
+        meaning = node.value.args[1]
+        assert isinstance(meaning, ast.Constant)
+        meaning.value = str(meaning.value)[:90]
+    assert ast.dump(said) == ast.dump(there)
+
+
 @pytest.mark.parametrize("text", of("sh"))
-def test_commands_exist_with_these_options(text: str) -> None:
+def test_commands_exist(text: str) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
     found = list(commands(text))
     assert found
     for words in found:
         check(words)
+
+
+@cache
+def programs() -> list[tuple[list[str], str | None]]:
+    """The commands of our programs, in blocks and in sentences, and what these say is wrong."""
+    found = [
+        words
+        for path in PAGES
+        for block in blocks(path)
+        if block.language == "sh"
+        for words in map(program, commands(block.text))
+        if words[0] in options.PROGRAMS
+    ]
+    found += [words for path in documents.DOCUMENTS for words in in_sentences(path.read_text())]
+    return [*zip(found, options.problems(found), strict=True)]
+
+
+def in_sentences(text: str) -> Iterator[list[str]]:
+    """Commands that are said with a value: a name alone, as `corral weights`, says that it exists."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\||- |\d+\. )", text):
+        for code in re.findall(r"`([^`]+)`", paragraph):
+            if re.match(NAMED, code) and not re.search(r"\.\.\.|…", code):
+                words = program(next(commands(" ".join(code.split()))))
+                named = len(words) < 3 if words[0] != "python" else False
+                yield [*words, "--help"] if named else words
+
+
+def program(words: list[str]) -> list[str]:
+    """As `options.PROGRAMS` takes it: without its folder, and without where its output goes."""
+    words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
+    if ">" in words:
+        words = words[: words.index(">")]
+    return ["python", *words[2:]] if words[:2] == ["python", "-m"] else words
+
+
+def test_programs_take_the_commands() -> None:
+    """By their own parsers: subcommands, options, values, and what must be given."""
+    assert [(words, problem) for words, problem in programs() if problem] == []
+
+
+def test_commands_are_found_in_sentences() -> None:
+    assert len([words for words, _ in programs()]) > 120
+    text = "Use `corral serve --port\n1`.\n\n- `corral ps`\n- `ray up ...` and `serve_app`\n"
+    text += "```sh\n`corral x`\n```\n"
+    assert [*in_sentences(text)] == [["corral", "serve", "--port", "1"], ["corral", "ps", "--help"]]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -90,53 +167,31 @@ def test_no_reason_is_left_over() -> None:
 
 
 def check(words: list[str]) -> None:
-    """Raises AssertionError, or a click.UsageError, for what does not exist here."""
+    """Raises AssertionError for what does not exist here."""
     if words[0] == "sudo":
         words = words[1:]
-    name, *rest = words
-    program = name.removeprefix(".venv/bin/")
-    if program == "corral":
-        group: Any = typer.main.get_command(app)
-        command: click.Command = group.commands[rest[0]]
-        if command.context_settings.get("ignore_unknown_options"):
-            assert_options(FORWARDED[rest[0]], rest)
-        else:
-            known = {option for one in command.params for option in one.opts}
-            assert {word for word in rest if word.startswith("--")} <= known | {"--help"}, words
-    elif program == "make":
+    name, *rest = program(words)
+    if name == "make":
         targets = [".venv/.ready", "/opt/corral"]
         targets += re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-        assert {word for word in rest if not word.startswith("-") and "=" not in word} <= set(
-            targets
-        )
-    elif program == "python3" and rest[0] == "-c":
+        assert {word for word in rest if word[0] != "-" and "=" not in word} <= set(targets)
+    elif name == "python3":
+        assert rest[0] == "-c"
         ast.parse(rest[1])
-    elif program == "sh":
-        assert (ROOT / rest[0]).exists(), words
-    elif program in ("python", "python3") and rest[0] == "-m":
-        assert importlib.util.find_spec(rest[1]) is not None, words
-        assert_options(rest[1], rest[2:])
-    elif program == "pytest":
-        for word in rest:
-            assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), word
+    elif name == "curl":
+        schemas.check_curl(rest)
+    elif name == "systemctl":
+        units = [one for one in rest[1:] if one[0] != "-" and one not in ("caddy", "nginx")]
+        assert all((ROOT / f"cluster/systemd/{one}.service").exists() for one in units), words
+    elif name == "pytest":
+        for path, _, test in (word.partition("::") for word in rest if word[0] != "-"):
+            assert (ROOT / path).exists(), path
+            assert not test or f"def {test}(" in (ROOT / path).read_text(), test
     else:
-        assert program in FOREIGN, words
+        assert name in FOREIGN | options.PROGRAMS.keys(), words
     for word in (one.removeprefix("/opt/corral/") for one in rest):
-        if re.match(r"(cluster|docs|tests)/", word):
+        if re.match(r"(cluster|docs|tests|loadtests)/", word):
             assert (ROOT / word.partition("::")[0]).exists(), word
-
-
-def assert_options(module: str, words: list[str]) -> None:
-    """Our own modules spell their options in argparse: each must be there."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    folder = Path(str(spec.origin)).parent
-    if folder.is_relative_to(ROOT):
-        sources = "".join(path.read_text() for path in (ROOT / "loadtests").rglob("*.py"))
-        sources += "".join(path.read_text() for path in folder.rglob("*.py"))
-        for word in words:
-            if re.match(r"--\w", word):
-                assert f'"{word.partition("=")[0]}"' in sources, f"{module} {word}"
 
 
 @pytest.mark.parametrize("text", of("python"))
@@ -149,38 +204,74 @@ def test_programs_compile_and_import_what_is_there(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", of("yaml"))
-def test_yaml_parses(text: str) -> None:
-    assert yaml.safe_load(text)
+def test_yaml_is_valid(text: str) -> None:
+    schemas.check_yaml(text)
 
 
 @pytest.mark.parametrize("text", of("json"))
-def test_json_parses(text: str) -> None:
-    """As a whole, or as fields of a document, or line by line."""
-    lines = text.strip().splitlines()
-    forms = ([text], [f"{{{text}}}"], lines)
-    assert any(all(map(_is_json, form)) for form in forms)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+def test_json_is_valid(text: str) -> None:
+    schemas.check_json(text)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["corral", "serve", "--slot", "3"],
         ["make", "nothing"],
-        ["python", "-m", "loadtests.nothing"],
-        ["python", "-m", "loadtests.compare", "--no-such-option"],
         ["kubectl", "apply", "-k", "cluster/kubernetes/nowhere"],
         ["coral", "serve"],
+        ["sudo", "systemctl", "restart", "coral"],
+        [".venv/bin/pytest", "tests/unit/test_docs.py::test_nothing"],
+        ["curl", "http://127.0.0.1:8000/v1/nothing"],
+        ["curl", "http://127.0.0.1:8000/v1/chat/completions"],  # a GET
     ],
     ids=" ".join,
 )
 def test_the_check_finds_what_does_not_exist(words: list[str]) -> None:
     with pytest.raises(AssertionError):
         check(words)
+
+
+def test_parsers_find_what_does_not_exist() -> None:
+    wrong = [
+        ["corral", "serve", "--slot", "3"],
+        ["corral", "serve", "--slots", "many"],
+        ["corral", "bench", "--nothing"],
+        ["corral", "nothing"],
+        ["python", "loadtests.nothing"],
+        ["python", "loadtests.compare", "--no-such-option"],
+        ["locust", "-f", "loadtests/locustfile.py", "--nothing"],
+        ["ray", "start", "--nothing"],
+        ["serve", "nothing"],
+    ]
+    assert [
+        words for words, problem in zip(wrong, options.problems(wrong), strict=True) if not problem
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "engine: {n_slot: 4}",
+        "ingress: {picture_hosts: 5}",
+        "- {id: a, source: {}}",
+        "models: []",
+        "keys: [{name: a, key: short}]",
+        "nothing: {}",
+    ],
+)
+def test_yaml_that_is_wrong_is_found(text: str) -> None:
+    with pytest.raises((ValueError, KeyError, schemas.ConfigError)):
+        schemas.check_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"url": "/v1/nothing"}, {"body": {"messages": "Hello"}}, {"custom_id": None}],
+    ids=str,
+)
+def test_json_that_is_wrong_is_found(change: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    schemas.check_json(json.dumps(line))
+    with pytest.raises((ValueError, AssertionError)):
+        schemas.check_json(json.dumps({k: v for k, v in (line | change).items() if v is not None}))

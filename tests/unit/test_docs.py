@@ -112,6 +112,29 @@ def test_every_tool_format_is_documented() -> None:
     assert sorted(names) == sorted(form.name for form in FORMATS)
 
 
+NAMED = sorted(
+    folder
+    for folder in {module.parent for module in MODULES}
+    if len(folder.parts) == 2 or (folder.parts[0] == "serve_app" and len(folder.parts) == 3)
+    if folder.parts[0] in ("serve_app", "loadtests")
+)
+
+
+@pytest.mark.parametrize("folder", NAMED, ids=str)
+def test_the_architecture_names_every_folder(folder: Path) -> None:
+    """By its path from the root, or by its name where its parent is said."""
+    text = PAGES[Path("ARCHITECTURE.md")]
+    assert f"`{folder}/" in text or f"`{folder.name}/`" in text
+
+
+def test_the_sites_navigation_has_every_page_once() -> None:
+    text = (ROOT / "docs/.site/mkdocs.yml").read_text()
+    named = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", text, re.M)
+    elsewhere = {"readme.md", "architecture.md", "contributing.md", "security-policy.md"}
+    there = {str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs"}
+    assert sorted(named) == sorted(there | elsewhere)
+
+
 def test_paths_in_the_documents_exist() -> None:
     for page, text in PAGES.items():
         for name in re.findall(r"`((?:serve_app|loadtests|cluster|tests|docs)/[\w./]*)`", text):

@@ -96,8 +96,8 @@ def test_other_names_are_all_versions() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([entry(), entry()], "another `version` (default, default)"),
-        ([entry(), entry(version="default")], "another `version`"),
+        ([entry(), entry()], "a different `version` (default, default)"),
+        ([entry(), entry(version="default")], "a different `version`"),
         ([entry(version="a", weight=0), entry(version="b", weight=0)], "no version has a weight"),
         ([entry(), entry(id="n", aliases=["m"])], "the same name"),
         ([entry(version="a@b")], "version"),

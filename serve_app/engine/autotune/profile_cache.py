@@ -57,7 +57,7 @@ def load_as(folder: Path, name: str, parse: Callable[[object], _Kept]) -> _Kept 
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        logger.warning("The profile in %s cannot be used, and is made again: %s", path, error)
+        logger.warning("The profile in %s cannot be used and is measured again: %s", path, error)
         return None
 
 

@@ -128,8 +128,8 @@ class Books:
         ).fetchone()
         if n_files >= self.limits.max_files or n_bytes + n_new > self.limits.max_bytes:
             raise RateLimitError(
-                f"You have {n_files} files of {n_bytes} bytes; {self.limits.max_files} files of "
-                f"{self.limits.max_bytes} bytes together are the most. Delete some.",
+                f"You have {n_files} files of {n_bytes} bytes. The limit is {self.limits.max_files} files "
+                f"of {self.limits.max_bytes} bytes together. Delete some.",
                 60,
             )
 

@@ -158,7 +158,7 @@ async def _received(request: Request, arriving: Path, max_bytes: int) -> Form:
         raise InvalidRequestError("The form ends too early.") from None
     except TimeoutError:
         raise SlowRequestError(
-            f"The file came too slowly: each {_PROGRESS_S:.0f} seconds must bring {_MIN_RATE} bytes."
+            f"The file came too slowly. Send at least {_MIN_RATE} bytes in each {_PROGRESS_S:.0f} seconds."
         ) from None
     finally:
         await asyncio.to_thread(file.close)

@@ -113,7 +113,7 @@ class Runner:
         except LeaseLostError:
             logger.warning("Batch %s: another ingress works on it.", batch.id)
         except Exception:
-            logger.exception("Batch %s: something failed; it is tried again.", batch.id)
+            logger.exception("Batch %s failed for now. It is tried again.", batch.id)
             await asyncio.sleep(_MOST_PAUSE_S)
         finally:
             with suppress(Exception):

@@ -34,7 +34,7 @@ class Service:
         """Raises NotSupportedError without a folder."""
         if self._books is None:
             raise NotSupportedError(
-                "Files and batches need a folder: set ingress.batch.folder in the configuration."
+                "Files and batches are not configured. Set ingress.batch.folder."
             )
         return self._books
 

@@ -67,8 +67,8 @@ def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
     model = find(models, asked.model)
     if not model.tokenizer.reranks:
         raise NotSupportedError(
-            f"The model {model.id!r} cannot rank: its file names no pooling of the type 'rank', "
-            "as those of reranking models do. `engine.embedding_pooling: rank` makes it one.",
+            f"The model {model.id!r} cannot rank. Its file does not name the pooling type 'rank', "
+            "as files of reranking models do. If it is one, set `engine.embedding_pooling: rank`.",
             "model",
         )
     texts = [model.tokenizer.encode_pair(asked.query, text) for text in asked.documents]
@@ -99,7 +99,7 @@ def check_does_not_rank(model: KnownModel) -> None:
     """Raises NotSupportedError for a model that ranks, and has no vectors."""
     if model.tokenizer.reranks:
         raise NotSupportedError(
-            f"The model {model.id!r} ranks, and makes no embeddings: use /v1/rerank.", "model"
+            f"The model {model.id!r} is a reranking model. Use /v1/rerank.", "model"
         )
 
 

@@ -61,7 +61,10 @@ async def unbroken(
             if pause_s is None:
                 raise
             logger.warning(
-                "%s goes on elsewhere after %d tokens: %s", request.id, life.n_tokens, error
+                "%s continues on another replica after %d tokens: %s",
+                request.id,
+                life.n_tokens,
+                error,
             )
             await asyncio.sleep(pause_s)
             life.go_on()

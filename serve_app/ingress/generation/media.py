@@ -33,7 +33,7 @@ def check(model: KnownModel, is_sound: bool, field: str) -> None:
     """Raises MediaError for what a model has no projector for."""
     if is_sound and not model.hears:
         raise MediaError(
-            "Audio input is not supported: this model has no projector that hears.", field
+            "Audio input is not supported: this model has no projector for sound.", field
         )
     if not is_sound and not model.sees:
         reads = (
@@ -62,7 +62,9 @@ def read(model: KnownModel, urls: Sequence[str], field: str) -> list[Medium]:
     PicturesWantedError for all that are to be fetched, and MediaError like `check`."""
     if len(urls) > pictures.MAX_PICTURES:
         raise InvalidRequestError(
-            f"{len(urls)} pictures and sounds: a request may have {pictures.MAX_PICTURES}.", field
+            f"The request has {len(urls)} pictures and sounds. At most {pictures.MAX_PICTURES} are "
+            "allowed.",
+            field,
         )
     names = [f"{_kind(url)} {number} of {len(urls)}" for number, url in enumerate(urls, 1)]
     if wanting := [one for one in zip(urls, names, strict=True) if pictures.is_wanting(one[0])]:

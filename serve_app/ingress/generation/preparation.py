@@ -125,7 +125,7 @@ def _adapters(model: KnownModel, params: GenerationParams) -> Adapters:
     for one in params.lora:
         if one.id not in model.adapters:
             raise InvalidRequestError(
-                f"There is no LoRA adapter {one.id}: this model has {len(model.adapters)}.", "lora"
+                f"There is no LoRA adapter {one.id}. This model has {len(model.adapters)}.", "lora"
             )
         scales[one.id] = one.scale
     return active(model.adapters[i]._replace(scale=scale) for i, scale in scales.items())
@@ -267,7 +267,7 @@ def _prefill(body: ChatCompletionRequest) -> tuple[Sequence[ChatMessage], str]:
     before = body.messages[:-1]
     if before and before[-1].role == "assistant":
         raise InvalidRequestError(
-            "Two messages of the assistant at the end: only one can be continued.", "messages"
+            "The last two messages are the assistant's. Only one can be continued.", "messages"
         )
     return before, last.joined(_PARTS)
 

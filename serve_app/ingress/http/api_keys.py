@@ -108,11 +108,12 @@ class Account:
         most = self.key.max_concurrent_requests
         if most is not None and n + besides > most:
             raise KeyLimitError(
-                f"The request asks for {n + besides} answers; with this API key, {most} are the most."
+                f"The request asks for {n + besides} answers. This API key allows {most}."
             )
         if most is not None and self._n_running + n > most:
             raise RateLimitError(
-                f"This API key may have {most} requests at once, and has {self._n_running}.", 1
+                f"This API key allows {most} requests at once, and {self._n_running} are running.",
+                1,
             )
         self._n_running += n
 
@@ -121,8 +122,8 @@ class Account:
         now = self._clock()
         if now < self._refused_until:
             raise NoRoomError(
-                "A moment ago there was no room for more requests of this API key. Wait as "
-                "`Retry-After` says.",
+                "A moment ago there was no room for more requests of this API key. Wait the seconds that "
+                "`Retry-After` gives.",
                 RETRY_S,
             )
         if now < self._refused_until + FORGIVEN_S:
@@ -137,8 +138,8 @@ class Account:
         key = self.key
         if key.max_prompt_tokens is not None and n_prompt > key.max_prompt_tokens:
             raise KeyLimitError(
-                f"The request has {n_prompt} prompt tokens; with this API key, "
-                f"{key.max_prompt_tokens} are the most."
+                f"The request has {n_prompt} prompt tokens. This API key allows "
+                f"{key.max_prompt_tokens}."
             )
 
     def admit(self, n_prompt: int) -> None:
@@ -152,7 +153,7 @@ class Account:
             missing = self._spent + wanted - key.tokens_per_minute
             if missing > 0:
                 raise RateLimitError(
-                    f"This API key may use {key.tokens_per_minute} tokens per minute, and has used them.",
+                    f"This API key has used up its {key.tokens_per_minute} tokens per minute.",
                     math.ceil(60 * missing / key.tokens_per_minute),
                 )
         self.charge(n_prompt)
@@ -198,7 +199,7 @@ class Accounts:
         self._follow()
         if secret is None:
             raise AuthenticationError(
-                "No API key was sent: use the header 'Authorization: Bearer KEY'."
+                "No API key was sent. Send the header 'Authorization: Bearer KEY'."
             )
         digest = _digest(secret)
         found = [account for own, account in self._digests if hmac.compare_digest(own, digest)]

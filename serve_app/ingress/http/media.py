@@ -36,6 +36,6 @@ def refuse(parts: object, field: str, takes: Set[str] = frozenset()) -> None:
         if kind is not None and name not in takes:
             error = MediaError if kind in _MEDIA else InvalidRequestError
             raise error(
-                f"{kind} input is not supported: these models read text (a part of the type {name!r}).",
+                f"{kind} input is not supported: a message has a part of the type {name!r}.",
                 field,
             )

@@ -59,8 +59,8 @@ class NetworkPolicy:
         for host in headers.getlist("host"):  # none in HTTP/1.0, which no browser speaks
             if not self._knows(host):
                 raise HostNotAllowedError(
-                    f"This server does not go by the name {host[:100]!r}. If it should, add the name to "
-                    "ingress.allowed_hosts."
+                    f"Requests to the host name {host[:100]!r} are not allowed. To allow them, add it "
+                    "to ingress.allowed_hosts."
                 )
 
     def _knows(self, host: str) -> bool:
@@ -82,8 +82,8 @@ class NetworkPolicy:
         if is_own or (origin is not None and is_allowed(origin, self.cors_origins)):
             return
         raise CrossSiteError(
-            f"A page of another site ({(origin or 'unknown')[:100]}) asks, and this server has no API "
-            "keys. Add the site to ingress.cors_origins if its pages may."
+            f"A page of another site ({(origin or 'unknown')[:100]}) sent the request, and this server has "
+            "no API keys. To allow it, add the site to ingress.cors_origins."
         )
 
 
@@ -101,7 +101,7 @@ def _check_is_direct(scope: Scope, headers: Headers) -> None:
 
 def _not_from_here(why: str) -> AuthenticationError:
     return AuthenticationError(
-        f"This server has no API keys, and without them it answers its own machine only; {why}. Set "
+        f"Without API keys, this server answers only its own machine, and {why}. Set "
         "ingress.api_key_file, or ingress.allow_anonymous: true."
     )
 

@@ -143,7 +143,7 @@ class Caller:
             if self.account is None
             else "an API key whose entry has admin: true"
         )
-        raise PermissionDeniedError(f"{what} is for operators: that needs {who}.")
+        raise PermissionDeniedError(f"{what} is only for operators. It needs {who}.")
 
     def check_priority(self, priority: int) -> None:
         """Raises PermissionDeniedError for one that goes before what the caller may send."""
@@ -153,7 +153,7 @@ class Caller:
             least = priority if self.is_operator else 0
         if priority < least:
             raise PermissionDeniedError(
-                f"priority: {priority} is below {least}, the lowest that you may send here.",
+                f"priority: {priority} is too low. You may send {least} or more.",
                 "priority",
             )
 

@@ -71,7 +71,7 @@ def _with_media(
     texts = asked.prompt_string.split(MEDIA_MARKER)
     if len(texts) - 1 != len(asked.multimodal_data):
         raise InvalidRequestError(
-            f"The prompt has {len(texts) - 1} places {MEDIA_MARKER} for "
+            f"The prompt has {len(texts) - 1} markers {MEDIA_MARKER} for "
             f"{len(asked.multimodal_data)} pictures and sounds.",
             "prompt",
         )
@@ -226,7 +226,7 @@ def adapters(models: Models, body: bytes) -> AdapterChange | None:
             raise InvalidRequestError(f"There is no LoRA adapter {one.id}.", "id")
         if one.scale != 0:
             raise InvalidRequestError(
-                "Scales are set by each request: with 'lora', or with the adapter's name in 'model'.",
+                "Each request sets its own scales, with 'lora' or with the adapter's name in 'model'.",
                 "scale",
             )
     return None

@@ -47,7 +47,7 @@ def plain(prompt: object) -> object:
     parts = prompt.get("content")
     if prompt.get("multimodal_data") or (isinstance(parts, list) and not all(map(_is_text, parts))):
         raise InvalidRequestError(
-            "Image input is not supported here: only in one prompt, as 'multimodal_data'.", "prompt"
+            "Image input is not supported here. Send one prompt with 'multimodal_data'.", "prompt"
         )
     if isinstance(parts, list):
         return "".join(part["text"] for part in parts)

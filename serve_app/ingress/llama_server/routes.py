@@ -148,9 +148,7 @@ def _add_information(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bo
         caller = request_context.current()
         caller.check_operator("What is done to properties")
         if caller.account is None:
-            raise NotSupportedError(
-                "Properties cannot be changed here: that needs an API key with admin: true."
-            )
+            raise NotSupportedError("To change properties, send an API key with admin: true.")
         await bodies.read(request, preparation.properties, optional=True)
         return {"success": True}
 

@@ -51,7 +51,7 @@ def _add_slots(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) 
         model, filename = await bodies.read(request, preparation.slot_request, optional=True)
         engine = find(models, model).engine
         if (action == "erase") is not (filename is None):
-            raise InvalidRequestError("'filename' goes with save and restore.", "filename")
+            raise InvalidRequestError("'filename' needs the action save or restore.", "filename")
         answers = await engine.stats()
         replicas = [*(replica.replica_id for replica in answers.found), *answers.missing]
         if replica_id not in replicas and (replica_id is not None or len(replicas) != 1):

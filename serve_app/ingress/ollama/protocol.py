@@ -187,7 +187,7 @@ class OllamaGenerateRequest(GenerationRequest):
     """The `context` of an earlier answer: the conversation so far, as tokens."""
     images: list[str] | None = None
     """Pictures in base64."""
-    """Refused: these models read text."""
+    """Pictures, in base64."""
 
     @field_validator("prompt", "suffix", "system", "template", mode="before")
     @classmethod

@@ -163,18 +163,20 @@ class ChatMessage(RequestModel):
     @model_validator(mode="after")
     def _check(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
-            raise InvalidRequestError("Only an assistant's message has 'tool_calls'.", "messages")
+            raise InvalidRequestError(
+                "Only messages of the assistant may have 'tool_calls'.", "messages"
+            )
         if self.reasoning_content and self.role != "assistant":
             raise InvalidRequestError(
-                "Only an assistant's message has 'reasoning_content'.", "messages"
+                "Only messages of the assistant may have 'reasoning_content'.", "messages"
             )
         if (self.role == "tool") is (self.tool_call_id is None):
             raise InvalidRequestError(
-                "A tool's message, and no other, has a 'tool_call_id'.", "messages"
+                "Messages of the role 'tool', and only these, need a 'tool_call_id'.", "messages"
             )
         if self.media and self.role not in ("user", "tool"):
             raise InvalidRequestError(
-                f"A message of the {self.role} has a picture or a sound.", "messages"
+                f"Messages of the role {self.role!r} cannot have pictures or sounds.", "messages"
             )
         if self.content is None and not self.tool_calls:
             raise InvalidRequestError("A message has no 'content'.", "messages")

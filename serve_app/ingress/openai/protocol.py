@@ -336,7 +336,7 @@ class ResponseFormat(RequestModel):
     def _check(self) -> ResponseFormat:
         if (self.type == "json_schema") is (self.json_schema is None):
             raise InvalidRequestError(
-                "'json_schema' goes with the type \"json_schema\", and with no other.",
+                "'json_schema' needs the type \"json_schema\".",
                 "response_format",
             )
         return self
@@ -409,7 +409,7 @@ class ChatCompletionRequest(GenerationParams):
         self.forced_tools()
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequestError(
-                "'add_generation_prompt' and 'continue_final_message' exclude each other.",
+                "'add_generation_prompt' and 'continue_final_message' cannot be combined.",
                 "continue_final_message",
             )
         if self.top_logprobs is not None and not self.logprobs:
@@ -491,7 +491,7 @@ class ChatCompletionRequest(GenerationParams):
             return own
         if self.answer_schema is None:
             raise InvalidRequestError(
-                "'grammar' and 'regex' are not supported together with 'tools'; a schema is.",
+                "'grammar' and 'regex' are not supported together with 'tools'. Use a JSON schema.",
                 "tools",
             )
         return None

@@ -1,12 +1,10 @@
-"""Writes the documents' parameter table: `python -m serve_app.ingress.openapi.reference FILE`."""
+"""The table of sampling parameters in the documents, from their declarations."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from annotated_types import Interval
 
@@ -61,8 +59,3 @@ def _elsewhere(parameter: Parameter) -> Iterator[str]:
         if taken.bounds != parameter.apis[Api.OPENAI].bounds:
             words.append(_range(taken.bounds))
         yield " ".join([f"`{path}`", *words])
-
-
-if __name__ == "__main__":
-    document = Path(sys.argv[1])
-    document.write_text(rewritten(document.read_text()))

@@ -52,7 +52,7 @@ def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, runs: R
         wanted = asked.chat.generation
         if told["background"] and not runs.keep_any:
             raise NotSupportedError(
-                "This server keeps no responses, so it cannot make any in the background."
+                "This server keeps no responses, so none can run in the background."
             )
         model = find(models, wanted.model)
         (started,) = generation.requests(f"resp_{uuid.uuid4().hex}", wanted)

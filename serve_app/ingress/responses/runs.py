@@ -187,7 +187,7 @@ class Runs:
         if found is None:
             return False
         recipe = Recipe.unpacked(found.recipe)
-        logger.warning("%s goes on in this ingress, after %d entries", recipe.id, found.n_entries)
+        logger.warning("%s continues in this ingress, after %d entries", recipe.id, found.n_entries)
         run = Run(recipe, found.owner, found.entries(), found.turn)
         caller = Caller(request_id=recipe.request.http_id, is_operator=False)
         self._begin(run, caller, ExitStack())
@@ -289,7 +289,7 @@ class Runs:
 
     async def _put_again(self) -> None:
         """The store was lost: a new one gets all that this ingress has."""
-        logger.warning("Kept responses were lost; those that are being made are kept again.")
+        logger.warning("The kept responses were lost. Those that still run are kept again.")
         for run in list(self._runs.values()):
             whole = run.whole()
             try:

@@ -222,7 +222,7 @@ class Store:
         too_large = sum(one.n_bytes for one in of_owner) >= self.bounds.max_bytes_each
         if len(of_owner) >= most or too_large:
             raise RateLimitError(
-                f"{len(of_owner)} of your responses are being made in the background, and no more can be.",
+                f"You have {len(of_owner)} responses in the background, which is the limit.",
                 _RETRY_S,
             )
 

@@ -64,14 +64,14 @@ def changed(weights: Mapping[str, float], asked: Mapping[str, float]) -> dict[st
         if name not in weights:
             known = ", ".join(weights)
             raise InvalidRequestError(
-                f"There is no version {name!r}; there are: {known}.", "weights"
+                f"There is no version {name!r}. The versions are: {known}.", "weights"
             )
         if not 0 <= percent <= 100:
             raise InvalidRequestError("Weights are percentages, from 0 to 100.", "weights")
     rest = 100.0 - math.fsum(asked.values())
     others = {name: weight for name, weight in weights.items() if name not in asked}
     if rest < -1e-6 or (rest > 1e-6 and not others):
-        raise InvalidRequestError(f"The weights come to {100 - rest:g}, not to 100.", "weights")
+        raise InvalidRequestError(f"The weights add up to {100 - rest:g}, not to 100.", "weights")
     return {name: asked[name] if name in asked else _part(name, others, rest) for name in weights}
 
 
@@ -81,8 +81,8 @@ def _part(name: str, others: Mapping[str, float], rest: float) -> float:
         return max(0.0, rest) * others[name] / total
     if rest > 1e-6 and len(others) > 1:
         raise InvalidRequestError(
-            f"{rest:g} percent are left, and of {' and '.join(others)} none has a share now: say which "
-            "one gets them.",
+            f"{rest:g} percent are left, and none of {' and '.join(others)} has a share now. Name the one "
+            "that gets them.",
             "weights",
         )
     return max(0.0, rest)

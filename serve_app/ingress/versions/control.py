@@ -160,7 +160,7 @@ class VersionControl:
         weights = choice.before_rollout(now, (one.weights for one in history))
         if weights is None:
             raise InvalidRequestError(
-                f"No version of {model!r} had everything before: there is nothing to go back to.",
+                f"No version of {model!r} had all requests before, so there is nothing to go back to.",
                 "model",
             )
         await self._change(model, weights)

@@ -70,9 +70,7 @@ class Bodies:
             raise InvalidRequestError(f"Unknown parameter: {ignored[0]!r}.", ignored[0])
         if time.monotonic() >= self._log_again_at:
             self._log_again_at = time.monotonic() + LOG_EVERY_S
-            logger.info(
-                "A request has fields that are ignored: %s.", ", ".join(ignored)[:MOST_CHARS]
-            )
+            logger.info("Ignored unknown fields of a request: %s.", ", ".join(ignored)[:MOST_CHARS])
 
 
 def _is_json(content_type: str) -> bool:

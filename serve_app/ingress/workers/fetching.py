@@ -107,7 +107,7 @@ class Fetcher:
         except httpx2.InvalidURL:
             raise _FetchError("its URL cannot be read") from None
         if url.scheme not in _PORTS or not url.host:
-            raise _FetchError("it is no http(s) URL")
+            raise _FetchError("its URL is not http(s)")
         if url.userinfo:
             raise _FetchError("its URL has a user's name or password in it")
         host = url.host.lower().rstrip(".")
@@ -132,7 +132,7 @@ class Fetcher:
                 finally:
                     await answer.aclose()
             except httpx2.InvalidURL:
-                raise _FetchError("it is redirected to what is no URL") from None
+                raise _FetchError("it is redirected to something that is not a URL") from None
             except httpx2.HTTPError as error:
                 raise _FetchError(f"it cannot be fetched ({type(error).__name__})") from None
         raise _FetchError(f"it is redirected more than {MAX_REDIRECTS} times")
@@ -202,7 +202,7 @@ async def _read(answer: httpx2.Response, max_bytes: int) -> bytes:
     if answer.status_code != 200:
         raise _FetchError(f"its server answered with status {answer.status_code}")
     too_large = _FetchError(
-        f"it has more than {max_bytes} bytes, or all up to this one have too many"
+        f"it has more than {max_bytes} bytes, or all pictures together have too many"
     )
     with suppress(ValueError):
         if int(answer.headers.get("content-length", "0")) > max_bytes:

@@ -263,7 +263,7 @@ class WorkerPool:
         except EOFError:
             self._check_is_open()
             logger.warning(
-                "The process that workers are forked from has ended. A new one is started."
+                "The process that workers are forked from has ended. Starting a new one."
             )
             self._zygote.close()
             self._zygote = Zygote(self._start)
@@ -314,7 +314,7 @@ async def _digest(work: Work, pieces: Sequence[bytes]) -> bytes:
 
 def _deadly() -> InvalidRequestError:
     return InvalidRequestError(
-        "This request cannot be read: it twice crashed the process that reads requests, or took more than "
+        "This request cannot be read. It crashed the process that reads requests twice, or took more than "
         f"{CPU_S:.0f} seconds of CPU time there."
     )
 

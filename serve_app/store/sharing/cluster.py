@@ -28,8 +28,8 @@ from serve_app.store.sharing import holders, peer, tracker
 logger = logging.getLogger("corral.store")
 
 _READ_BYTES = 4 * 2**20
-"""What is read from another node at once: each thread of a download holds one such part, and so does each
-node for every piece that leaves it."""
+"""Bytes that are read from another node at once. Each thread of a download holds one such part, and so does
+each node for every piece that leaves it."""
 _ANSWER_S = 15.0
 _FIRST_READ_S = 60.0
 """A peer may have to be started first."""
@@ -91,8 +91,8 @@ class ClusterSharing:
 class SharedPieces:
     """See PieceSource: asks the cluster's tracker which piece comes from where.
 
-    What is left, and what is being fetched, is known here, too: so the download goes on without a tracker,
-    and another tracker learns it.
+    The pieces that are missing, and those that are being fetched, are known here too. So the download goes
+    on without a tracker, and another tracker learns them.
     """
 
     def __init__(self, node: str, key: str, path: Path, have: bytes, stop: threading.Event) -> None:
@@ -140,7 +140,7 @@ class SharedPieces:
             yield data
 
     def _asked(self, take: Take, start: int, end: int) -> bytes | None:
-        """What the node has of a piece. Raises RayError, ValueError, and GetTimeoutError if it is late."""
+        """The part of a piece that the node has. Raises RayError, ValueError, GetTimeoutError if late."""
         assert take.node is not None
         for _ in range(_N_TRIES):
             known = self._peers.get(take.node)
@@ -157,7 +157,7 @@ class SharedPieces:
         raise MissingPieceError("nobody reads its files")
 
     def _got(self, answer: Any, limit_s: float) -> bytes | None:
-        """What a node answers. Raises RayError, GetTimeoutError if it is late or the download stops."""
+        """A node's answer. Raises RayError, GetTimeoutError if it is late or the download stops."""
         deadline = time.monotonic() + limit_s
         while True:
             ready, _ = ray.wait([answer], timeout=_LOOK_EVERY_S)
@@ -206,7 +206,7 @@ class SharedPieces:
                 getattr(actor, method).remote(self._key, self._node, *arguments)
 
     def _assigned(self, actor: Any) -> Take | None:
-        """What the tracker says; None if it has nothing now, or is lost."""
+        """The tracker's answer; None if it has nothing now, or is lost."""
         with self._changing:
             getting = tuple(self._takes)
         try:
@@ -260,7 +260,7 @@ class SharedPieces:
 
 
 def _read(node: str, path: str, start: int, end: int) -> bytes | None:
-    """What a node has of a file that is whole; None if it does not answer."""
+    """A part of a whole file from a node that has it; None if that does not answer."""
     try:
         answer = peer.on(node).read.remote(path, 0, start, end)
         data: bytes | None = ray.get(answer, timeout=_FIRST_READ_S)

@@ -1,8 +1,8 @@
 """The nodes that have a whole file, for nodes that come later.
 
-It is kept where Ray's nodes keep what they share, and lasts as long as the cluster's head. What it says may
-be old: whoever asks such a node finds out. All functions ask Ray's head, block meanwhile, and raise what
-that raises.
+It is kept where Ray's nodes keep what they share, and lasts as long as the cluster's head. It may be
+old: a node that is asked in vain shows that. All functions ask Ray's head, block meanwhile, and raise its
+errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def put_listing(name: str, listing: str) -> None:
 
 
 def listing(name: str) -> str | None:
-    """What was put there."""
+    """The entries that were put there."""
     found: bytes | None = internal_kv._internal_kv_get(_listing(name), namespace=_NAMESPACE)
     return None if found is None else found.decode()
 

@@ -1,4 +1,4 @@
-"""Who has which pieces of one file, and who fetches which one from where: decisions, without effects.
+"""The pieces of one file: which node has which, and fetches which one from where. Without effects.
 
 A piece leaves the origin once: it is leased to one node, and the others have it from that node. A lease
 ends without progress, so a node that dies costs only time. Pieces that few nodes have are copied first, as

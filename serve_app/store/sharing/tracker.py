@@ -33,7 +33,7 @@ _QUIET_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a node may fetch."""
+    """The piece that a node may fetch."""
 
     is_member: bool
     """If not, it must join."""

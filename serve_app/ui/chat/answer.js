@@ -97,7 +97,7 @@ export class AnswerView {
     const fields = (this.#message.tool_calls ?? []).map((one) =>
       h("textarea", { rows: 1, "aria-label": `Result of ${one.function.name}`, placeholder: `Result of ${one.function.name}` }),
     );
-    const form = h("form", { className: "results" }, ...fields, h("button", { textContent: "Give results" }));
+    const form = h("form", { className: "results" }, ...fields, h("button", { textContent: "Send results" }));
     form.onsubmit = (/** @type {Event} */ event) => {
       event.preventDefault();
       form.remove();

@@ -39,14 +39,14 @@ function explained(sequence) {
   const where = h(
     "p",
     { className: "fine" },
-    `Replica ${sequence.replica_id} on node ${sequence.node_id.slice(0, 8)}. During its pauses, the engine computes other requests, or none.`,
+    `Replica ${sequence.replica_id} on node ${sequence.node_id.slice(0, 8)}. While it is paused, the engine computes other requests.`,
   );
-  if (!spent) return h("div", {}, h("p", { textContent: `It is not finished. Its state: ${sequence.state}.` }), where);
+  if (!spent) return h("div", {}, h("p", { textContent: `It is still running. State: ${sequence.state}.` }), where);
   const parts = [
     ["queue", "waited for a slot", spent.queue_ms],
     ["prefill", "read the prompt", spent.prompt_ms],
     ["decode", "wrote", Math.max(0, spent.predicted_ms - spent.stalled_ms)],
-    ["stalled", "stood still", spent.stalled_ms],
+    ["stalled", "was paused", spent.stalled_ms],
   ];
   const bar = h("div", { className: "why-bar", "aria-hidden": "true" });
   const key = h("dl", { className: "why-key" });

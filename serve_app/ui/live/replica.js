@@ -42,7 +42,7 @@ export class ReplicaCard {
 
   /** @param {string} id @param {boolean} open */
   constructor(id, open) {
-    const head = h("tr", {}, ...["Slot", "State", "Cached", "Prefilled", "Generated", "To come", "Request"].map((one) => h("th", { textContent: one, scope: "col" })));
+    const head = h("tr", {}, ...["Slot", "State", "Cached", "Prefilled", "Generated", "Left", "Request"].map((one) => h("th", { textContent: one, scope: "col" })));
     const table = h("table", {}, h("caption", { className: "unseen", textContent: "Slots" }), h("thead", {}, head), this.#rows);
     this.#more = h(
       "details",

@@ -83,9 +83,10 @@ def test_the_start_is_said_in_a_few_lines(server: Started) -> None:
     assert [line.partition(" ")[0] for line in summary if not line.startswith(" ")] == [
         *("Address", "Page", "Model", "Logs", "Ctrl-C"),
     ]
-    assert summary[0].startswith(f"Address   {server.url}/v1    this machine only")
-    assert "corral-demo: 4 slots x 2,048 tokens" in summary[2]
-    assert len(lines) < 20
+    assert summary[0] == f"Address   {server.url}/v1"
+    assert summary[1].startswith("          Only for this machine.")
+    assert "corral-demo: 4 slots x 2,048 tokens" in summary[3]
+    assert len(lines) < 24
     assert "ServeController" not in server.said
     assert "ServeController" in server.log.read_text()
 
@@ -130,6 +131,24 @@ def test_a_server_that_is_killed_leaves_nothing_behind(folder: Path) -> None:
             servers.STOP_TIMEOUT_S,
             lambda: str(processes.tagged(folder, "")),
         )
+    finally:
+        processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_when_ray_is_killed_haproxy_ends_too(folder: Path) -> None:
+    started = Started(folder, "--slots", "2")
+    try:
+        started.wait_for("Ctrl-C stops it.")
+        assert processes.tagged(folder, "haproxy")
+        (starter,) = processes.tagged(folder, "serve_app.cli.starter")
+        os.kill(starter, signal.SIGKILL)
+        wait_until(
+            lambda: not processes.tagged(folder, ""),
+            servers.STOP_TIMEOUT_S,
+            lambda: str(processes.tagged(folder, "")),
+        )
+        assert "The server has ended." in started.said
     finally:
         processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
 

@@ -188,4 +188,4 @@ def test_streams_outlive_a_network_cut(hosts: Hosts, gguf: Path) -> None:
             for one in reading:
                 one.result(180)
         assert streams.texts == alone
-        assert "goes on elsewhere" in log.read_text()
+        assert "continues on another replica" in log.read_text()

@@ -16,7 +16,7 @@ import pytest
 
 from serve_app.demo_model import BUILTIN_MODEL
 from tests.documents import blocks
-from tests.documents.blocks import PAGES, ROOT, SERVER
+from tests.documents.blocks import PAGES, ROOT, SERVER, YOURS
 from tests.e2e.conftest import Corral, model
 
 TIMEOUT_S = 120
@@ -66,11 +66,12 @@ def folder(tmp_path: Path) -> Path:
 def run(command: list[str], folder: Path, text: str, server: Corral) -> str:
     environment = os.environ | {
         "CORRAL_URL": server.url,
+        "KEY": "none",
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [*command, text.replace(SERVER, server.url)],
+        [*command, text.replace(SERVER, server.url).replace(YOURS, server.url)],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,

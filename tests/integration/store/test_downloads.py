@@ -72,7 +72,7 @@ def test_a_model_in_shards_is_loaded(hub: Hub, downloads: DownloadsConfig, tiny_
 def test_a_path_is_the_first_shard(shards: list[Path], downloads: DownloadsConfig) -> None:
     source = ModelSource(path=shards[0])
     assert locate(source, downloads, nowhere) == shards[0]
-    with pytest.raises(ConfigError, match=r"name the first one, tiny-Q8_0-00001-of-00003.gguf"):
+    with pytest.raises(ConfigError, match=r"Name the first one, tiny-Q8_0-00001-of-00003.gguf"):
         locate(ModelSource(path=shards[1]), downloads, nowhere)
 
 
@@ -147,7 +147,7 @@ def test_a_token_opens_a_repository_and_stays_with_the_hub(
 
 def test_what_a_repository_has_not_lists_what_it_has(hub: Hub, downloads: DownloadsConfig) -> None:
     with pytest.raises(
-        ConfigError, match=f"nothing of Q5_K_M.* It has: tiny-Q4_0.gguf, {FIRST_SHARD}"
+        ConfigError, match=f"no file of Q5_K_M.* It has: tiny-Q4_0.gguf, {FIRST_SHARD}"
     ):
         locate(ModelSource(repo="owner/name:Q5_K_M"), downloads, nowhere)
     with pytest.raises(ConfigError, match="owner/name has no branch, tag or commit v7"):
@@ -170,7 +170,7 @@ def test_without_a_network_it_is_what_it_was(
     assert locate(ONE, downloads, nowhere) == path
     assert Model(vocabulary(ONE, downloads), vocab_only=True).n_vocab == 512
     assert len(hub.asked) == asked
-    with pytest.raises(UnreachableError, match="cannot be asked for the files of owner/other"):
+    with pytest.raises(UnreachableError, match="cannot be reached for the files of owner/other"):
         locate(ModelSource(repo="owner/other:Q4_0"), downloads, nowhere)
 
 
@@ -317,7 +317,7 @@ def test_a_url_that_changes_meanwhile_is_refused(
             os.utime(path, (0, 0))
 
     source = ModelSource(url=path.as_uri())
-    with pytest.raises(ConfigError, match="was changed while it was downloaded"):
+    with pytest.raises(ConfigError, match="changed during the download"):
         locate(source, downloads, change)
     assert locate(source, downloads, nowhere).read_bytes() == path.read_bytes()
 

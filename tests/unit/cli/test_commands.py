@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import io
 import json
 import subprocess
@@ -128,8 +130,8 @@ def test_options_come_from_the_environment_too() -> None:
         (["config", "--api-key-file", "no.yaml"], "--api-key-file: there is no file no.yaml."),
         (["serve", "no.gguf"], "There is no file no.gguf."),
         (["serve", "--config", "no.yaml"], "no.yaml: [Errno 2]"),
-        (["serve", "m.gguf", "--config", "no.yaml"], "--config names a file that says everything"),
-        (["serve", "--port", "1", "--config", "no.yaml"], "--config names a file that says"),
+        (["serve", "m.gguf", "--config", "no.yaml"], "--config cannot be combined"),
+        (["serve", "--port", "1", "--config", "no.yaml"], "--config cannot be combined"),
         (["check", "no.yaml"], "no.yaml: [Errno 2]"),
     ],
 )
@@ -359,6 +361,34 @@ def test_the_help_of_a_forwarded_command_has_an_example(
 def test_measurements_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
     assert tools._run("loadtests.engine", [], needs=("json", "no_such_module")) == 1
     assert "pip install 'corral[load]'" in capsys.readouterr().err
+
+
+class _ReadyError(Exception):
+    """Its argument is a parser that knows all options."""
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("loadtests.engine.__main__", "parse_args"),
+        ("loadtests.load.capacity", "main"),
+        ("loadtests.tune.__main__", "parse_args"),
+        ("serve_app.batch.__main__", "parse_args"),
+    ],
+)
+def test_every_option_of_a_forwarded_command_says_what_it_is(
+    module: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise _ReadyError(parser)
+
+    program = importlib.import_module(module)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(_ReadyError) as ready:
+        getattr(program, function)([])
+    (parser,) = ready.value.args
+    assert len(parser._actions) > 5
+    assert [action.dest for action in parser._actions if not action.help] == []
 
 
 def test_bench_is_the_program_itself() -> None:

@@ -34,36 +34,43 @@ def served(**changed: Any) -> Served:
 
 def model(n_slots: int, n_ctx_slot: int, n_replicas: int = 1) -> dict[str, Any]:
     engine = {"n_slots": n_slots, "n_ctx_slot": n_ctx_slot, "threads": 4}
-    replicas = [{"engine": engine, "placement": "because"}] * n_replicas
+    replicas = [{"engine": engine, "placement": "because; of that"}] * n_replicas
     return {"id": "m", "replicas": replicas}
 
 
 def test_the_summary_says_where_who_and_what() -> None:
     lines = screen.summary(served(), [model(8, 4096)], {})
-    assert lines[0].startswith("Address   http://127.0.0.1:8000/v1    this machine only")
-    assert lines[1].startswith("Page      http://127.0.0.1:8000/ ")
-    assert lines[2:4] == ["Model     m: 8 slots x 4,096 tokens, 4 threads", "          because"]
-    assert lines[4] == "Logs      /logs/server-8000.log; Ray's own in /tmp/ray/session/logs"
+    assert lines == [
+        "Address   http://127.0.0.1:8000/v1",
+        "          Only for this machine. --host 0.0.0.0 --api-key-file FILE opens it to others.",
+        "Page      http://127.0.0.1:8000/",
+        "Model     m: 8 slots x 4,096 tokens, 4 threads",
+        "          because",
+        "          of that",
+        "Logs      /logs/server-8000.log",
+        "          /tmp/ray/session/logs (Ray's own)",
+        "Ctrl-C stops it. In another terminal, try: corral chat, corral top",
+    ]
     assert not any("Warning" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("access", "said"),
     [
-        ({"key_file": Path("/keys.yaml")}, "with an API key of /keys.yaml"),
-        ({"allow_anonymous": True}, "no key: everybody"),
+        ({"key_file": Path("/keys.yaml")}, "Clients need an API key of /keys.yaml."),
+        ({"allow_anonymous": True}, "Clients need no key."),
     ],
 )
 def test_the_summary_says_who_may_come_in(access: dict[str, Any], said: str) -> None:
-    first, second, *_ = screen.summary(served(host="0.0.0.0", **access), [], {})
-    assert first.startswith("Address   http://127.0.0.1:8000/v1")
-    assert said in first
-    assert second.endswith(":8000/v1    from other machines")
+    first, second, third, *_ = screen.summary(served(host="0.0.0.0", **access), [], {})
+    assert first == "Address   http://127.0.0.1:8000/v1"
+    assert second.endswith(":8000/v1 from other machines")
+    assert said in third
 
 
 def test_the_summary_names_no_address_for_others_where_there_are_no_keys() -> None:
     lines = screen.summary(served(host="0.0.0.0"), [], {})
-    assert lines[0].endswith("this machine only; --api-key-file opens it to others")
+    assert lines[1].endswith("Only for this machine. --api-key-file FILE opens it to others.")
     assert not any("from other machines" in line for line in lines)
 
 
@@ -89,12 +96,12 @@ def test_replicas_are_counted() -> None:
 @pytest.mark.parametrize(
     ("n_slots", "n_ctx_slot", "trained", "said"),
     [
-        (8, 2048, 2048, "2,048 tokens are all that this model was trained for."),
-        (8, 2048, 32768, "--slots 4 --context 4096 takes the same memory;"),
-        (8, 1024, None, "--slots 2 --context 4096 takes the same memory;"),
-        (3, 2048, 32768, "--slots 1 --context 4096 takes the same memory;"),
-        (8, 1024, 2048, "--slots 4 --context 2048 takes the same memory;"),
-        (1, 1024, 8192, "cache_type_v: q8_0"),
+        (8, 2048, 2048, "The model was trained for 2,048 tokens, so a slot has no more."),
+        (8, 2048, 32768, "--slots 4 --context 4096 takes the same memory."),
+        (8, 1024, None, "--slots 2 --context 4096 takes the same memory."),
+        (3, 2048, 32768, "--slots 1 --context 4096 takes the same memory."),
+        (8, 1024, 2048, "--slots 4 --context 2048 takes the same memory."),
+        (1, 1024, 8192, "engine.cache_type_v: q8_0"),
     ],
 )
 def test_little_context_is_a_warning_with_a_way_out(
@@ -123,7 +130,7 @@ def test_without_a_terminal_each_step_is_a_line() -> None:
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "Starting Ray ...",
         "m: loading ...",
-        "m: measuring batches, 27 s at most ...",
+        "m: measuring (at most 27 s) ...",
         "A line that is longer than the console is wide stays one [line].",
     ]
 

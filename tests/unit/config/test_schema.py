@@ -43,7 +43,7 @@ def test_the_shipped_file_is_valid() -> None:
         ({}, "models: Field required"),
         ({"models": []}, "models: List should have at least 1 item"),
         ({"model": []}, "model: Extra inputs"),
-        ({"models": [model(), model()]}, "two entries have the id"),
+        ({"models": [model(), model()]}, "several entries have the id"),
         ({"models": [model(id="a b")]}, "models.0.id: String should match"),
         ({"models": [model(source={})]}, "models.0.source: Value error, give exactly one"),
         ({"models": [model(source={"repo_id": "a/b"})]}, "repo_id and filename belong together"),
@@ -71,7 +71,7 @@ def test_the_shipped_file_is_valid() -> None:
         ),
         (
             {"models": [model()], "ingress": {"max_open_bodies": 1000}},
-            "max_open_bodies: 1000 would leave no room",
+            "max_open_bodies: 1000 leaves no room",
         ),
     ],
 )
@@ -246,7 +246,7 @@ def test_as_many_replicas_as_the_memory_has_room_for() -> None:
     """The built-in model needs little: a machine with hardly any memory."""
     small = resolved_on(Machine(topology(EPYC), None, 2**29, 2**29))
     assert (small.n_replicas, small.num_cpus, small.options.threads) == (1, 256, 128)
-    assert small.sizing.startswith("1 replica in the place of 2, as memory has no room for more;")
+    assert small.sizing.startswith("1 replica instead of 2, because memory has no room for more;")
     in_use = resolved_on(Machine(topology(EPYC), None, 2**29, 2**39))
     assert in_use.n_replicas == resolved_on(EPYC_HERE).n_replicas == 2
 

@@ -74,7 +74,7 @@ def test_without_a_model_both_sizes_must_be_set() -> None:
 def test_a_format_must_divide_the_heads() -> None:
     odd = ModelNeeds(512, (80, 80), (80, 80), weight_bytes=1)
     config = EngineConfig(cache_type_v="q8_0")
-    with pytest.raises(ConfigError, match=r"cache_type_v: q8_0 packs 32 .* heads have 80"):
+    with pytest.raises(ConfigError, match=r"cache_type_v: q8_0 packs 32 .* heads of 80"):
         resolve(config, odd, cores=2, memory_bytes=GIB)
 
 
@@ -169,3 +169,10 @@ def test_a_small_node_bounds_the_shares_of_a_large_head(
     options = resolve(config, None, cores=4, memory_bytes=16 * GIB)
     here = bounded(options, shares_of_memory(config), node_bytes)
     assert (here.cache_ram_bytes, here.checkpoint_ram_bytes) == expected
+
+
+def test_a_node_that_the_weights_fill_keeps_no_prefixes() -> None:
+    config = EngineConfig(n_slots=4, n_ctx_slot=1024)
+    options = resolve(config, None, cores=4, memory_bytes=16 * GIB)
+    here = bounded(options, shares_of_memory(config), -1)
+    assert (here.cache_ram_bytes, here.checkpoint_ram_bytes) == (0, 0)

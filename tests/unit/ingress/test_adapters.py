@@ -82,7 +82,7 @@ def test_a_request_s_lora_counts_before_the_name(case: Case) -> None:
 
 @pytest.mark.parametrize("number", [2, -1])
 def test_an_unknown_number_is_refused(number: int) -> None:
-    with pytest.raises(InvalidRequestError, match="this model has 2"):
+    with pytest.raises(InvalidRequestError, match="This model has 2"):
         adapters("qwen", lora=[{"id": number, "scale": 1}])
 
 

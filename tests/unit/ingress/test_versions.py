@@ -142,11 +142,11 @@ def test_changed_weights(
 @pytest.mark.parametrize(
     ("weights", "asked", "message"),
     [
-        ({"old": 100, "new": 0}, {"newer": 10}, "no version 'newer'; there are: old, new"),
+        ({"old": 100, "new": 0}, {"newer": 10}, "no version 'newer'. The versions are: old, new"),
         ({"old": 100, "new": 0}, {"new": 101}, "from 0 to 100"),
-        ({"old": 100, "new": 0}, {"new": 60, "old": 60}, "come to 120"),
-        ({"old": 100, "new": 0}, {"new": 30, "old": 60}, "come to 90"),
-        ({"a": 100, "b": 0, "c": 0}, {"a": 50}, "say which one"),
+        ({"old": 100, "new": 0}, {"new": 60, "old": 60}, "add up to 120"),
+        ({"old": 100, "new": 0}, {"new": 30, "old": 60}, "add up to 90"),
+        ({"a": 100, "b": 0, "c": 0}, {"a": 50}, "Name the one"),
     ],
     ids=str,
 )

@@ -27,7 +27,7 @@ def test_parts_of_cores_are_not_leased(tmp_path: Path, reserved: float) -> None:
     assert place.cores is None
     assert place.numa_node is None
     assert place.report == (
-        f"not pinned to cores: {reserved:g} CPUs are reserved for it, which are no whole cores"
+        f"not pinned to cores: num_cpus is {reserved:g}, which is not a whole number of cores"
     )
 
 
@@ -40,7 +40,7 @@ def test_cores_that_a_quota_makes_others_use_are_not_leased(tmp_path: Path) -> N
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(text)
     report = settle(1, tmp_path / "cores", read(root)).report
-    assert f"a CPU quota of 0.5 cores on {len(MINE)} that others use" in report
+    assert f"a CPU quota of 0.5 cores, on {len(MINE)} cores that others use" in report
 
 
 def test_more_than_there_are(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     place = settle(1, tmp_path / "file")
     assert place.cores is None
-    assert "there can be no leases in" in place.report
+    assert "leases cannot be kept in" in place.report
 
 
 def test_cores_that_others_have_are_not_leased(
@@ -77,7 +77,7 @@ def test_cores_that_the_kernel_refuses_are_given_back(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "sched_setaffinity", refuse)
-        assert "the kernel refuses" in settle(1, tmp_path / "cores").report
+        assert "the kernel does not allow it" in settle(1, tmp_path / "cores").report
     monkeypatch.setattr("serve_app.placement.place._pin", lambda cpus: None)
     place = settle(1, tmp_path / "cores")
     assert place.cores == (MINE[0],)

@@ -100,10 +100,10 @@ def test_models_share(
 @pytest.mark.parametrize(
     ("cores", "quota", "reason"),
     [
-        (SMALL, "max", "1 replica, as there is one NUMA node"),
-        (EPYC, "max", "2 replicas, as each of 2 NUMA nodes has 128 CPUs"),
-        (UNEVEN, "max", "3 replicas, as NUMA nodes have 8, 4 CPUs, and each replica 4"),
-        (EPYC, "650000", "1 replica, as a quota allows 6.5 of 256 CPUs"),
+        (SMALL, "max", "1 replica, because there is one NUMA node"),
+        (EPYC, "max", "2 replicas, because each of 2 NUMA nodes has 128 CPUs"),
+        (UNEVEN, "max", "3 replicas, because NUMA nodes have 8, 4 CPUs, and each replica 4"),
+        (EPYC, "650000", "1 replica, because a quota allows 6.5 of 256 CPUs"),
     ],
 )
 def test_reasons(
@@ -121,7 +121,7 @@ def test_fewer_replicas_take_the_places_of_all(
     (share,) = plan.shares(machine(tmp_path, FOUR_NODES), 1)
     fewer = plan.merged(share, n)
     assert (fewer.n_replicas, fewer.num_cpus, fewer.n_cores) == expected
-    assert "in the place of 4, as memory has no room for more" in fewer.reason
+    assert "instead of 4, because memory has no room for more" in fewer.reason
 
 
 def test_nodes_with_memory_only_have_no_replica(tmp_path: Path) -> None:

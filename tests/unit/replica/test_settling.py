@@ -140,7 +140,7 @@ def test_two_cores_are_as_they_always_were(tmp_path: Path) -> None:
     settled = settle_in(model(here), model(here).num_cpus, here)
     assert (settled.threads, cores(settled)) == (2, (0, 1))
     assert settled.computing_cpus is None
-    assert settled.place.report == "pinned to cores 0, 1 of NUMA node 0, its own"
+    assert settled.place.report == "pinned to cores 0, 1, which no other replica uses"
 
 
 def test_each_replica_has_a_node_and_one_that_drains_keeps_its_own(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_quota_is_for_threads_anywhere(tmp_path: Path) -> None:
     here = machine(tmp_path / "root", EPYC, files={"sys/fs/cgroup/pod/cpu.max": "650000 100000\n"})
     settled = settle_in(model(here), model(here).num_cpus, here)
     assert settled.threads == 6
-    assert settled.reason == "its part of a CPU quota of 6.5 cores, on 256 that others use, too"
+    assert settled.reason == "its part of a CPU quota of 6.5 cores, on 256 that others use too"
     assert settled.place.cores is None
     assert settled.computing_cpus is None
 

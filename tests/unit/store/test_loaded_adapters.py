@@ -51,7 +51,7 @@ def test_models_and_applications_have_their_own(kept: LoadedAdapters) -> None:
 
 def test_a_name_is_taken_once(kept: LoadedAdapters) -> None:
     kept.add("m", config("a"), "v1")
-    with pytest.raises(InvalidRequestError, match="unload it before"):
+    with pytest.raises(InvalidRequestError, match="Unload it first"):
         kept.add("m", config("a"), "v2")
 
 
@@ -61,7 +61,7 @@ def test_of_two_that_come_at_once_the_first_one_counts(
     monkeypatch.setattr(kept, "_check_room", lambda *_: None)  # neither sees the other one
     kept.add("m", config("a"), "v1")
     monkeypatch.setattr(kept, "_entries", iter_once(kept))
-    with pytest.raises(InvalidRequestError, match="unload it before"):
+    with pytest.raises(InvalidRequestError, match="Unload it first"):
         kept.add("m", config("a"), "v2")
     assert numbers(kept, "m") == {"a": 0}
 

@@ -89,7 +89,7 @@ def test_a_projector_is_found(
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("Q8_0", "nothing of Q8_0: .* It has: mmproj-x.gguf, mmproj-y.gguf$"),
+        ("Q8_0", "no file of Q8_0. .* It has: mmproj-x.gguf, mmproj-y.gguf$"),
         (None, "choose a projector. It has: mmproj-x.gguf, mmproj-y.gguf$"),
         ("mmproj-z.gguf", "has no model mmproj-z.gguf"),
     ],
@@ -102,15 +102,15 @@ def test_a_projector_that_is_not_there_is_refused(choice: str | None, message: s
 @pytest.mark.parametrize(
     ("files", "choice", "message"),
     [
-        (FILES, "Q5_K_M", "nothing of Q5_K_M: .* It has: BF16/.*, Qwen3-4B-Q8_0.gguf$"),
-        (FILES, "Q4_K", "nothing of Q4_K: choose"),
+        (FILES, "Q5_K_M", "no file of Q5_K_M. .* It has: BF16/.*, Qwen3-4B-Q8_0.gguf$"),
+        (FILES, "Q4_K", "no file of Q4_K. Choose"),
         (FILES, "other.gguf", "has no model other.gguf. It has: "),
         (FILES, "mmproj-Qwen3-4B-Q8_0.gguf", "has no model mmproj"),
         (FILES, "Q6_K", "lacks Qwen3-4B-Q6_K-00002-of-00002.gguf, which belongs to"),
-        (FILES, FILES[6], "name the first one, BF16/Qwen3-4B-BF16-00001-of-00002.gguf"),
+        (FILES, FILES[6], "Name the first one, BF16/Qwen3-4B-BF16-00001-of-00002.gguf"),
         (("README.md", "mmproj-a.gguf"), None, "a/b holds no GGUF model"),
         (("a-Q2_K.gguf", "a-Q3_K_S.gguf"), None, "It has: a-Q2_K.gguf, a-Q3_K_S.gguf$"),
-        (("a-Q4_0.gguf", "b-Q4_0.gguf"), "Q4_0", "name a file, as a/b:a-Q4_0.gguf. It has: "),
+        (("a-Q4_0.gguf", "b-Q4_0.gguf"), "Q4_0", "Name a file, such as a/b:a-Q4_0.gguf. It has: "),
     ],
 )
 def test_what_a_repository_has_not_is_refused(

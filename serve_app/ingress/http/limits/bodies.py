@@ -176,8 +176,8 @@ class BodyReader:
 
     def _too_slow(self) -> SlowRequestError:
         return SlowRequestError(
-            f"The body came too slowly: each {PROGRESS_S:.0f} seconds must bring {self._n_due} bytes, and "
-            f"{BODY_TIMEOUT_S:.0f} seconds the whole body."
+            f"The body came too slowly. Send at least {self._n_due} bytes in each {PROGRESS_S:.0f} seconds "
+            f"and all of it within {BODY_TIMEOUT_S:.0f} seconds."
         )
 
 

@@ -37,7 +37,7 @@ class OpenRequests:
         n_free = self.limit - self._n
         if n_own >= max(1, _TIMES_FREE * n_free) or not n_free:
             raise RateLimitError(
-                f"You have {n_own} requests open here, and all clients together {self._n} of at most "
+                f"You have {n_own} open requests. All clients together have {self._n} of at most "
                 f"{self.limit}.",
                 1,
             )

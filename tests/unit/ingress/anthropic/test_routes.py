@@ -272,7 +272,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked(thinking=THINKING), "'budget_tokens' must be less than 'max_tokens'"),
         (
             asked(thinking={"type": "adaptive"}, tools=[TOOL], tool_choice={"type": "any"}),
-            "'thinking' is not supported together with it",
+            "'thinking' is not supported together with a forced",
         ),
         (asked([{"type": "text"}]), "messages.0.content.0.text.text: Field required"),
         (asked([{"type": "hologram"}]), "'hologram'"),

@@ -224,11 +224,11 @@ async def test_a_model_does_one_or_the_other(
     client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = await refused(client, "/v1/rerank", 501, query="q", documents=["a"])
-    assert "'first' cannot rank: its file names no pooling of the type 'rank'" in error["message"]
+    assert "'first' cannot rank. Its file does not name the pooling type 'rank'" in error["message"]
     monkeypatch.setattr(ByteTokenizer, "reranks", True)
     for path, field in (("/v1/embeddings", "input"), ("/embedding", "content")):
         error = await refused(client, path, 501, **{field: "a"})
-        assert "makes no embeddings: use /v1/rerank" in error["message"]
+        assert "is a reranking model. Use /v1/rerank" in error["message"]
     assert engine.texts == []
 
 

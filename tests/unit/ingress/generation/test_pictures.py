@@ -263,7 +263,7 @@ def test_what_is_no_picture_is_refused(given: str, told: str) -> None:
 
 
 def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidRequestError, match="50 pictures and sounds: a request may have"):
+    with pytest.raises(InvalidRequestError, match="has 50 pictures and sounds"):
         of_openai(SEEING, *[file_of()] * 50)
     monkeypatch.setattr(pictures, "MAX_BYTES", 400)
     with pytest.raises(InvalidRequestError, match="Picture 3 of 3: all up to this one"):
@@ -288,7 +288,10 @@ def message(role: str, content: Any) -> bytes:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (message("system", [{"type": "image_url", "image_url": "x"}]), "of the system"),
+        (
+            message("system", [{"type": "image_url", "image_url": "x"}]),
+            "Messages of the role 'system'",
+        ),
         (message("user", [{"type": "input_audio", "input_audio": {"data": "x"}}]), "Audio input"),
         (message("user", [{"type": "image_url"}]), r"messages\.0\.content"),
     ],

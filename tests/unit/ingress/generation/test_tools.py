@@ -306,11 +306,11 @@ def with_arguments(arguments: str) -> dict[str, Any]:
         (chat(tools=[WEATHER], regex="a"), "together with 'tools'"),
         (with_arguments("{"), "arguments of the call of 'f' are not JSON"),
         (with_arguments("[]"), "arguments of the call of 'f' are not a JSON object"),
-        (with_message(role="tool", content="x"), "has a 'tool_call_id'"),
-        (with_message(role="user", content="x", tool_call_id="c"), "has a 'tool_call_id'"),
+        (with_message(role="tool", content="x"), "need a 'tool_call_id'"),
+        (with_message(role="user", content="x", tool_call_id="c"), "need a 'tool_call_id'"),
         (with_message(role="assistant"), "no 'content'"),
         (with_message(role="user", content="x", tool_calls=[
-            {"id": "c", "function": {"name": "f", "arguments": ""}}]), "Only an assistant's"),
+            {"id": "c", "function": {"name": "f", "arguments": ""}}]), "Only messages of the assistant"),
     ],
 )  # fmt: skip
 async def test_bad_tools_are_refused(

@@ -173,7 +173,7 @@ async def test_redirects_are_followed_to_allowed_hosts_only_and_not_for_ever() -
         }
         assert "'elsewhere.test' is not among" in await refusal(one, web.url("/other"))
         assert "'inner.example' has an address that is not" in await refusal(one, web.url("/inner"))
-        assert "no http(s) URL" in await refusal(one, web.url("/file"))
+        assert "not http(s)" in await refusal(one, web.url("/file"))
         assert "more than 3 times" in await refusal(one, web.url("/round"))
     assert sum("/round" in head for head in web.seen) == 4
 

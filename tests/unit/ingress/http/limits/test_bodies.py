@@ -194,7 +194,7 @@ async def test_silence(clock: Clock) -> None:
     await settled()
     assert not sender.body.done()
     clock.now += 0.2
-    with pytest.raises(SlowRequestError, match="5 seconds must bring 2500 bytes"):
+    with pytest.raises(SlowRequestError, match="2500 bytes in each 5 seconds"):
         await sender.body
 
 

