@@ -79,7 +79,7 @@ class StandbyReplica:
         return await self._asked(lambda one: one.load_adapter(config))
 
     async def is_there(self) -> CorralError | None:
-        """Load the model, and have the ingresses know that. What goes wrong is returned."""
+        """Load the model, and have the ingresses know that. Errors are returned."""
         return await self._asked(lambda _: self._presence.told())
 
     async def _asked(self, call: Callable[[LoadedModel], Awaitable[T]]) -> T | CorralError:
@@ -154,7 +154,7 @@ async def _loaded(model: ResolvedModel) -> LoadedModel:
 
 
 def _clean_up() -> None:
-    """What was loaded hangs in cycles of Python's, its pages in the heap, and its files are locked."""
+    """The loaded parts hang in cycles of Python's, their pages in the heap, and their files are locked."""
     gc.collect()
     heap.trim_soon()
     locks.leave_all()
