@@ -341,7 +341,7 @@ class LoadedModel:
         self._metrics.update(self._engine.stats())
 
     async def close(self) -> None:
-        """Unload the model, and give back all that it has. Running requests end with an error, and go on when
+        """Unload the model, and give all back. Running requests end with an error, and go on when
         there is a replica. Idempotent; for one whose start failed, too."""
         await self._closing.aclose()
 
