@@ -2,7 +2,7 @@
 
     python -m loadtests.batch --model PATH [--batched-bench PATH] [--rounds 3] [--seconds 45] [--slots 16]
         [--users 2] [--think 4] [--user-prompt 96] [--user-answer 48] [--line-prompt 128]
-        [--line-answer 64] [--threads N]
+        [--line-answer 64] [--threads N] [--ways batch,people,both]
 
 One engine, in a process of its own, is measured in turns. In `batch` it has lines only, as many as
 it takes in. In `people` it has users only, who ask, read the answer, think and ask again, four
@@ -25,6 +25,8 @@ from loadtests.batch.figures import Window, used_of_left
 from loadtests.batch.people import Shape
 from loadtests.common.benchmark import (
     bounded,
+    choice,
+    listed,
     machine,
     machine_line,
     spread,
@@ -61,7 +63,7 @@ class Bench:
         )
         self._pool = process.started(settings.model, options)
         with self._pool:
-            ways = (*_WAYS, native.NATIVE) if settings.batched_bench else _WAYS
+            ways = (*settings.ways, native.NATIVE) if settings.batched_bench else settings.ways
             return in_turns(ways, settings.rounds, self._turn, warm_up=False)
 
     def _turn(self, number: int, way: str) -> Window:
@@ -179,6 +181,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
     parser.add_argument("--batched-bench", type=Path)
+    parser.add_argument("--ways", type=listed(choice(*_WAYS)), default=_WAYS)
     settings = parser.parse_args()
     print(machine_line(machine(settings.model, settings.threads)), file=sys.stderr)
     print(report(Bench(settings).measure()))
