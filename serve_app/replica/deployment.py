@@ -345,6 +345,11 @@ class LoadedModel:
         there is a replica. Idempotent; for one whose start failed, too."""
         await self._closing.aclose()
 
+    def forget(self) -> None:
+        """After `close`, when no call runs any more: have nothing. Serve's queues keep the object whose
+        method they called last, and with it the model's memory."""
+        vars(self).clear()
+
 
 @serve.deployment
 class EngineReplica(LoadedModel):

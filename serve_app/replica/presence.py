@@ -23,6 +23,8 @@ _TURN_S = 60.0
 """A model that is never idle gives way to one that is waited for after so long."""
 _END_S = 30.0
 """Answers that run then get so long to end. The others go on when it is loaded again."""
+_CUT_OFF_S = 1.0
+"""These end within so many seconds after the model is closed."""
 
 
 class Loaded(Protocol):
@@ -33,6 +35,9 @@ class Loaded(Protocol):
 
     async def close(self) -> None:
         """Unload it."""
+
+    def forget(self) -> None:
+        """Nobody works with it any more."""
 
 
 LoadedT = TypeVar("LoadedT", bound=Loaded)
@@ -179,16 +184,23 @@ class Presence(Generic[LoadedT]):
         async with self._changing:
             loaded, self.loaded = self.loaded, None
             assert loaded is not None
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await self._is_quiet.wait()
+            await self._quiet(_END_S)
             try:
                 await loaded.close()
             except Exception:
                 logger.exception("Model %s is not wholly unloaded.", self._name)
+            if await self._quiet(_CUT_OFF_S):
+                loaded.forget()
             del loaded
             self._be_gone()
         logger.info("Model %s: unloaded.", self._name)
+
+    async def _quiet(self, limit_s: float) -> bool:
+        """Whether the model works on nothing any more, in so many seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._is_quiet.wait()
+        return self._is_quiet.is_set()
 
     def _be_gone(self) -> None:
         self._left()

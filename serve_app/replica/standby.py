@@ -149,6 +149,7 @@ async def _loaded(model: ResolvedModel) -> LoadedModel:
         await loaded.__init__(model)  # type: ignore[misc]  # as Serve does
     except BaseException:
         await loaded.close()
+        loaded.forget()
         raise
     return loaded
 

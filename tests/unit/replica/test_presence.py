@@ -33,6 +33,10 @@ class Engine:
         await asyncio.sleep(0)
         self.is_closed = True
 
+    def forget(self) -> None:
+        assert self.is_closed
+        self._node.n_forgotten += 1
+
 
 class Node:
     """Models that have one place on a node."""
@@ -40,7 +44,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.loads: list[tuple[str, Engine]] = []
-        self.n_left = 0
+        self.n_left = self.n_forgotten = 0
         self.failure: Exception | None = None
         self.ingress_is_gone = False
 
@@ -136,6 +140,7 @@ async def test_it_goes_when_nobody_has_asked_for_long(node: Node) -> None:
     engine = await use(model)
     await until(lambda: node.n_left)
     assert engine.is_closed
+    assert node.n_forgotten == 1
     assert model.loaded is None
     assert await use(model) is not engine
 
@@ -205,6 +210,7 @@ async def test_a_call_that_takes_longer_is_cut_off(
     await use(b)
     await work.task
     assert node.names == ["a", "b"]
+    assert node.n_forgotten == 1
 
 
 @pytest.mark.parametrize(
