@@ -210,6 +210,7 @@ class KVCacheManager:
             free = slot.idle and slot.idle_tokens and slot.id not in self._backend.unsettled
             if (
                 free
+                and not slot.spare
                 and self.memory_tier.has_room(n_bytes)
                 and self.memory_tier.wants(slot.group, slot.packed(slot.n_past), n_bytes)
             ):
@@ -223,9 +224,9 @@ class KVCacheManager:
             self.store(slot, slot.idle_tokens)
 
     def store_all(self) -> None:
-        """Save what every idle slot has, the least used first."""
+        """Save what every idle slot has and is not spare, the least used first."""
         for slot in sorted(self.table.slots, key=lambda slot: slot.last_used):
-            if slot.idle:
+            if slot.idle and not slot.spare:
                 self.store(slot, slot.idle_tokens)
 
     # -- when somebody asks -----------------------------------------------------------------------
@@ -245,7 +246,7 @@ class KVCacheManager:
             self._contents.restore(slot, prefix)
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
-        slot.group = prefix.group
+        slot.group, slot.spare = prefix.group, False
         self._hold(slot, prefix.tokens)
 
     def erase(self, slot_id: int) -> int:

@@ -36,6 +36,8 @@ class Slot:
     """Counts releases: the smallest is the least recently used; 0 was never used."""
     group: str = ""
     """The cache group of its tokens."""
+    spare: bool = False
+    """Whether a request in the background left `idle_tokens`: nobody is likely to go on from there."""
     _packed: tuple[TokenArray | None, bytes] = field(default=(None, b""), compare=False)
     """Idle tokens, and the same packed."""
 
@@ -79,6 +81,7 @@ class Slot:
     def release(self) -> None:
         """Its sequence leaves; it keeps what that has in the cache."""
         n_past, sequence = self.n_past, self.sequence
+        self.spare = self.in_background
         kept = self.packed(n_past)
         self.idle_tokens = token_array()
         if sequence is not None and n_past:

@@ -223,10 +223,10 @@ class SlotTable:
         return fits
 
     def loses(self, choice: Choice) -> TokenArray:
-        """The tokens of which some would be gone for good with this choice; none if they are few."""
+        """The tokens of which some would be gone for good with this choice. None if few, or spare."""
         slot = choice.slot
         n_kept = choice.n_cached if choice.in_place else 0
-        if len(slot.idle_tokens) - n_kept < self._min_copy:
+        if slot.spare or len(slot.idle_tokens) - n_kept < self._min_copy:
             return token_array()
         n = len(slot.idle_tokens)
         others = (one for one in self.having(slot.group, slot.packed(n)) if one is not slot)

@@ -23,6 +23,7 @@ from tests.unit.engine.harness import (
     Inbox,
     SteppedBackend,
     WatchedBackend,
+    ask,
     assert_only_own_tokens_were_fed,
     continuation,
     endless,
@@ -72,6 +73,18 @@ def test_whoever_comes_goes_first_whatever_the_priority() -> None:
             its.wait()
     assert order == ["somebody", "first", "second"]
     assert_only_own_tokens_were_fed(backend)
+
+
+def test_what_a_line_leaves_takes_no_room_from_what_people_said() -> None:
+    backend = FakeBackend(endless, n_slots=1, n_cells=999)
+    with running(backend, options(1, n_ctx_slot=99, cache_ram_bytes=100_000)) as engine:
+        ask(engine, request("somebody", "a" * 40, max_tokens=1))
+        for name in "xyz":
+            ask(engine, behind(name, name * 40, max_tokens=1))
+        assert engine.stats().stored_prefixes == 1
+        again = ask(engine, request("again", "a" * 45, max_tokens=1))
+        assert engine.stats().stored_prefixes == 1
+    assert again.end.usage.cached_tokens == 40
 
 
 def test_a_slot_is_given_back_with_what_it_has() -> None:
