@@ -319,7 +319,7 @@ class LoadedModel:
 
     async def release(self) -> None:
         """Nobody wants this model any more, until somebody asks for it."""
-        self._idleness.release()
+        self._idleness.release(self._engine.stats())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
