@@ -92,6 +92,9 @@ class Rows:
             rows,
         )
 
+    def tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer.tokenize(text, False, False))
+
     def text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens)
 

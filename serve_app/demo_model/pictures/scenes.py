@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -32,8 +32,8 @@ PLACES = (
     ("at the bottom left", "at the bottom", "at the bottom right"),
 )
 """By row and column."""
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
-MOST = 6
+NUMBERS = ("zero", "one", "two", "three", "four", "five")
+MOST = 5
 """Things in a picture, at most."""
 
 Kind = Literal["one", "many", "two", "digit"]
@@ -79,8 +79,20 @@ def scene(dice: random.Random) -> Scene:
         ("digit", _digit, 0.15),
     )
     make = dice.choices([make for _, make, _ in kinds], [share for *_, share in kinds])[0]
-    ratio = 1.0 if dice.random() < 0.7 else dice.uniform(0.7, 1.43)
+    ratio = 1.0 if dice.random() < 0.7 else dice.uniform(0.75, 1.33)
     return make(dice, ratio)
+
+
+def mirrored(one: Scene) -> Scene:
+    """The scene as a mirror shows it."""
+    things = tuple(replace(thing, x=1 - thing.x, turn=-thing.turn) for thing in one.things)
+    if one.kind == "two" and one.row:
+        things = things[::-1]
+    place = one.place
+    if place is not None:
+        row = next(row for row in PLACES if place in row)
+        place = row[2 - row.index(place)]
+    return replace(one, things=things, place=place)
 
 
 def _one(dice: random.Random, ratio: float) -> Scene:
@@ -97,7 +109,7 @@ def _one(dice: random.Random, ratio: float) -> Scene:
 
 def _many(dice: random.Random, ratio: float) -> Scene:
     name, colour, count = dice.choice([*SHAPES]), dice.choice([*COLOURS]), dice.randint(2, MOST)
-    size = dice.uniform(0.16, 0.3 if count < 5 else 0.24)
+    size = dice.uniform(0.18, 0.3 if count < 5 else 0.25)
     things: list[Thing] = []
     while len(things) < count:
         x, y = dice.uniform(0.13, 0.87), dice.uniform(0.13, 0.87)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from serve_app.demo_model.pictures.scenes import COLOURS, MOST, PLACES, SHAPES, Scene
+from serve_app.demo_model.pictures.scenes import COLOURS, MOST, NUMBERS, PLACES, SHAPES, Scene
 
 NAMES = (*SHAPES, *(str(digit) for digit in range(10)))
 _KINDS = ("one", "many", "two", "digit")
@@ -50,17 +50,60 @@ _NUMBERS = {
 N_ATTRIBUTES = len(_NUMBERS)
 
 
-class Teacher(nn.Module):
-    """From a scene's attributes to `n_tokens` embeddings, which the eyes are to find in its picture."""
+_SLOTS = {
+    "count": (0,),
+    "colour 0": (1,),
+    "name 0": (2, 3),
+    "colour 1": (4,),
+    "name 1": (5, 6),
+    "place": (7, 8, 9),
+}
+"""The embeddings that begin as an attribute's words."""
 
-    def __init__(self, n_tokens: int, embedding: Tensor) -> None:
+Words = Callable[[str], Sequence[int]]
+"""The tokens of a text."""
+
+
+class Teacher(nn.Module):
+    """From a scene's attributes to `n_tokens` embeddings, which the eyes are to find in its picture.
+
+    It begins with the embeddings of words that name the attributes' values, so that the language model
+    finds them as it finds what a text says."""
+
+    def __init__(self, n_tokens: int, embedding: Tensor, words: Words) -> None:
         super().__init__()
         self._shape = (n_tokens, embedding.shape[1])
+        self.words = nn.Linear(N_ATTRIBUTES, n_tokens * embedding.shape[1])
+        self.words.weight.data = _named(n_tokens, embedding, words).flatten(1).T.contiguous()
+        self.words.bias.data = _rest(n_tokens, embedding).flatten()
         self.hidden = nn.Linear(N_ATTRIBUTES, _N_HIDDEN)
         self.output = nn.Linear(_N_HIDDEN, n_tokens * embedding.shape[1])
-        nn.init.normal_(self.output.weight, std=0.005)
-        words = embedding[torch.randint(len(embedding), (n_tokens,))]  # to begin with
-        self.output.bias.data = words.flatten().clone()
+        nn.init.normal_(self.output.weight, std=0.003)
+        nn.init.zeros_(self.output.bias)
 
     def forward(self, scenes: Tensor) -> Tensor:
-        return self.output(functional.gelu(self.hidden(scenes))).unflatten(-1, self._shape)
+        more = self.output(functional.gelu(self.hidden(scenes)))
+        return (self.words(scenes) + more).unflatten(-1, self._shape)
+
+
+def _named(n_tokens: int, embedding: Tensor, words: Words) -> Tensor:
+    """For each attribute, its words in its slots: `[N_ATTRIBUTES, n_tokens, n_embd]`."""
+    made = torch.zeros(N_ATTRIBUTES, n_tokens, embedding.shape[1])
+    for (name, value), number in _NUMBERS.items():
+        for slot, token in zip(_SLOTS.get(name, ()), words(" " + _word(name, value)), strict=False):
+            made[number, slot] = embedding[token]
+    return made
+
+
+def _rest(n_tokens: int, embedding: Tensor) -> Tensor:
+    """Any words in the slots that no attribute has."""
+    made = torch.zeros(n_tokens, embedding.shape[1])
+    n_taken = sum(map(len, _SLOTS.values()))
+    made[n_taken:] = embedding[torch.randint(len(embedding), (n_tokens - n_taken,))]
+    return made
+
+
+def _word(name: str, value: object) -> str:
+    if name == "count" and isinstance(value, int):
+        return NUMBERS[value]
+    return str(value).replace(" the", "")

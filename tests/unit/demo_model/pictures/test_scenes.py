@@ -11,7 +11,15 @@ import pytest
 
 from serve_app.demo_model.pictures.drawing import draw, fitted, flawed
 from serve_app.demo_model.pictures.questions import WORDINGS, described, questions
-from serve_app.demo_model.pictures.scenes import COLOURS, MOST, SHAPES, Scene, Thing, scene
+from serve_app.demo_model.pictures.scenes import (
+    COLOURS,
+    MOST,
+    SHAPES,
+    Scene,
+    Thing,
+    mirrored,
+    scene,
+)
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -116,3 +124,25 @@ def test_a_picture_is_fitted_as_llama_cpp_does() -> None:
     assert (pixels[24:72] == 255).all()
     assert (pixels[:24] == 0).all()
     assert (pixels[72:] == 0).all()
+
+
+def test_a_mirrored_scene_is_described_as_a_mirror_shows_it() -> None:
+    assert mirrored(STAR).place == "at the top right"
+    across = Scene("two", (one("star", "red", 0.2), one("moon", "blue", 0.8)), None, True, 1.0)
+    assert described(mirrored(across)) == "a blue moon and a red star"
+    assert described(mirrored(PAIR)) == described(PAIR)  # above each other
+    dice = random.Random(0)
+    for about in (scene(dice) for _ in range(50)):
+        assert mirrored(mirrored(about)).place == about.place
+        assert described(mirrored(mirrored(about))) == described(about)
+
+
+def test_a_mirrored_scene_is_drawn_as_a_mirror_shows_it() -> None:
+    for name in ("square", "triangle", "star", "heart", "circle"):  # alike in a mirror
+        about = Scene("one", (Thing(name, "red", 0.3, 0.4, 0.4, 10.0),), None, True, 1.0)
+        shown, other = (
+            np.asarray(draw(one, random.Random(0), 200)).astype(int)
+            for one in (about, mirrored(about))
+        )
+        there, mirror = (np.abs(one - COLOURS["red"]).max(-1) < 30 for one in (shown, other))
+        assert (there[:, ::-1] != mirror).mean() < 0.01
