@@ -146,7 +146,7 @@ def test_when_ray_is_killed_haproxy_ends_too(folder: Path) -> None:
         wait_until(
             lambda: not processes.tagged(folder, ""),
             servers.STOP_TIMEOUT_S,
-            lambda: str(processes.tagged(folder, "")),
+            lambda: str([processes.command_line(one) for one in processes.tagged(folder, "")]),
         )
         assert "The server has ended." in started.said
     finally:
