@@ -389,7 +389,8 @@ def _projector(
     """The projector that is configured, or that the model's repository has, if that can be asked: `source`
     is pinned, and `opened` its model, None if it cannot. Raises ConfigError."""
     wanted = model.projector
-    if wanted is False or (wanted is None and model.engine.backend == "openvino"):
+    backends = ("llama.cpp",) if source.builtin else ("llama.cpp", "auto")
+    if wanted is False or (wanted is None and model.engine.backend not in backends):
         return None
     try:
         if wanted is not None:
@@ -410,8 +411,8 @@ def _projector_beside(
     asked for it. Raises UnreachableError."""
     try:
         found = store.projector_beside(source, downloads)
-        if found is None:
-            return None
+        if found is None or found.builtin:
+            return found
         reason = why_unusable(_vocabulary(found, downloads), opened.meta_int("embedding_length", 0))
     except UnreachableError:
         raise
@@ -467,7 +468,8 @@ def _with_draft(
 def _projector_bytes(source: ModelSource, downloads: DownloadsConfig) -> int:
     """Raises ConfigError."""
     try:
-        return _vocabulary(source, downloads).stat().st_size  # with a hole in it, maybe
+        path = store.in_package(source) or _vocabulary(source, downloads)
+        return path.stat().st_size  # with a hole in it, maybe
     except UnreachableError:
         raise
     except ConfigError as error:

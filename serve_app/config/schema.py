@@ -283,8 +283,9 @@ class ModelConfig(Section):
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
     projector: ModelSource | Literal[False] | None = None
-    """A GGUF file (`mmproj`) for pictures or sounds, from any kind of source except `builtin`.
-    `false` uses none. Default: the projector of the source's repository, if there is one."""
+    """A GGUF file (`mmproj`) for pictures or sounds, from any kind of source. `false` uses none. Default:
+    the projector of the source's repository, if there is one. The built-in model has its own, which
+    `builtin: true` names, if `engine.backend` is `llama.cpp`."""
     defaults: DefaultsConfig = DefaultsConfig()
     """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()
@@ -307,8 +308,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _projects(self) -> ModelConfig:
-        if self.projector and self.projector.builtin:
-            raise ValueError("projector.builtin is a model, not a projector")
+        if self.projector and self.projector.builtin and not self.source.builtin:
+            raise ValueError("projector.builtin is for the built-in model only")
         return self
 
 

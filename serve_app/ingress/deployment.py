@@ -58,7 +58,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import broadcast, fetching, reports
 from serve_app.routing.autoscaling import AWAITED, PRESSURE, IngressLoad
 from serve_app.store.loaded_adapters import LoadedAdapters
-from serve_app.store.models import vocabulary
+from serve_app.store.models import in_package, vocabulary
 from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.store.version_weights import VersionWeights
 from serve_app.types import (
@@ -392,7 +392,8 @@ def _senses(model: ResolvedModel) -> Senses:
     """Raises ConfigError."""
     if model.projector is None:
         return NO_SENSES
-    return senses_of(vocabulary(model.projector, model.downloads))
+    path = in_package(model.projector) or vocabulary(model.projector, model.downloads)
+    return senses_of(path)
 
 
 class CpuShare:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from serve_app import folders
 from serve_app.config.sources import DownloadsConfig, ModelSource
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
 from serve_app.progress import Report, Stage
@@ -122,6 +122,11 @@ def pinned_projector(source: ModelSource, configured: DownloadsConfig) -> ModelS
     return ModelSource(repo=str(found))
 
 
+def in_package(projector: ModelSource) -> Path | None:
+    """The file of the built-in model's projector, if that is meant."""
+    return BUILTIN_PROJECTOR if projector.builtin else None
+
+
 def names_a_file(source: ModelSource) -> bool:
     """Whether it means one file, whatever else a repository has."""
     wanted = _hub_name(source)
@@ -129,8 +134,10 @@ def names_a_file(source: ModelSource) -> bool:
 
 
 def projector_beside(source: ModelSource, configured: DownloadsConfig) -> ModelSource | None:
-    """The projector that a model's repository has, if it is one, and has one. The model's source is pinned.
-    Raises ConfigError."""
+    """The projector that a model's repository has, if it is one, and has one; the built-in model has its
+    own. The model's source is pinned. Raises ConfigError."""
+    if source.builtin:
+        return source
     model = _hub_name(source)
     if model is None:
         return None

@@ -1,6 +1,6 @@
 """Scores what the built-in model sees in drawn pictures, through Corral's own engine.
 
-    python -m serve_app.demo_model.pictures.evaluate PROJECTOR [--pictures 300] [--show]
+    python -m serve_app.demo_model.pictures.evaluate [--projector FILE] [--pictures 300] [--show]
 
 No picture was trained with: they are of other seeds, from 64 to 512 pixels, most of them with noise or
 as JPEG, half of them on paper with lines or dots, which training never had. Half of the questions are
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.demo_model.pictures.drawing import draw, flawed
 from serve_app.demo_model.pictures.questions import Asked, questions
 from serve_app.demo_model.pictures.scenes import scene
@@ -119,7 +119,7 @@ class Tally:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Score what the built-in model sees.")
-    parser.add_argument("projector", type=Path)
+    parser.add_argument("--projector", type=Path, default=BUILTIN_PROJECTOR)
     parser.add_argument("--pictures", type=int, default=300, help="default: 300")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="the wrong answers, too")

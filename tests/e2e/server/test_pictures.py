@@ -32,7 +32,7 @@ def seeing(
     shape = replace(SHAPES["tiny-llava"], image_size=128)
     write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).n_embd)
     one = model(None, "seeing", n_slots=2, n_ctx_slot=1024) | {"projector": {"path": str(path)}}
-    corral = start_for_module([one, model(None, "blind", n_slots=2, n_ctx_slot=1024)])
+    corral = start_for_module([one, model(BUILTIN_MODEL, "blind", n_slots=2, n_ctx_slot=1024)])
     corral.wait_ready()
     return corral
 

@@ -14,7 +14,8 @@ import yaml
 from serve_app.app import access, engine_options, ingress_options, resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.config.sources import ModelSource
+from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine.backends.own_layers import slot_bytes
 from serve_app.errors import ConfigError
@@ -277,20 +278,41 @@ def test_a_projector_takes_of_the_models_memory(tmp_path: Path) -> None:
     (seeing,) = schema.parse({"models": [free | {"projector": {"path": str(projector)}}]}).models
     here = Machine(topology(((i,), 0) for i in range(2)), None, 2**33 + 2**31, 2**33 + 2**31)
     without, beside = (resolve([one], here)[0] for one in (alone, seeing))
-    assert (without.projector, beside.projector) == (None, seeing.projector)
+    eyes = ModelSource(builtin=True)
+    assert (without.projector, beside.projector) == (eyes, seeing.projector)
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
 
 
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ({"builtin": True}, "projector.builtin is a model"),
+        ({"builtin": True}, "projector.builtin is for the built-in model"),
         ({"path": "/nowhere/mmproj.gguf"}, r"models \(m\): projector: .*no file"),
     ],
 )
 def test_what_is_no_projector_is_refused(source: dict[str, Any], told: str) -> None:
+    other = model(engine={}, projector=source, source={"path": str(BUILTIN_MODEL)})
     with pytest.raises(ConfigError, match=told):
-        resolve(schema.parse({"models": [model(engine={}, projector=source)]}).models, HERE)
+        resolve(schema.parse({"models": [other]}).models, HERE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sees"),
+    [
+        ({}, True),
+        ({"projector": {"builtin": True}}, True),
+        ({"projector": False}, False),
+        ({"source": {"path": str(BUILTIN_MODEL)}}, False),
+        ({"engine": {"backend": "openvino", "n_slots": 1, "n_ctx_slot": 256}}, False),
+    ],
+)
+def test_the_builtin_model_sees_by_default(fields: dict[str, Any], sees: bool) -> None:
+    (resolved,) = resolve(schema.parse({"models": [model(**fields)]}).models, HERE)
+    assert resolved.projector == (ModelSource(builtin=True) if sees else None)
+
+
+def test_the_builtin_models_eyes_are_a_small_file_of_the_package() -> None:
+    assert 0 < BUILTIN_PROJECTOR.stat().st_size < 2**21
 
 
 def draft_of(path: object) -> dict[str, Any]:
