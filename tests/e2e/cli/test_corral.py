@@ -66,6 +66,14 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.fixture
+def own_folder() -> Iterator[Path]:
+    """For one test: its processes are known by the folder."""
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Started]:
     started = Started(folder, "--slots", "4")
@@ -136,21 +144,21 @@ def test_a_server_that_is_killed_leaves_nothing_behind(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_when_ray_is_killed_haproxy_ends_too(folder: Path) -> None:
-    started = Started(folder, "--slots", "2")
+def test_when_ray_is_killed_haproxy_ends_too(own_folder: Path) -> None:
+    started = Started(own_folder, "--slots", "2")
     try:
         started.wait_for("Ctrl-C stops it.")
-        assert processes.tagged(folder, "haproxy")
-        (starter,) = processes.tagged(folder, "serve_app.cli.starter")
+        assert processes.tagged(own_folder, "haproxy")
+        (starter,) = processes.tagged(own_folder, "serve_app.cli.starter")
         os.kill(starter, signal.SIGKILL)
         wait_until(
-            lambda: not processes.tagged(folder, ""),
+            lambda: not processes.tagged(own_folder, ""),
             servers.STOP_TIMEOUT_S,
-            lambda: str([processes.command_line(one) for one in processes.tagged(folder, "")]),
+            lambda: str([processes.command_line(one) for one in processes.tagged(own_folder, "")]),
         )
         assert "The server has ended." in started.said
     finally:
-        processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
+        processes.stop(started.process, own_folder, servers.STOP_TIMEOUT_S)
 
 
 @pytest.mark.long
