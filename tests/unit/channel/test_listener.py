@@ -222,7 +222,7 @@ async def test_an_address_of_no_interface_is_listened_for_on_all(
     one = Listener(HERE, "192.0.2.1")
     address = await one.address()
     assert address.host == "192.0.2.1"
-    assert "none has 192.0.2.1" in caplog.text
+    assert "No interface has the address 192.0.2.1" in caplog.text
     await answers(one, dataclasses.replace(address, host="127.0.0.1"))
     one.close()
     await settle()
