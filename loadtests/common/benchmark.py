@@ -38,6 +38,11 @@ class Prompts:
         return tuple(self._rng.choices(self._vocabulary, k=n_tokens))
 
 
+def absolute(text: str) -> Path:
+    """A type of argument: a file that is opened from another folder, as servers do."""
+    return Path(text).resolve()
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which that many percent lie, interpolated; `values` in any order."""
     ordered = sorted(values)

@@ -51,7 +51,14 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.common import bursts
-from loadtests.common.benchmark import bounded, choice, listed, machine_and_model, usable_cores
+from loadtests.common.benchmark import (
+    absolute,
+    bounded,
+    choice,
+    listed,
+    machine_and_model,
+    usable_cores,
+)
 from loadtests.common.bursts import Burst
 from loadtests.common.processes import tagged
 from loadtests.common.rounds import turns
@@ -286,23 +293,19 @@ def _engine(text: str) -> dict[str, Any]:
     return found
 
 
-def _absolute(text: str) -> Path:
-    return Path(text).resolve()  # servers are started elsewhere
-
-
 def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     """The settings, and where the JSON goes."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     user_count = bounded(1, MAX_USERS)
-    parser.add_argument("--model", type=_absolute, required=True)
+    parser.add_argument("--model", type=absolute, required=True)
     parser.add_argument("--workloads", type=listed(choice(*WORKLOADS)), default=tuple(WORKLOADS))
     parser.add_argument("--users", type=listed(user_count), default=(1, 4, 8, 16))
     parser.add_argument("--rounds", type=bounded(1, 50), default=3)
     parser.add_argument("--sides", type=_sides, default=(CORRAL, BARE, LLAMA_SERVER))
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
     parser.add_argument("--slots", type=bounded(1, MAX_SLOTS), default=16)
-    parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
+    parser.add_argument("--server", type=absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--engine", type=_engine, default={})
     parser.add_argument("--json", type=Path, default=None)
     args = vars(parser.parse_args(argv))

@@ -35,6 +35,7 @@ from loadtests.common.benchmark import bounded, machine, spread, table, usable_c
 from loadtests.common.rounds import in_turns, of_each, ratios
 from loadtests.common.servers import Server
 from loadtests.compare import llama_server
+from loadtests.compare.sides import Sizes, llama_server_command
 
 CORRAL, PEER = "corral", "llama-server"
 _PATIENCE_S = 120.0
@@ -42,15 +43,6 @@ _SETTLE_S = 2.0
 """Seconds for which a model has been gone before it is asked for."""
 _POLL_S = 0.005
 _MODEL, _N_TOKENS = "model", 33
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The same for both sides."""
-
-    n_slots: int
-    n_ctx_slot: int
-    threads: int
 
 
 def entry(model: Path, sizes: Sizes) -> dict[str, Any]:
@@ -109,11 +101,7 @@ def peer(client: httpx.Client, program: Path, model: Path, sizes: Sizes, prompt:
     """The times from llama-server's start. Raises RuntimeError if it ends, or is late."""
     port = servers.free_port()
     url = f"http://127.0.0.1:{port}"
-    command: list[str | Path] = [
-        *(program, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
-        *("--parallel", str(sizes.n_slots), "--threads", str(sizes.threads)),
-        *("--ctx-size", str(sizes.n_slots * sizes.n_ctx_slot), "--batch-size", "512"),
-    ]
+    command = llama_server_command(program, model, sizes, port)
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -219,7 +207,7 @@ def main() -> None:
             "no llama-server: give --server, or run python -m loadtests.compare.llama_server"
         )
     servers.exit_on_sigterm()
-    sizes = Sizes(args.slots, args.context, usable_cores())
+    sizes = Sizes(usable_cores(), args.slots, args.context)
     model = args.model.resolve()
     server = args.server.resolve()
     rounds = measured(model, sizes, server, args.rounds, standby=not args.no_standby)

@@ -40,6 +40,7 @@ from loadtests.common.benchmark import (
     SEED,
     BenchmarkError,
     Prompt,
+    absolute,
     bounded,
     choice,
     listed,
@@ -306,17 +307,13 @@ def _chart(title: str, values: Mapping[Side, float]) -> Chart:
 # -- the command line ----------------------------------------------------------------------------
 
 
-def _absolute(text: str) -> Path:
-    return Path(text).resolve()  # servers are started elsewhere
-
-
 def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path | None]:
     """The settings, and where the JSON and the plot go."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.compare.frontier", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=_absolute, required=True)
+    parser.add_argument("--model", type=absolute, required=True)
     parser.add_argument("--bounds", type=listed(bounded(10, 60_000)), default=(100, 250, 500, 1000))
     parser.add_argument("--batches", type=listed(bounded(1, 4096)), default=(32, 64, 128, 512))
     parser.add_argument("--streams", type=bounded(1, 32), default=2)
@@ -328,7 +325,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     backends = choice("llama.cpp", "openvino")
     parser.add_argument("--backends", type=listed(backends), default=("",))
     parser.add_argument("--engine", type=json.loads, default={})
-    parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
+    parser.add_argument("--server", type=absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
     args = vars(parser.parse_args(argv))

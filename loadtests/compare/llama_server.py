@@ -72,8 +72,8 @@ def build(jobs: int) -> Path:
         source = downloaded(Path(directory))
         made = source / "build"
         flags = (*CMAKE_FLAGS, *compiler_flags(has_amx()))
-        _run("cmake", "-S", source / "vendor/llama.cpp", "-B", made, *flags)
-        _run("cmake", "--build", made, "--target", *PROGRAMS, "--parallel", str(jobs))
+        run("cmake", "-S", source / "vendor/llama.cpp", "-B", made, *flags)
+        run("cmake", "--build", made, "--target", *PROGRAMS, "--parallel", str(jobs))
         done = Path(directory) / "done"
         done.mkdir()
         for program in PROGRAMS:
@@ -89,14 +89,15 @@ def downloaded(directory: Path) -> Path:
     CalledProcessError if it cannot be downloaded."""
     package = f"llama-cpp-python=={version('llama-cpp-python')}"
     pip = (sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps")
-    _run(*pip, "--no-binary", "llama-cpp-python", "--dest", directory, package)
+    run(*pip, "--no-binary", "llama-cpp-python", "--dest", directory, package)
     (archive,) = directory.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(directory, filter="data")
     return directory / archive.name.removesuffix(".tar.gz")
 
 
-def _run(*command: str | Path) -> None:
+def run(*command: str | Path) -> None:
+    """Run it; its output goes to stderr. Raises CalledProcessError if it fails."""
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 

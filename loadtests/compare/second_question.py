@@ -32,6 +32,7 @@ import httpx
 from loadtests.common.benchmark import (
     SEED,
     BenchmarkError,
+    absolute,
     bounded,
     choice,
     listed,
@@ -153,24 +154,20 @@ def report(args: argparse.Namespace, rounds: Sequence[Mapping[str, Found]]) -> s
     )
 
 
-def _absolute(text: str) -> Path:
-    return Path(text).resolve()  # servers are started elsewhere
-
-
 def main() -> None:
     """Measure, print the table, write the file."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.compare.second_question", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=_absolute, required=True)
+    parser.add_argument("--model", type=absolute, required=True)
     sides = (OPENVINO, CORRAL, LLAMA_SERVER)
     parser.add_argument("--sides", type=listed(choice(*NATIVE)), default=sides)
     parser.add_argument("--words", type=bounded(16, 30_000), default=4000)
     parser.add_argument("--question-words", type=bounded(1, 1000), default=12)
     parser.add_argument("--rounds", type=bounded(1, 50), default=5)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
-    parser.add_argument("--server", type=_absolute, default=llama_server.folder() / "llama-server")
+    parser.add_argument("--server", type=absolute, default=llama_server.folder() / "llama-server")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     rounds = measure(args)

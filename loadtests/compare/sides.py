@@ -79,12 +79,7 @@ def start(
         return [sys.executable, "-m", "loadtests.compare.bare_server", config]
 
     def peer(_: Path, port: int) -> list[str | Path]:
-        return [
-            *(server, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
-            *("--parallel", str(sizes.n_slots), "--threads", str(sizes.threads)),
-            *("--ctx-size", str(sizes.n_slots * sizes.n_ctx_slot)),
-            *("--batch-size", str(sizes.n_batch)),
-        ]
+        return llama_server_command(server, model, sizes, port)
 
     def python(_: Path, port: int) -> list[str | Path]:
         return [
@@ -117,6 +112,16 @@ def start(
         PYTHON_BATCHED: (batched, lists_models),
     }[side]
     return running(command, is_ready)
+
+
+def llama_server_command(program: Path, model: Path, sizes: Sizes, port: int) -> list[str | Path]:
+    """llama-server on loopback, with these sizes."""
+    return [
+        *(program, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
+        *("--parallel", str(sizes.n_slots), "--threads", str(sizes.threads)),
+        *("--ctx-size", str(sizes.n_slots * sizes.n_ctx_slot)),
+        *("--batch-size", str(sizes.n_batch)),
+    ]
 
 
 def _batched_config(model: Path, sizes: Sizes, port: int) -> dict[str, object]:

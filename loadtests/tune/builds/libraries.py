@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,19 +15,14 @@ from pathlib import Path
 
 import llama_cpp
 
-from loadtests.compare.llama_server import compiler_flags, downloaded, has_amx
+from loadtests.compare.llama_server import CMAKE_FLAGS, compiler_flags, downloaded, has_amx, run
 
 INSTALLED = Path(llama_cpp.__file__).parent / "lib"
 _FLAGS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DBUILD_SHARED_LIBS=ON",
+    *CMAKE_FLAGS,
+    "-DBUILD_SHARED_LIBS=ON",  # of two values, cmake takes the last
     "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
     "-DCMAKE_INSTALL_RPATH=$ORIGIN",
-    "-DLLAMA_BUILD_UI=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",  # would be downloaded
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_BUILD_TOOLS=OFF",
     "-DLLAMA_BUILD_SERVER=OFF",
 )
@@ -49,8 +42,8 @@ def built(name: str, flags: Sequence[str], jobs: int) -> Path:
     with tempfile.TemporaryDirectory(prefix="corral-build-") as directory:
         made = Path(directory) / "build"
         source = downloaded(Path(directory)) / "vendor/llama.cpp"
-        _run("cmake", "-S", source, "-B", made, *_FLAGS, *compiler_flags(has_amx()), *flags)
-        _run("cmake", "--build", made, "--target", "ggml", "--parallel", str(jobs))
+        run("cmake", "-S", source, "-B", made, *_FLAGS, *compiler_flags(has_amx()), *flags)
+        run("cmake", "--build", made, "--target", "ggml", "--parallel", str(jobs))
         done = Path(directory) / "done"
         shutil.copytree(INSTALLED, done)
         for library in made.glob("bin/libggml*.so*"):
@@ -62,7 +55,3 @@ def built(name: str, flags: Sequence[str], jobs: int) -> Path:
             target
         )  # at once: a build that was interrupted leaves nothing that is used
     return target
-
-
-def _run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, stdout=sys.stderr)
