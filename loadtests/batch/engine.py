@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from loadtests.batch.figures import Window
 from loadtests.batch.people import People, Shape, for_a_while
-from loadtests.common.benchmark import Prompt, Prompts
+from loadtests.common.benchmark import BenchmarkError, Prompt, Prompts
 from loadtests.engine import process
 from serve_app.engine import CorralError, GenerationRequest, SamplingParams
 from serve_app.engine.loop import BACKGROUND_PLACES
 
 _LOOK_S = 0.05
+_IDLE_S = 30.0
 
 
 def measure(
@@ -55,8 +56,18 @@ class _Run:
         if people:
             tasks += self._people.sit_down()
         await for_a_while(tasks, window_s)
-        wall_s = time.perf_counter() - began
-        return Window(wall_s, self._people.turns, self._n_tokens - before)
+        window = Window(time.perf_counter() - began, self._people.turns, self._n_tokens - before)
+        await self._until_idle()
+        return window
+
+    async def _until_idle(self) -> None:
+        """What was cancelled has left the engine, which has places for the next window then. Raises
+        BenchmarkError."""
+        deadline = time.perf_counter() + _IDLE_S
+        while (found := self._engine.stats()).background_running or found.background_waiting:
+            if time.perf_counter() > deadline:
+                raise BenchmarkError("Cancelled lines still run.")
+            await asyncio.sleep(_LOOK_S)
 
     async def _until_in_full_swing(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """The lines have got out of step, as those of a long batch are."""

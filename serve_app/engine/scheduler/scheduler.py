@@ -53,7 +53,8 @@ class Scheduler:
     Background requests advance while there is nothing else. Beside others, only its decoding
     sequences do, as many as cost these next to nothing; where all is in the background nobody waits
     between two tokens, and a batch that takes long can be left (`leaves`): prompts may take
-    longer then, the longer nobody came.
+    longer then, the longer nobody came. Unless they share batches, decoding ones wait for the prompts, so
+    that they are as many as possible.
 
     Sequences with different adapters take turns, by steps: see `AdapterTurns`.
 
@@ -171,7 +172,7 @@ class Scheduler:
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = self._catch_up_s()
         held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
-        groups = [] if held else self._decode_turns(decoding)
+        groups = [] if held or self._prompts_first else self._decode_turns(decoding)
         prompts = self._prompt_turns(groups, now)
         self._has_news, self._planned = False, now
         if held:
@@ -200,6 +201,12 @@ class Scheduler:
         return self._costs.attended(sum(depths) / len(depths), self._n_cells)
 
     # -- in the background ------------------------------------------------------------------------
+
+    @property
+    def _prompts_first(self) -> bool:
+        """Whether decoding waits for prompts: nobody waits for a token, and a batch that is full is as fast
+        as one that lacks whose prompt is not done."""
+        return self._in_background and not self._mixed and bool(self._ready_prompts)
 
     def _who_is_served(self, now: float) -> list[Sequence]:
         """All; or all that somebody waits for, and what is as good as free beside them."""
@@ -314,9 +321,13 @@ class Scheduler:
 
     # -- prompts ----------------------------------------------------------------------------------
 
+    @property
+    def _ready_prompts(self) -> list[Sequence]:
+        return [one for one in self._served if one.n_pending > 1 and not one.waits_to_see]
+
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""
-        prompts = [one for one in self._served if one.n_pending > 1 and not one.waits_to_see]
+        prompts = self._ready_prompts
         if not prompts:
             return []
         sample_s = sum(map(_sample_s, chain(*decoding)))

@@ -63,7 +63,7 @@ def test_beside_prompts_nothing() -> None:
 @pytest.mark.parametrize(
     ("after_s", "n_rows"),
     [
-        pytest.param(0.1, 36, id="a quarter of a second"),
+        pytest.param(0.1, 40, id="a quarter of a second"),
         pytest.param(5.0, 80, id="a tenth of the time"),
         pytest.param(100.0, 256, id="two seconds"),
     ],
@@ -72,7 +72,21 @@ def test_alone_they_may_lose_more_the_longer_nobody_came(after_s: float, n_rows:
     somebody = decoding(2)
     made = scheduler(DEAR, behind(decoding(0)), behind(running(1, 300)), somebody)
     made.remove(somebody)
-    assert served(made.schedule(NOW + after_s)) == [(0, 1), (1, n_rows)]
+    assert served(made.schedule(NOW + after_s)) == [(1, n_rows)]
+
+
+def test_alone_they_compute_prompts_before_they_decode() -> None:
+    late = behind(running(1, 100))
+    made = scheduler(DEAR, behind(decoding(0)), late)
+    assert served(made.schedule(NOW + 100)) == [(1, 100)]
+    late.advance(99)
+    assert served(made.schedule(NOW + 100)) == [(0, 1), (1, 1)]
+
+
+def test_where_prompts_and_tokens_share_a_batch_neither_waits() -> None:
+    made = scheduler(DEAR, behind(decoding(0)), behind(running(1, 100)))
+    made.mix(True)
+    assert served(made.schedule(NOW + 100)) == [(0, 1), (1, 100)]
 
 
 def test_where_a_pass_cannot_be_left_they_keep_to_the_bound() -> None:
