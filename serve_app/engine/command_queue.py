@@ -6,7 +6,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from serve_app.engine.commands import Command
@@ -205,7 +205,7 @@ class CommandQueue:
         somebody comes, if all are in the background."""
         with self._changed:
             self._computed = frozenset(request_ids)
-            self._steps_back = bool(self._computed) and self._computed <= self._background
+            self._steps_back = self._computed <= self._background
             self._tell()
         try:
             yield
@@ -213,6 +213,10 @@ class CommandQueue:
             with self._changed:
                 self._computed, self._steps_back = frozenset(), False
                 self._tell()
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Decoder thread: something for nobody, which is left once somebody comes."""
+        return self.computing(())
 
     def _tell(self) -> None:
         """Say whether a batch is to be left, if that has changed. With the lock."""

@@ -186,7 +186,8 @@ class DecoderLoop:
         """Does one piece of the work that waits until there are no requests."""
         if self._cache_change.pays_at_rest() and not self._draining:
             self._change_cache()
-        self._cache.store_ahead()
+        with self._command_queue.resting():
+            self._cache.store_ahead()
         self._computing.use_adapters(())
         self._quiet_trials.step()
         self._published.refresh()

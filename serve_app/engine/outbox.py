@@ -8,15 +8,26 @@ from serve_app.engine.sequence import Sequence
 from serve_app.errors import CorralError
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
+# Nobody reads along in the background: so many tokens are told at once, and are lost with an engine.
+_TOGETHER = 16
+
 
 class Outbox:
-    """Deltas that nobody was told of yet, in their order. Decoder thread only."""
+    """Deltas that nobody was told of yet, in their order. Those of a request in the background are
+    gathered: to tell each one takes others' time. Decoder thread only."""
 
     def __init__(self) -> None:
         self._deltas: list[tuple[Sequence, TokenDelta]] = []
 
     def put(self, sequence: Sequence, delta: TokenDelta) -> None:
         """Its newest tokens, or its end."""
+        if sequence.untold is not None:
+            delta = sequence.untold.then(delta)
+        gathers = sequence.request.background and delta.end is None
+        if gathers and len(delta.token_ids) < _TOGETHER:
+            sequence.untold = delta
+            return
+        sequence.untold = None
         self._deltas.append((sequence, delta))
 
     def end(

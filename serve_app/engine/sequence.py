@@ -108,6 +108,8 @@ class Sequence:
         self._line_limits = LineLimits(request.sampling) if is_limited else None
         self._n_told = -1
         """Of its prompt's tokens, those that its progress was told of."""
+        self.untold: TokenDelta | None = None
+        """What its reader was not told of yet."""
 
     @property
     def n_pending(self) -> int:

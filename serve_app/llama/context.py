@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import re
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ State = bytes | memoryview
 _FEW_CELLS = 1 / 4
 # llama.cpp rounds a sequence's length up to this many cells.
 _CELL_PADDING = 256
+# Bytes for which somebody who comes waits while a state is saved that nobody asked for.
+_TOUCHED = 2**24
 # What llama_decode returns when it finds no cells, having changed nothing; and when it was to leave.
 _CACHE_FULL, _LEFT = 1, 2
 # What llama.cpp asks after each node of a graph whether to leave the pass, with a pointer: `strlen`. Of an
@@ -433,20 +436,24 @@ class Context:
         if self._copied is not None and self._copied[0] == seq_id:
             self._copied = None
 
-    def save(self, seq_id: int, behind: bytes = b"") -> memoryview:
+    def save(self, seq_id: int, behind: bytes = b"", *, leaves: bool = False) -> memoryview:
         """A sequence's cached tokens as llama.cpp's sequence state, to be used with the same model and the
         same cache formats, with so many bytes `behind` it. Not as `bytes`: that copy would take ten times
-        as long as llama.cpp does."""
-        return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE, behind)
+        as long as llama.cpp does. With `leaves`, raises PassLeftError after `leave(True)`."""
+        return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE, behind, leaves=leaves)
 
     def checkpoint(self, seq_id: int) -> memoryview:
         """Of that, what `truncate` could not have back: the last window of layers that have one, and the
         states of recurrent layers."""
         return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
-    def _save(self, seq_id: int, flags: int, behind: bytes = b"") -> memoryview:
+    def _save(
+        self, seq_id: int, flags: int, behind: bytes = b"", *, leaves: bool = False
+    ) -> memoryview:
         size = llama_cpp.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
         buffer = np.empty(size + len(behind), np.uint8)
+        if leaves:
+            self._touch(buffer)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n_written = llama_cpp.llama_state_seq_get_data_ext(
             self.pointer, pointer, size, seq_id, flags
@@ -454,6 +461,13 @@ class Context:
         end = n_written + len(behind)
         buffer[n_written:end] = np.frombuffer(behind, np.uint8)
         return buffer[:end].data
+
+    def _touch(self, buffer: NDArray[np.uint8]) -> None:
+        """Have the system's memory for a buffer, which takes longer than to fill it, and can be left."""
+        for start in range(0, buffer.size, _TOUCHED):
+            if self._leaving[0] != b"\0":
+                raise PassLeftError("A state was not saved.")
+            buffer[start : start + _TOUCHED : mmap.PAGESIZE] = 0
 
     def restore(self, seq_id: int, state: State) -> None:
         """Fill a sequence with a saved state, whatever it held. Raises DecodeError if llama.cpp refuses it;

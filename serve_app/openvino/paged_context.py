@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ _SAMPLED, _EMBEDDED = "sampled", "embedded"
 _LOGITS, _VECTORS = "logits", "vectors"
 """Outputs."""
 _ALIGNMENT = 64
+_LENGTH = 8
+"""Bytes of a state's length."""
 _KEYS = "key_cache."
 _CACHES = (_KEYS, "value_cache.")
 
@@ -268,32 +270,42 @@ class PagedContext:
                 cells = shifts.turned_back(cells, n_before[n_stay:], self._frequencies)
             cache[new] = shifts.blocks_of(cells)
 
-    def save(self, seq_id: int) -> bytes:
-        """The sequence's tokens as a state: its length and its blocks, layer by layer."""
+    def save(self, seq_id: int, *, leaves: bool = False) -> memoryview:
+        """The sequence's tokens as a state: its length and its blocks, layer by layer. With `leaves`,
+        raises PassLeftError after `leave(True)`."""
         blocks, length = self._tables.blocks(seq_id), self._tables.length(seq_id)
-        parts = [length.to_bytes(8, "little")]
-        for cache in self._caches.values():
-            saved = cache[blocks]
+        state = np.empty(_LENGTH + len(blocks) * self.block_bytes, np.uint8)
+        state[:_LENGTH] = np.frombuffer(length.to_bytes(_LENGTH, "little"), np.uint8)
+        for cache, saved in self._layers(len(blocks), state):
+            if leaves and self._leaving.is_set():
+                raise PassLeftError("A state was not saved.")
+            np.take(cache, blocks, axis=0, out=saved, mode="clip")  # "raise" copies twice
             if length % BLOCK:
                 saved[-1, :, length % BLOCK :] = 0  # another sequence may have had that block
-            parts.append(saved.tobytes())
-        return b"".join(parts)
+        return state.data
+
+    def _layers(
+        self, n_blocks: int, state: NDArray[np.uint8]
+    ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """Each cache, and its part of a state of so many blocks."""
+        at = _LENGTH
+        for cache in self._caches.values():
+            end = at + n_blocks * cache[0].nbytes
+            yield cache, state[at:end].view(cache.dtype).reshape(n_blocks, *cache.shape[1:])
+            at = end
 
     def restore(self, seq_id: int, state: bytes | memoryview) -> None:
         """Fill a sequence with a state. Raises DecodeError if it is none of this model's, or there is no
         room: the sequence is empty then."""
         self.truncate(seq_id, 0)
-        length = int.from_bytes(state[:8], "little")
+        length = int.from_bytes(state[:_LENGTH], "little")
         n_blocks = -(-length // BLOCK)
-        if len(state) != 8 + n_blocks * self.block_bytes:
+        if len(state) != _LENGTH + n_blocks * self.block_bytes:
             raise DecodeError("The saved state cannot be used: it is of another size.")
         self._tables.extend({seq_id: length})
-        blocks, at = self._tables.blocks(seq_id), 8
-        for cache in self._caches.values():
-            size = n_blocks * cache[0].nbytes
-            saved = np.frombuffer(state[at : at + size], cache.dtype)
-            cache[blocks] = saved.reshape(n_blocks, *cache.shape[1:])
-            at += size
+        blocks = self._tables.blocks(seq_id)
+        for cache, saved in self._layers(n_blocks, np.frombuffer(state, np.uint8)):
+            cache[blocks] = saved
 
 
 def _zeros(shape: Sequence[int], dtype: Any) -> NDArray[Any]:

@@ -302,7 +302,8 @@ class Backend(Protocol):
 
     def leave(self, leaving: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end early with PassLeftError; or,
-        with False, have them compute again. A backend that could not forget half of a pass need not."""
+        with False, have them compute again. The same holds for a `save` that leaves. A backend that could
+        not forget half of a pass need not."""
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -337,8 +338,9 @@ class Backend(Protocol):
         those behind the positions before theirs. Raises DecodeError if it cannot; the slot is then in no
         known state."""
 
-    def save(self, seq_id: int) -> State:
-        """The slot's cached tokens as a state that `restore` takes."""
+    def save(self, seq_id: int, *, leaves: bool = False) -> State:
+        """The slot's cached tokens as a state that `restore` takes. One that `leaves` raises PassLeftError
+        if it was told to `leave`."""
 
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot what it was when the state was saved, of this slot or another one, whatever

@@ -280,9 +280,11 @@ class FakeBackend:
         for n_keep, n_discard in cuts:
             del self.slots[seq_id][n_keep : n_keep + n_discard]
 
-    def save(self, seq_id: int) -> bytes:
+    def save(self, seq_id: int, *, leaves: bool = False) -> bytes:
         """The slot's tokens, four bytes each."""
         self._expect_settled(seq_id)
+        if leaves and self._wait():
+            raise PassLeftError("The state was not saved.")
         tokens = struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
         return tokens + self.positions.packed(seq_id)
 

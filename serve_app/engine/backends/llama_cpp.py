@@ -448,9 +448,9 @@ class LlamaBackend:
         for n_keep, n_discard in cuts:
             self._context.shift(seq_id, n_keep, n_discard)
 
-    def save(self, seq_id: int) -> State:
+    def save(self, seq_id: int, *, leaves: bool = False) -> State:
         """See Backend.save."""
-        return self._context.save(seq_id, self._positions.packed(seq_id))
+        return self._context.save(seq_id, self._positions.packed(seq_id), leaves=leaves)
 
     @property
     def _layout(self) -> Layout:

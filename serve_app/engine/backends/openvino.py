@@ -281,9 +281,9 @@ class OpenVinoBackend:
         """See Backend.embed."""
         return self._context.embed(rows)
 
-    def save(self, seq_id: int) -> State:
+    def save(self, seq_id: int, *, leaves: bool = False) -> State:
         """See Backend.save."""
-        return self._context.save(seq_id)
+        return self._context.save(seq_id, leaves=leaves)
 
     def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""

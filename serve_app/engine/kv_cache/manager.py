@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +19,12 @@ from serve_app.engine.kv_cache.transfers.exchange import PrefixExchange
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.metrics.stats import HeldPrompt
 from serve_app.engine.sequence import Sequence
-from serve_app.errors import DecodeError, EngineUnavailableError, InvalidRequestError
+from serve_app.errors import (
+    DecodeError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    PassLeftError,
+)
 
 
 class Place(NamedTuple):
@@ -170,8 +176,8 @@ class KVCacheManager:
         if self._is_worth_saving(slot, tokens, n_bytes) and self._may_save(n_bytes, beside_s):
             self._put(slot, tokens)
 
-    def _put(self, slot: Slot, tokens: TokenArray) -> None:
-        prefix = self._contents.save(slot, tokens)
+    def _put(self, slot: Slot, tokens: TokenArray, *, leaves: bool = False) -> None:
+        prefix = self._contents.save(slot, tokens, leaves=leaves)
         self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
 
     def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
@@ -218,10 +224,12 @@ class KVCacheManager:
         return None
 
     def store_ahead(self) -> None:
-        """Save what one idle slot has, so that it need not be when somebody wants the slot."""
+        """Save what one idle slot has, so that it need not be when somebody wants the slot. Who comes
+        meanwhile does not wait for it."""
         slot = self.behind
         if slot is not None:
-            self.store(slot, slot.idle_tokens)
+            with contextlib.suppress(PassLeftError):
+                self._put(slot, slot.idle_tokens, leaves=True)
 
     def store_all(self) -> None:
         """Save what every idle slot has and is not spare, the least used first."""

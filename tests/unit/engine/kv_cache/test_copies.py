@@ -39,8 +39,8 @@ class SlowBackend(FakeBackend):
         super().__init__(lambda tokens: 1, n_slots=n_slots)
         self.clock = clock
 
-    def save(self, seq_id: int) -> bytes:
-        state = super().save(seq_id)
+    def save(self, seq_id: int, *, leaves: bool = False) -> bytes:
+        state = super().save(seq_id, leaves=leaves)
         self.clock.now += BYTE_S * len(state)
         return state
 

@@ -10,6 +10,7 @@ from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
+from serve_app.errors import PassLeftError
 from tests.unit.engine.harness import (
     ask,
     continuation,
@@ -160,6 +161,35 @@ def test_what_idle_slots_hold_is_stored_while_nobody_is_there(
         talk(engine, "C", "1")
         until(lambda: engine.stats().stored_prefixes == n_saves)
     assert saves.call_count == n_saves
+
+
+def test_who_comes_does_not_wait_for_a_save_that_nobody_asked_for() -> None:
+    """It would never end, as it is held. It is made when nobody is there again."""
+
+    class Holding(FakeBackend):
+        n_left = 0
+
+        def save(self, seq_id: int, *, leaves: bool = False) -> bytes:
+            if leaves and not self.n_left:
+                self.hold()
+            try:
+                return super().save(seq_id, leaves=leaves)
+            except PassLeftError:
+                self.n_left += 1
+                raise
+            finally:
+                self.resume()
+
+    backend = Holding(endless, n_slots=2)
+    with (
+        mock.patch("serve_app.engine.loop._REST_S", 0.0),
+        running(backend, options(2, n_ctx_slot=256, cache_ram_bytes=10_000)) as engine,
+    ):
+        talk(engine, "A", "1")
+        until(lambda: backend.n_waiting == 1)
+        talk(engine, "B", "1")
+        until(lambda: engine.stats().stored_prefixes == 2)
+    assert backend.n_left == 1
 
 
 def test_without_a_budget_nothing_is_kept() -> None:
