@@ -166,6 +166,8 @@ class GenerationRequest:
     the same group. It is empty for all that come without API keys and without a `cache_salt`."""
     background: bool = False
     """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
+    told_together: bool = False
+    """Whether nobody reads along: but for its first one, its tokens may come several at a time."""
     adapters: Adapters = ()
     """Its LoRA adapters. KV computed with them is of no use with others."""
     media: tuple[Medium, ...] = ()

@@ -95,7 +95,9 @@ class _Run:
         sampling = SamplingParams(max_tokens=n_answer, ignore_eos=True)
         name = f"{user}-{next(self._names)}"
         outcome = self._engine.submit(
-            GenerationRequest(name, prompt, sampling, user, background=background)
+            GenerationRequest(
+                name, prompt, sampling, user, background=background, told_together=background
+            )
         )
         if isinstance(outcome, CorralError):
             raise outcome

@@ -12,7 +12,6 @@ They cannot share a process: `process` says why.
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -75,13 +74,13 @@ def _batched(mode: str, model: Path, options: EngineOptions) -> Runner:
     engine = Engine.load(model, options)
 
     def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        return asyncio.run(_run_engine(mode, engine, prompts, max_tokens))
+        return _run_engine(mode, engine, prompts, max_tokens)
 
     return run
 
 
-async def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Run:
-    """Submit everything at once; each stream is read by an asyncio task of its own."""
+def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Run:
+    """Submit everything at once; the decoder thread tells each token, as it does in the server."""
     requests = [
         GenerationRequest(
             f"sequence-{i}",
@@ -91,10 +90,7 @@ async def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_
         for i, prompt in enumerate(prompts)
     ]
     before, meter = engine.stats(), _Meter(mode)
-    async with asyncio.timeout(RUN_TIMEOUT_S):
-        outcomes = engine.submit_many(requests)
-        answers = await asyncio.gather(*map(asking.arrivals, outcomes))
-    arrivals = [times for times, _ in answers]
+    arrivals = asking.all_arrivals(engine, requests, RUN_TIMEOUT_S)
     after = engine.stats()
     if after.generated_tokens - before.generated_tokens != sum(map(len, arrivals)):
         raise BenchmarkError("The engine's own count of tokens is another.")

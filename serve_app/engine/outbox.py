@@ -8,13 +8,13 @@ from serve_app.engine.sequence import Sequence
 from serve_app.errors import CorralError
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
-# Nobody reads along in the background: so many tokens are told at once, and are lost with an engine.
+# Where nobody reads along, so many tokens are told at once. They are lost with an engine.
 _TOGETHER = 16
 
 
 class Outbox:
-    """Deltas that nobody was told of yet, in their order. Those of a request in the background are
-    gathered: to tell each one takes others' time. Decoder thread only."""
+    """Deltas that nobody was told of yet, in their order. Those that may be `told_together` are: to tell
+    each one takes others' time. Decoder thread only."""
 
     def __init__(self) -> None:
         self._deltas: list[tuple[Sequence, TokenDelta]] = []
@@ -23,12 +23,15 @@ class Outbox:
         """Its newest tokens, or its end."""
         if sequence.untold is not None:
             delta = sequence.untold.then(delta)
-        gathers = sequence.request.background and delta.end is None
-        if gathers and len(delta.token_ids) < _TOGETHER:
-            sequence.untold = delta
-            return
-        sequence.untold = None
-        self._deltas.append((sequence, delta))
+        sequence.untold = delta if self._waits(sequence, delta) else None
+        if sequence.untold is None:
+            self._deltas.append((sequence, delta))
+
+    def _waits(self, sequence: Sequence, delta: TokenDelta) -> bool:
+        """Whether more is to be told with it."""
+        if not sequence.request.told_together or delta.end is not None:
+            return False
+        return sequence.n_generated > 1 and len(delta.token_ids) < _TOGETHER
 
     def end(
         self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None

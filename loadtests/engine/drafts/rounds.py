@@ -5,9 +5,7 @@ Not in `__main__`, which spawned processes do not import.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtests.common import asking
@@ -31,20 +29,18 @@ class Round:
 
 def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
     """Over there: all streams at once."""
-    return asyncio.run(_run(process.engine(), n_streams, n_prompt, n_tokens))
+    return _run(process.engine(), n_streams, n_prompt, n_tokens)
 
 
-async def _run(engine: Engine, n_streams: int, n_prompt: int, n_tokens: int) -> Round:
+def _run(engine: Engine, n_streams: int, n_prompt: int, n_tokens: int) -> Round:
     before = engine.stats()
     sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
     requests = [
         GenerationRequest(f"{time.monotonic()}-{i}", _prompt(i, n_prompt), sampling)
         for i in range(n_streams)
     ]
-    async with asyncio.timeout(TIMEOUT_S):
-        answers = await asyncio.gather(*map(asking.arrivals, engine.submit_many(requests)))
+    arrivals = asking.all_arrivals(engine, requests, TIMEOUT_S)
     after = engine.stats()
-    arrivals: list[Sequence[float]] = [times for times, _ in answers]
     begin, end = max(times[0] for times in arrivals), max(times[-1] for times in arrivals)
     n_decoded = sum(sum(t > begin for t in times) for times in arrivals)
     return Round(

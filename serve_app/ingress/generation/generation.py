@@ -50,6 +50,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             return_progress=wanted.return_progress or wanted.timings_per_token,
             cache_group=caller.cache_group(wanted.cache_salt),
             background=caller.yields,
+            told_together=not wanted.stream,
             adapters=wanted.adapters,
             media=wanted.media,
         )

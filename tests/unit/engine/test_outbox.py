@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.engine.outbox import Outbox
 from serve_app.engine.sequence import Sequence
 from serve_app.sampling import SamplingParams
-from serve_app.types import FinishReason, GenerationRequest, TokenDelta
+from serve_app.types import FinishReason, GenerationRequest, Sampled
 
-N_TOGETHER = 16
-
-
-def a_sequence(*, background: bool) -> Sequence:
-    request = GenerationRequest("one", (1, 2), SamplingParams(), "somebody")
-    return Sequence(replace(request, background=background), lambda delta: None)
+N_TOGETHER, N_CTX_SLOT = 16, 64
 
 
-def token(number: int) -> TokenDelta:
-    return TokenDelta(str(number), (number,))
+def a_sequence(*, together: bool) -> Sequence:
+    request = GenerationRequest("one", (1, 2), SamplingParams(), told_together=together)
+    return Sequence(request, lambda delta: None)
 
 
-def test_somebody_who_waits_is_told_each_token() -> None:
-    outbox, one = Outbox(), a_sequence(background=False)
-    outbox.put(one, token(1))
-    assert outbox.take() == [(one, token(1))]
+def put(outbox: Outbox, sequence: Sequence, *letters: str) -> None:
+    """It generates these, one in each step."""
+    for letter in letters:
+        sampled = [Sampled(ord(letter))]
+        outbox.put(sequence, sequence.accept(sampled, FakeVocabulary(), N_CTX_SLOT))
 
 
-def test_tokens_in_the_background_are_told_together() -> None:
-    outbox, one = Outbox(), a_sequence(background=True)
-    for number in range(N_TOGETHER - 1):
-        outbox.put(one, token(number))
-    assert outbox.take() == []
-    outbox.put(one, token(99))
-    ((_, told),) = outbox.take()
-    assert told.token_ids == (*range(N_TOGETHER - 1), 99)
-    outbox.put(one, token(100))
-    assert outbox.take() == []
+def told(outbox: Outbox) -> list[str]:
+    return [delta.text for _, delta in outbox.take()]
 
 
-def test_with_its_end_it_is_told_all() -> None:
-    outbox, one = Outbox(), a_sequence(background=True)
-    outbox.put(one, token(7))
+def test_who_reads_along_is_told_each_token() -> None:
+    outbox, one = Outbox(), a_sequence(together=False)
+    put(outbox, one, *"abc")
+    assert told(outbox) == ["a", "b", "c"]
+
+
+def test_others_are_told_the_first_and_then_several() -> None:
+    outbox, one = Outbox(), a_sequence(together=True)
+    put(outbox, one, *"ab")
+    assert told(outbox) == ["a"]
+    put(outbox, one, *"c" * (N_TOGETHER - 2))
+    assert told(outbox) == []
+    put(outbox, one, *"de")
+    assert told(outbox) == ["b" + "c" * (N_TOGETHER - 2) + "d"]
+
+
+def test_with_its_end_they_are_told_all() -> None:
+    outbox, one = Outbox(), a_sequence(together=True)
+    put(outbox, one, *"abc")
     outbox.end(one, FinishReason.ABORT)
-    ((_, told),) = outbox.take()
-    assert told.token_ids == (7,)
-    assert told.text == "7"
+    (_, _), (_, told) = outbox.take()
+    assert (told.text, told.token_ids) == ("bc", (ord("b"), ord("c")))
     assert told.end is not None
     assert told.end.reason is FinishReason.ABORT
