@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 from serve_app.engine.admission import Admission
@@ -73,9 +74,11 @@ class CacheChange:
 
     def saw(self, batches: SequenceOf[Batch], n_cells: int) -> None:
         """A step is going to compute these; `n_cells` are in use, or would be in a unified cache."""
-        if self._traffic is not None and batches:
-            self._n_steps += 1
-            self._traffic.saw(_load(batches, n_cells))
+        if self._traffic is None or not batches:
+            return
+        self._n_steps += 1
+        for together in _together(batches):
+            self._traffic.saw(_load(together, n_cells))
 
     def pays_at_rest(self) -> bool:
         """Whether to change now that nobody is there."""
@@ -205,6 +208,16 @@ class CacheChange:
         except DecodeError as error:
             logger.warning("A system prompt is computed again: %s", error)
         self._cache.pin(self._options.n_batch, slot_id)
+
+
+def _together(batches: SequenceOf[Batch]) -> Iterator[SequenceOf[Batch]]:
+    """The batches of a step, but for tiles as one, which they are in a unified cache."""
+    rest = [one for one in batches if one.tile is None]
+    if rest:
+        yield rest
+    for one in batches:
+        if one.tile is not None:
+            yield [one]
 
 
 def _load(batches: SequenceOf[Batch], n_cells: int) -> Load:

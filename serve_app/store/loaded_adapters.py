@@ -1,27 +1,21 @@
 """The LoRA adapters that were loaded while serving: what all replicas of an application are to have.
 
-They are kept where Ray's nodes keep what they share, one entry for each, and last as long as the
-cluster's head: a replica that comes later finds them. Unloading leaves an entry without an adapter,
-so that its number is not used again. All functions ask Ray's head, block meanwhile, and raise what
-that raises.
+A replica that comes later finds them. Unloading leaves an entry without an adapter, so that its number is
+not used again. All functions ask Ray's head: see `serve_app.store.numbered_entries`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from ray.experimental import internal_kv
 
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
+from serve_app.store.numbered_entries import Entry, NumberedEntries
 from serve_app.types import AdapterUse
 
 MOST = 64
 """Adapters of one model that are loaded while serving."""
-_NAMESPACE = b"corral"
+_UNLOADED: Entry = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +38,22 @@ class LoadedAdapters:
     """Those of one application."""
 
     def __init__(self, app: str) -> None:
-        self._prefix = f"adapters/{app}/"
+        self._entries = NumberedEntries("adapters", app)
 
     def read(self, model_id: str) -> tuple[LoadedAdapter, ...]:
         """Those of a model, by their numbers."""
-        return tuple(one for one in self._entries(model_id).values() if one is not None)
+        numbers = self._entries.numbers(model_id)
+        found = (_loaded(number, self._entries.get(model_id, number)) for number in numbers)
+        return tuple(one for one in found if one is not None)
 
     def add(self, model_id: str, config: AdapterConfig, version: str) -> LoadedAdapter:
         """Have one more, for all. Raises InvalidRequestError if its name is taken, or there are too
         many."""
         self._check_room(model_id, config.id)
-        number = len(self._entries(model_id))
-        while not self._put(model_id, number, config, version):  # somebody else was faster
-            number += 1
+        told = {"config": config.model_dump(mode="json", exclude_unset=True), "version": version}
+        number = self._entries.add(model_id, told)
         if next(one for one in self.read(model_id) if one.config.id == config.id).number != number:
-            self._forget(model_id, number)
+            self._entries.replace(model_id, number, _UNLOADED)
             raise _taken(config.id)
         return LoadedAdapter(number, config, version)
 
@@ -66,7 +61,7 @@ class LoadedAdapters:
         """Have it no more; None if there is none of that name."""
         for one in self.read(model_id):
             if one.config.id == adapter_id:
-                self._forget(model_id, one.number)
+                self._entries.replace(model_id, one.number, _UNLOADED)
                 return one
         return None
 
@@ -77,40 +72,8 @@ class LoadedAdapters:
         if len(found) >= MOST:
             raise InvalidRequestError(f"There are {MOST} loaded adapters already.", "load")
 
-    def _entries(self, model_id: str) -> dict[int, LoadedAdapter | None]:
-        found = {}
-        for key in _listed(self._key(model_id)):
-            value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-            if value is not None:
-                number = int(key.rpartition(b"/")[2])
-                found[number] = _entry(number, json.loads(value))
-        return dict(sorted(found.items()))
 
-    def _put(self, model_id: str, number: int, config: AdapterConfig, version: str) -> bool:
-        """False if the number is taken."""
-        told = {"config": config.model_dump(mode="json", exclude_unset=True), "version": version}
-        return self._write(model_id, number, told, overwrite=False)
-
-    def _forget(self, model_id: str, number: int) -> None:
-        self._write(model_id, number, {}, overwrite=True)
-
-    def _write(
-        self, model_id: str, number: int, told: Mapping[str, Any], *, overwrite: bool
-    ) -> bool:
-        """Whether it is new."""
-        key, value = self._key(model_id) + str(number).encode(), json.dumps(told).encode()
-        existed = internal_kv._internal_kv_put(key, value, overwrite, namespace=_NAMESPACE)
-        return not existed
-
-    def _key(self, model_id: str) -> bytes:
-        return f"{self._prefix}{model_id.replace('/', '%')}/".encode()
-
-
-def _listed(prefix: bytes) -> list[bytes]:
-    return internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
-
-
-def _entry(number: int, told: Mapping[str, Any]) -> LoadedAdapter | None:
+def _loaded(number: int, told: Entry | None) -> LoadedAdapter | None:
     if not told:
         return None
     return LoadedAdapter(number, AdapterConfig.model_validate(told["config"]), str(told["version"]))

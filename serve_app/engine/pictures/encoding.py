@@ -101,12 +101,13 @@ class Encoding:
         self._prepared: dict[bytes, Future[Any]] = {}
         self._nodes = NodeTimes()
         self._is_encoding = False
-        self._piece_began = 0.0
+        self._piece_began = self._ended_s = 0.0
+        """When a piece began; and what the last one of a tile took, until the next step has ended."""
 
     @property
     def piece_s(self) -> float:
         """Seconds since the last step, if they went into this."""
-        return time.monotonic() - self._piece_began if self._is_encoding else 0.0
+        return time.monotonic() - self._piece_began if self._is_encoding else self._ended_s
 
     def resolve(self, running: Iterable[EngineSequence]) -> None:
         """Give tiles what they were encoded to for others, and take it from those that are computed."""
@@ -122,7 +123,10 @@ class Encoding:
         """Encode a tile that somebody needs next, if there is one. The step before took `step_s`;
         if it was `idle`, it had nothing to compute. Returns who cannot go on, if it failed.
         `interlude` must not call this: nothing happens then."""
-        wanted = None if self._is_encoding else next(_missing(running()), None)
+        if self._is_encoding:
+            return None
+        self._ended_s = 0.0
+        wanted = next(_missing(running()), None)
         if wanted is None:
             return None
         sequence, placed = wanted
@@ -184,6 +188,7 @@ class Encoding:
             embeddings = self._projector.encode(prepared, placed.number, pause)
         finally:
             self._is_encoding = False
+            self._ended_s = time.monotonic() - self._piece_began
         seconds = time.monotonic() - began - elsewhere_s
         self._counts.encode_s += seconds
         if sequence in running():

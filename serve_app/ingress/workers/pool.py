@@ -30,10 +30,11 @@ T = TypeVar("T")
 
 SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
 """Bodies of more than the first are read at a lower priority, by workers of their own, as they may well
-cost theirs its life. Those of more than the second are slow work from the start."""
+cost theirs its life. Those of more than the second take a place for slow work from the start."""
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
-"""CPU seconds of any work, and for each byte of its body besides: what long prompts take. Work that takes
-longer is slow: it gets what others leave of the processors, and its place is free for the next."""
+"""CPU seconds of any work, and for each byte of its body, up to QUICK_BYTES, besides: what long prompts and
+most pictures take. Work that takes longer is slow: it gets what others leave of the processors, and
+its place is free for the next."""
 LEFT_S = 0.05
 """A small body whose client has left keeps its worker for no longer."""
 STUCK_S = 10.0
@@ -103,11 +104,14 @@ class WorkerPool:
         n_bytes = sum(map(len, pieces))
         if await self._is_deadly(work, pieces, n_bytes):
             raise _deadly()
-        is_slow = n_bytes > QUICK_BYTES
+        is_slow = False
         for _ in range(_N_TRIES):
             try:
-                attempt = self._slowly if is_slow else self._quickly
-                outcome = await attempt(client, work, pieces)
+                if is_slow or n_bytes > QUICK_BYTES:
+                    quick_s = 0.0 if is_slow else _quick_s(n_bytes)
+                    outcome = await self._slowly(client, work, pieces, quick_s)
+                else:
+                    outcome = await self._quickly(client, work, pieces)
             except WorkerDiedError as death:
                 self._check_is_open()
                 logger.warning(
@@ -143,7 +147,7 @@ class WorkerPool:
             worker = self._taken(is_polite) or await self._fork(is_polite)
             doing = self._begin(worker, work, pieces)
             try:
-                if await _is_quick(worker, doing, QUICK_S + n_bytes * QUICK_BYTE_S):
+                if await _is_quick(worker, doing, _quick_s(n_bytes)):
                     return self._finished(worker, doing)
             except asyncio.CancelledError:
                 await self._left(worker, doing, most_s=LEFT_S if is_small else 0.0)
@@ -155,7 +159,7 @@ class WorkerPool:
         if goes_on:
             return await self._go_on_slowly(client, worker, doing)
         self._end(worker, doing)  # it begins again when there is a place
-        return await self._slowly(client, work, pieces)
+        return await self._slowly(client, work, pieces, quick_s=0.0)
 
     async def _left(self, worker: Worker, doing: asyncio.Future[Any], most_s: float) -> None:
         """The client is gone. A worker that is done soon is kept: a new one would cost more than that."""
@@ -169,24 +173,30 @@ class WorkerPool:
         if not doing.done():
             self._end(worker, doing)
 
-    async def _slowly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
-        """The same, when there is a place for slow work."""
+    async def _slowly(
+        self, client: str, work: Work, pieces: Sequence[bytes], quick_s: float
+    ) -> Any:
+        """The same, when there is a place for slow work. It is slowed down after so many CPU seconds."""
         if self._slow.n_waiting(client) >= MAX_SLOW_WAITING:
             raise _too_busy()
         await self._slow.enter(client)
         try:
             worker = await self._fork(is_polite=True)
-            worker.slow_down()
+            if not quick_s:
+                worker.slow_down()
             doing = self._begin(worker, work, pieces)
         except BaseException:
             self._slow.leave(client)
             raise
-        return await self._go_on_slowly(client, worker, doing)
+        return await self._go_on_slowly(client, worker, doing, quick_s)
 
-    async def _go_on_slowly(self, client: str, worker: Worker, doing: asyncio.Future[Any]) -> Any:
+    async def _go_on_slowly(
+        self, client: str, worker: Worker, doing: asyncio.Future[Any], quick_s: float = 0.0
+    ) -> Any:
         """The work's outcome; its place for slow work is free then."""
         try:
-            worker.slow_down()
+            if not await _is_quick(worker, doing, quick_s):
+                worker.slow_down()
             async with asyncio.timeout(WALL_S):
                 while not doing.done():
                     await asyncio.wait([doing], timeout=_LOOK_S)
@@ -290,6 +300,11 @@ class WorkerPool:
     def _check_is_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("This server is being stopped.")
+
+
+def _quick_s(n_bytes: int) -> float:
+    """CPU seconds that quick work takes with a body of so many bytes."""
+    return QUICK_S + min(n_bytes, QUICK_BYTES) * QUICK_BYTE_S
 
 
 async def _is_quick(worker: Worker, doing: asyncio.Future[Any], most_s: float) -> bool:

@@ -193,11 +193,27 @@ async def test_workers_hold_others_up_for_short_slices_only(pool: WorkerPool) ->
         assert await pool.run("a", work.slice_ns, body) == SHORTEST_NS
 
 
-async def test_large_bodies_are_slow_work_from_the_start(pool: WorkerPool) -> None:
-    small, large = [bytes(QUICK_BYTES)], [bytes(QUICK_BYTES), b"!"]
-    assert await pool.run("a", work.policy, *small) == os.SCHED_OTHER
-    assert await pool.run("a", work.policy, *large) == os.SCHED_IDLE
-    assert await pool.run("a", work.size, *large) == QUICK_BYTES + 1
+async def test_large_bodies_are_read_soon_at_a_lower_priority_in_places_for_slow_work(
+    pool: WorkerPool,
+) -> None:
+    usual = await pool.run("a", work.niceness, b"")
+    large = [bytes(QUICK_BYTES), b"!"]
+    endless = asyncio.create_task(pool.run("evil", work.spin, *large))
+    await until(lambda: any(one.is_slow for one in pool.at_work))
+    waits = asyncio.create_task(pool.run("evil", work.size, *large))
+    assert await pool.run("a", work.niceness, *large) == min(19, usual + POLITENESS)
+    assert await pool.run("a", work.policy, *large) == os.SCHED_OTHER
+    assert not waits.done()
+    endless.cancel()
+    assert await waits == QUICK_BYTES + 1
+
+
+async def test_a_large_body_that_ended_a_worker_is_slow_work_at_once(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pool_module, "QUICK_BYTES", 0)
+    body = bytes(tmp_path / "crashed")
+    assert await pool.run("a", work.policy_after_a_crash, body) == os.SCHED_IDLE
 
 
 async def test_a_client_keeps_no_other_ones_large_bodies_waiting(pool: WorkerPool) -> None:

@@ -66,6 +66,11 @@ def crash_once(models: Models, body: bytes) -> str:
     return "alive"
 
 
+def policy_after_a_crash(models: Models, body: bytes) -> int:
+    crash_once(models, body)
+    return policy(models, body)
+
+
 def spin(models: Models, body: bytes) -> NoReturn:
     while True:
         pass

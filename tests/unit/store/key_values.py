@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.store import loaded_adapters, version_weights
+from serve_app.store import numbered_entries
 
 
 class KeyValues:
@@ -35,6 +35,5 @@ class KeyValues:
 def shared(monkeypatch: pytest.MonkeyPatch) -> KeyValues:
     """What is shared from now on."""
     found = KeyValues()
-    for module in (loaded_adapters, version_weights):
-        monkeypatch.setattr(module, "internal_kv", found)
+    monkeypatch.setattr(numbered_entries, "internal_kv", found)
     return found

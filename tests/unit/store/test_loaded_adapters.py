@@ -60,21 +60,21 @@ def test_of_two_that_come_at_once_the_first_one_counts(
 ) -> None:
     monkeypatch.setattr(kept, "_check_room", lambda *_: None)  # neither sees the other one
     kept.add("m", config("a"), "v1")
-    monkeypatch.setattr(kept, "_entries", iter_once(kept))
+    monkeypatch.setattr(kept._entries, "numbers", but_at_first(kept))
     with pytest.raises(InvalidRequestError, match="Unload it first"):
         kept.add("m", config("a"), "v2")
     assert numbers(kept, "m") == {"a": 0}
 
 
-def iter_once(kept: LoadedAdapters) -> object:
-    """What is read, but nothing at the first time."""
-    read, seen = kept._entries, list[str]()
+def but_at_first(kept: LoadedAdapters) -> object:
+    """The numbers that there are, but none at the first time."""
+    read, seen = kept._entries.numbers, list[str]()
 
-    def entries(model: str) -> object:
+    def numbers(model: str) -> list[int]:
         seen.append(model)
-        return read(model) if len(seen) > 1 else {}
+        return read(model) if len(seen) > 1 else []
 
-    return entries
+    return numbers
 
 
 def test_there_is_an_end(kept: LoadedAdapters, monkeypatch: pytest.MonkeyPatch) -> None:
