@@ -6,8 +6,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from serve_app.engine import CorralError, Engine, GenerationRequest, TokenStream, Usage
-from serve_app.types import TokenDelta
+from serve_app.engine import (
+    CorralError,
+    Engine,
+    GenerationRequest,
+    TokenDelta,
+    TokenStream,
+    Usage,
+)
 
 
 class Arrivals:

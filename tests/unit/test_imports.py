@@ -158,12 +158,11 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.fetching",
         "serve_app.routing.on_demand",
         "serve_app.routing.request_router",
-        "serve_app.store.loaded_adapters",
+        "serve_app.store.numbered_entries",
         "serve_app.store.sharing.cluster",
         "serve_app.store.sharing.holders",
         "serve_app.store.sharing.peer",
         "serve_app.store.sharing.tracker",
-        "serve_app.store.version_weights",
     }
 
 

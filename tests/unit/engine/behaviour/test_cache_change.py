@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 
@@ -15,6 +14,7 @@ from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Load, Traffic
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.types import FinishReason
+from tests.unit.engine.behaviour.test_pictures import GOOD, N_SEEN, asked, seeing
 from tests.unit.engine.harness import (
     continuation,
     endless,
@@ -128,22 +128,42 @@ def test_what_is_pinned_is_saved_and_restored() -> None:
         assert change._cost_s() == pytest.approx(0.5 + 1.16 + 2.32)
 
 
+class Watched(Traffic):
+    """Keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__((SPLIT, FAST), (UNIFIED, SLOW))
+        self.loads: list[Load] = []
+
+    def saw(self, load: Load) -> None:
+        self.loads.append(load)
+        super().saw(load)
+
+
 def test_steps_of_the_same_streams_are_alike() -> None:
-    class Watched(Traffic):
-        loads: ClassVar[list[Load]] = []
-
-        def saw(self, load: Load) -> None:
-            self.loads.append(load)
-            super().saw(load)
-
     backend = changing(FakeBackend(endless, n_slots=4), FAST, SLOW)
     with running(backend, LARGE) as engine:
-        engine._loop._cache_change._traffic = Watched((SPLIT, FAST), (UNIFIED, SLOW))
+        engine._loop._cache_change._traffic = watched = Watched()
         inboxes = start(engine, *(request(text, text, max_tokens=100) for text in ("a", "b", "c")))
         for inbox in inboxes:
             inbox.wait()
-    streaming = [load for load in Watched.loads if load.n_decoding == 3]
+    streaming = [load for load in watched.loads if load.n_decoding == 3]
     assert set(streaming) == {Load(3, depth, (), 3 * depth) for depth in (0, 64, 128)}
+
+
+def test_a_tile_shares_no_batch_in_either_kind() -> None:
+    backend, projector = seeing()
+    changing(backend, FAST, SLOW)
+    projector.may_end.set()
+    backend.resume()
+    with running(backend, LARGE) as engine:
+        engine._loop._cache_change._traffic = watched = Watched()
+        (stream,) = start(engine, request("s", max_tokens=None))
+        until(lambda: len(stream.token_ids) > 2)
+        (pictured,) = start(engine, asked("p", GOOD))
+        pictured.wait()
+    tiles = [load for load in watched.loads if N_SEEN in (n for n, _ in load.prompts)]
+    assert [load.n_decoding for load in tiles] == [0]
 
 
 def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
