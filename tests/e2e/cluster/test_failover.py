@@ -97,9 +97,19 @@ class Streams:
         return sum(bool(text) for text in self.texts)
 
 
+def engines(corral: Corral) -> list[int]:
+    """The processes of its replicas. To find them takes longer than some of their answers."""
+    return corral.pids("ray::ServeReplica:corral:engine-m")
+
+
 def kill_a_replica(corral: Corral) -> None:
     """Kill the first one that is still there: another may just go with its node."""
-    for victim in corral.pids("ray::ServeReplica:corral:engine-m"):
+    kill_one(engines(corral))
+
+
+def kill_one(replicas: list[int]) -> None:
+    """Kill the first of these processes that is still there."""
+    for victim in replicas:
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
             return
@@ -110,9 +120,10 @@ def test_streams_go_on_without_a_missing_or_repeated_character(corral: Corral) -
     streams = Streams(corral, 12, 3000)
     with ThreadPoolExecutor(12) as pool:
         alone = list(pool.map(streams.alone, streams.numbers))
+        replicas = engines(corral)
         reading = [pool.submit(streams.read, number) for number in streams.numbers]
         wait_until(lambda: streams.n_begun >= 1, 60, "a stream")  # clients read behind the engines
-        kill_a_replica(corral)
+        kill_one(replicas)
         for one in reading:
             one.result(180)
     assert streams.texts == alone
@@ -166,7 +177,7 @@ def test_an_answer_about_a_picture_goes_on_elsewhere(
 
 def read_and_kill(corral: Corral, asked: dict[str, Any]) -> tuple[str, str]:
     """A streamed chat's id and text; a replica is killed when it has begun."""
-    text, answer_id = "", ""
+    text, answer_id, replicas = "", "", engines(corral)
     body = asked | {"stream": True}
     with corral.http.stream("POST", "/v1/chat/completions", json=body, timeout=120) as answer:
         for line in answer.iter_lines():
@@ -177,7 +188,7 @@ def read_and_kill(corral: Corral, asked: dict[str, Any]) -> tuple[str, str]:
             before, answer_id = text, chunk["id"]
             text += "".join(one["delta"].get("content") or "" for one in chunk["choices"])
             if text and not before:
-                kill_a_replica(corral)
+                kill_one(replicas)
     return answer_id, text
 
 

@@ -103,6 +103,7 @@ def test_a_stream_that_waits_has_its_headers_and_pings(corral: Corral) -> None:
         body = LONG | {"sse_ping_interval": 1}
         with corral.http.stream("POST", "/v1/completions", json=body) as waiting:
             assert waiting.status_code == 200
-            assert next(waiting.iter_lines()) == ": ping"
+            lines = waiting.iter_lines()  # once it is gone, so is the stream
+            assert next(lines) == ": ping"
             assert corral.stats()["waiting"] == 1
     wait_until(lambda: corral.stats()["running"] == 0, 30, "slots free")
