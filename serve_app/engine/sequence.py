@@ -109,7 +109,7 @@ class Sequence:
         self._n_told = -1
         """Of its prompt's tokens, those that its progress was told of."""
         self.untold: TokenDelta | None = None
-        """What its reader was not told of yet."""
+        """Its tokens that its reader was not told of yet."""
 
     @property
     def n_pending(self) -> int:

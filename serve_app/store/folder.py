@@ -6,7 +6,6 @@ Each model has a folder, and a lock; see `serve_app.locks`.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -95,14 +94,8 @@ class ModelsFolder:
     def _lacking(self, model: RemoteModel) -> int:
         """Bytes that are too many if the model comes, beyond the bound or beyond the disk."""
         come = model.n_bytes - sum(download.n_present(self.of(model), file) for file in model.files)
-        promised = sum(
-            max(0, status.st_size - status.st_blocks * 512)
-            for status in map(os.stat, self.path.glob("*/*.part"))
-        )
-        own = sum(
-            max(0, status.st_size - status.st_blocks * 512)
-            for status in map(os.stat, self.of(model).glob("*.part"))
-        )
+        promised = sum(map(_promised, self.path.glob("*/*.part")))
+        own = sum(map(_promised, self.of(model).glob("*.part")))
         lacking = come + SPARE_BYTES + promised - own - shutil.disk_usage(self.path).free
         if self.max_bytes is not None:
             others = sum(_n_bytes(other) for other in self._others(model))
@@ -139,6 +132,15 @@ class ModelsFolder:
     @property
     def _locks(self) -> FolderLocks:
         return FolderLocks(self.path / ".locks")
+
+
+def _promised(part: Path) -> int:
+    """Bytes that a file is still to get. Others may have removed or renamed it meanwhile."""
+    try:
+        status = part.stat()
+    except FileNotFoundError:
+        return 0
+    return max(0, status.st_size - status.st_blocks * 512)
 
 
 def _files(folder: Path) -> list[Path]:

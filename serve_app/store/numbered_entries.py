@@ -1,4 +1,4 @@
-"""What all ingresses and replicas of an application are to know of a model, entry by entry.
+"""Entries about a model that all ingresses and replicas of an application are to know.
 
 They are kept where Ray's nodes keep what they share, and last as long as the cluster's head. All methods
 ask Ray's head, block meanwhile, and raise what that raises.

@@ -224,8 +224,8 @@ class KVCacheManager:
         return None
 
     def store_ahead(self) -> None:
-        """Save what one idle slot has, so that it need not be when somebody wants the slot. Who comes
-        meanwhile does not wait for it."""
+        """Save what one idle slot has, so that it need not be when somebody wants the slot. A request
+        that comes meanwhile does not wait for it."""
         slot = self.behind
         if slot is not None:
             with contextlib.suppress(PassLeftError):
