@@ -71,12 +71,7 @@ def _batched(mode: str, model: Path, options: EngineOptions) -> Runner:
     """The engine, with llama.cpp or with OpenVINO."""
     if mode == OPENVINO:
         options = replace(options, backend="openvino", kv_unified=None)
-    engine = Engine.load(model, options)
-
-    def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        return _run_engine(mode, engine, prompts, max_tokens)
-
-    return run
+    return partial(_run_engine, mode, Engine.load(model, options))
 
 
 def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Run:

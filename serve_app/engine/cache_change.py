@@ -211,7 +211,7 @@ class CacheChange:
 
 
 def _together(batches: SequenceOf[Batch]) -> Iterator[SequenceOf[Batch]]:
-    """The batches of a step, but for tiles as one, which they are in a unified cache."""
+    """The batches that a unified cache computes as one: all of a step's but those of tiles."""
     rest = [one for one in batches if one.tile is None]
     if rest:
         yield rest

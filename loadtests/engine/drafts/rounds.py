@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from loadtests.common import asking
 from loadtests.engine import process
-from serve_app.engine import Engine, GenerationRequest, SamplingParams
+from serve_app.engine import GenerationRequest, SamplingParams
 
 TIMEOUT_S = 400
 
@@ -29,10 +29,7 @@ class Round:
 
 def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
     """Over there: all streams at once."""
-    return _run(process.engine(), n_streams, n_prompt, n_tokens)
-
-
-def _run(engine: Engine, n_streams: int, n_prompt: int, n_tokens: int) -> Round:
+    engine = process.engine()
     before = engine.stats()
     sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
     requests = [

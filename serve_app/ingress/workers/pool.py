@@ -70,8 +70,8 @@ class WorkerPool:
     """Workers that are forked from one process, which has read the models' vocabularies. Event loop only.
 
     `n_quick` requests are worked on at once. Very large ones, what takes longer than its size explains, and
-    what ended a worker get little of the processor, `n_slow` at a time, of each client one. Places are
-    taken in turns by client.
+    what ended a worker have places of their own, `n_slow` of them, each client one; the last two get little
+    of the processor. Places are taken in turns by client.
     """
 
     def __init__(
@@ -182,8 +182,6 @@ class WorkerPool:
         await self._slow.enter(client)
         try:
             worker = await self._fork(is_polite=True)
-            if not quick_s:
-                worker.slow_down()
             doing = self._begin(worker, work, pieces)
         except BaseException:
             self._slow.leave(client)
