@@ -1,355 +1,48 @@
-"""The ingress as a Serve deployment, and its way to the engines' deployments."""
+"""The ingress as a Serve deployment."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import ray
 from fastapi import FastAPI
-from numpy.typing import NDArray
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus
 
 from serve_app import heap
-from serve_app.channel.address import Address
-from serve_app.channel.listener import Call, Listener
+from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import AdapterConfig
-from serve_app.errors import (
-    CorralError,
-    EngineClosedError,
-    EngineFailedError,
-    EngineUnavailableError,
-    ModelLoadingError,
-    QueueFullError,
-)
 from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import PREPARATIONS, build_api
 from serve_app.ingress.batch.service import BatchOptions
-from serve_app.ingress.generation.failover import retried, unbroken
+from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.open_requests import OpenRequests
-from serve_app.ingress.model_registry import Answers, ServedModel
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.store import Bounds
-from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.versions.metrics import VersionMetrics
-from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.llama.vision.senses import NO_SENSES, Senses
 from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.logs import forward_to_serve
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.routing import broadcast, fetching, reports
-from serve_app.routing.autoscaling import AWAITED, PRESSURE, IngressLoad
+from serve_app.routing import reports
+from serve_app.routing.autoscaling import PRESSURE, IngressLoad
 from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import in_package, vocabulary
 from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.store.version_weights import VersionWeights
-from serve_app.types import (
-    Accepted,
-    Asleep,
-    FetchingReplica,
-    GenerationRequest,
-    ReplicaStats,
-    RequestRecord,
-    Size,
-    SlotAction,
-    TokenDelta,
-)
 
 logger = logging.getLogger("corral.ingress")
-
-_STATS_TIMEOUT_S = 2.0
-_SLOT_TIMEOUT_S = 60.0
-_LOOK_EVERY_S = 0.1
-"""However many ask, replicas are asked the same once in so many seconds at most."""
-_LEAVING_S = 1.0
-"""When a client leaves, Serve cancels what its request has called, and then the request: the second comes
-within so many seconds of the first."""
-_STARTING, _STARTING_EACH = 16, 8
-"""Requests that may be on their way to an engine at once, in all and of each client: each takes
-milliseconds of the event loop, and another client's is sent between those of a burst."""
-_LATE_S = 10.0
-"""The end of an answer comes at most so long after the call has ended, or never."""
-
-
-class HandleClient:
-    """One model's engines behind a Serve handle. Used in the ingress's event loop."""
-
-    def __init__(
-        self,
-        handle: DeploymentHandle[Any],
-        vocabulary_key: bytes,
-        listener: Listener,
-        max_load_s: float,
-        model_id: str,
-        adapters: AdapterControl,
-        *,
-        stands_by: bool = False,
-    ) -> None:
-        """`vocabulary_key` is of the vocabulary that its requests' tokens are of; the answers' come to the
-        listener. A request waits for `max_load_s` at most for a model that is not loaded. Whether its
-        process stays when it is not."""
-        self._stands_by = stands_by
-        self._max_load_s = max_load_s
-        self._model_id, self._adapters = model_id, adapters
-        self._load_s: float | None = None
-        """The seconds that the last loading took."""
-        self._n_loading = 0
-        """How much waits for it."""
-        self._handle = handle
-        self._vocabulary_key = vocabulary_key
-        self._listener = listener
-        self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
-        self._fetching = SharedLooks(self._ask_fetching, _LOOK_EVERY_S)
-        self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
-        self._states: asyncio.Task[Any] | None = None
-        self._starting = Places(_STARTING, _STARTING_EACH)
-        self._following: set[asyncio.Task[None]] = set()
-        """Those of answers that are complete end by themselves, a moment later."""
-
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
-        """See EngineClient."""
-        return unbroken(request, self._attempt)
-
-    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
-        address = await self._listener.address()
-        async with aclosing(self._answer(request, address)) as items:
-            async with self._loading(), self._starting.entered(request.account):
-                first = await anext(items)
-            yield first
-            async for item in items:
-                yield item
-
-    async def _answer(
-        self, request: GenerationRequest, address: Address
-    ) -> AsyncGenerator[Accepted | TokenDelta]:
-        with self._listener.call() as call:
-            response: Any = self._handle.generate.remote(
-                request, self._vocabulary_key, address, call.number
-            )
-            following = asyncio.create_task(_follow(response, call))
-            self._following.add(following)
-            following.add_done_callback(self._following.discard)
-            try:
-                async for item in call:
-                    yield item
-            finally:
-                if not call.has_ended:
-                    following.cancel()
-                    await asyncio.wait([following])
-                    _leave(response)
-
-    @asynccontextmanager
-    async def _loading(self) -> AsyncIterator[None]:
-        """Bounds how long something waits for the model, if it is not loaded. Raises ModelLoadingError."""
-        if self.is_loaded:
-            yield
-            return
-        began = time.monotonic()
-        self._n_loading += 1
-        try:
-            async with asyncio.timeout(self._max_load_s):
-                yield
-        except TimeoutError:
-            likely_s = self._max_load_s if self._load_s is None else self._load_s
-            raise ModelLoadingError(
-                f"The model was not loaded within {self._max_load_s:g} seconds. Loading goes on.",
-                math.ceil(likely_s),
-            ) from None
-        finally:
-            self._n_loading -= 1
-        self._load_s = time.monotonic() - began
-
-    def awaited(self) -> dict[str, float]:
-        """How much waits for the model to be loaded, under a name for the autoscaler."""
-        return {f"{AWAITED}{self._handle.deployment_name}": float(self._n_loading)}
-
-    @property
-    def is_loaded(self) -> bool:
-        """See EngineClient."""
-        running = broadcast.running(self._handle)
-        if self._stands_by:  # it has channels while the model is loaded
-            return any(reports.HERE.hears(one) for one in running)
-        return bool(running)
-
-    async def load(self) -> None:
-        """See EngineClient."""
-        async with self._loading(), _translated():
-            refusal: CorralError | None = await self._handle.is_there.remote()
-            if refusal is not None:
-                raise refusal
-
-    async def release(self) -> None:
-        """See EngineClient."""
-        await broadcast.ask_all(self._handle, "release", timeout_s=_STATS_TIMEOUT_S)
-
-    async def load_adapter(self, adapter: AdapterConfig) -> None:
-        """See EngineClient."""
-        await self.load()
-        await self._adapters.load(self._model_id, adapter, self._handle)
-
-    async def unload_adapter(self, adapter_id: str) -> None:
-        """See EngineClient."""
-        await self._adapters.unload(self._model_id, adapter_id, self._handle)
-
-    async def embed(
-        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
-    ) -> NDArray[np.float32]:
-        """See EngineClient."""
-        async with self._loading():
-            return await retried(lambda: self._embed_once(texts, client, background))
-
-    async def _embed_once(
-        self, texts: tuple[tuple[int, ...], ...], client: str, background: bool
-    ) -> NDArray[np.float32]:
-        key = self._vocabulary_key
-        response: Any = self._handle.embed.remote(texts, client, key, background)
-        try:
-            async with _translated():
-                vectors: NDArray[np.float32] | CorralError = await response
-                if isinstance(vectors, CorralError):
-                    raise vectors
-            return vectors
-        finally:
-            _leave(response)
-
-    async def stats(self) -> Answers[ReplicaStats]:
-        """See EngineClient. Callers that ask meanwhile share the next look."""
-        return await self._stats.ask()
-
-    async def _ask_stats(self, _: str) -> Answers[ReplicaStats]:
-        found, missing = await self._ask_all("stats")
-        return Answers(tuple(found), missing)
-
-    async def replica_states(self) -> dict[str, int]:
-        """See EngineClient; Serve's controller knows. Nothing if it is away, or late."""
-        if self._states is None or self._states.done():  # a thread that hangs is left alone
-            self._states = asyncio.create_task(asyncio.to_thread(serve.status))
-        try:
-            status = await asyncio.wait_for(asyncio.shield(self._states), _STATS_TIMEOUT_S)
-        except (RayError, TimeoutError):
-            return {}
-        application = status.applications.get(self._handle.app_name)
-        if application is None or application.status == ApplicationStatus.DELETING:
-            raise EngineClosedError("The application is being stopped.")
-        deployment = application.deployments.get(self._handle.deployment_name)
-        # Serve's model keeps the names of its states, and not the states that its types promise.
-        return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
-
-    async def fetching(self) -> Sequence[FetchingReplica]:
-        """See EngineClient. Callers that ask meanwhile share the next look."""
-        try:
-            return await asyncio.wait_for(self._fetching.ask(), _STATS_TIMEOUT_S)
-        except (RayError, OSError, TimeoutError):
-            return ()
-
-    async def _ask_fetching(self, _: str) -> Sequence[FetchingReplica]:
-        named = self._handle.app_name, self._handle.deployment_name
-        return await asyncio.to_thread(fetching.read, *named)
-
-    async def explain(self, wanted: str) -> Answers[RequestRecord]:
-        """See EngineClient. Callers that ask for the same meanwhile share the next look."""
-        return await self._explained.ask(wanted)
-
-    async def _ask_explain(self, wanted: str) -> Answers[RequestRecord]:
-        found, missing = await self._ask_all("explain", wanted)
-        return Answers(tuple(record for one in found for record in one.records), missing)
-
-    async def media_tokens(self, sizes: Sequence[Size]) -> int:
-        """See EngineClient."""
-        async with self._loading(), _translated():
-            answer: int | CorralError = await self._handle.media_tokens.remote(sizes)
-        if isinstance(answer, CorralError):
-            raise answer
-        return answer
-
-    async def act_on_slot(
-        self, replica_id: str, action: str, slot_id: int, name: str
-    ) -> SlotAction:
-        """See EngineClient."""
-        arguments = "act_on_slot", replica_id, action, slot_id, name
-        answer = await broadcast.ask_one(self._handle, *arguments, timeout_s=_SLOT_TIMEOUT_S)
-        if isinstance(answer, CorralError):
-            raise answer
-        if not isinstance(answer, SlotAction):
-            raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
-        return answer
-
-    async def _ask_all(self, method: str, *arguments: Any) -> tuple[list[Any], tuple[str, ...]]:
-        """The answers, each with its `replica_id`, and the replicas that ran all the time and did
-        not answer."""
-        running = broadcast.running(self._handle)
-        found = await broadcast.ask_all(
-            self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S
-        )
-        running &= broadcast.running(self._handle)
-        missing = tuple(sorted(running - {one.replica_id for one in found}))
-        return [one for one in found if not isinstance(one, Asleep)], missing
-
-
-async def _follow(response: Any, call: Call) -> None:
-    """Let the call fail if its request is refused or its replica is lost."""
-    try:
-        async with _translated():
-            refusal: CorralError | None = await response
-    except CorralError as error:
-        refusal = error
-    if refusal is None and not call.has_ended:
-        await asyncio.sleep(_LATE_S)
-    call.fail(refusal or EngineFailedError("The engine's stream ended without an end."))
-
-
-@asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
-    """Whatever goes wrong behind a call is raised as a CorralError."""
-    try:
-        yield
-    except CorralError:
-        raise
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        await asyncio.sleep(_LEAVING_S)  # nobody asks another replica for a client that has left
-        raise EngineFailedError("The engine replica cancelled the request.") from None
-    except Exception as error:  # of any kind, if a replica is lost while Serve chooses it
-        raise _translate(error) from error
-
-
-def _leave(response: Any) -> None:
-    """Have a call end if it has not. Where no replica took it, Serve raises once more here what that failed
-    with."""
-    with suppress(Exception):
-        response.cancel()
-
-
-def _translate(error: Exception) -> CorralError:
-    """The error behind the handle, in Corral's terms."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, CorralError):
-        return cause
-    if isinstance(cause, BackPressureError):
-        return QueueFullError("All replicas and their queues are full.", 1)
-    if isinstance(cause, DeploymentUnavailableError):
-        return EngineUnavailableError("No engine of this model is up.")
-    return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")
 
 
 def _served(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import ModelNotFoundError
-from serve_app.ingress.openai.protocol import ModelCard, ModelMeta, ModelStatus, VersionCard
+from serve_app.ingress.openai.answers import ModelCard, ModelMeta, ModelStatus, VersionCard
 from serve_app.ingress.versions.choice import chosen, shares
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import sleep
 from collections import defaultdict
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class ReplicaAdapters:
         """As soon as nobody uses it, unless it was loaded again."""
         try:
             while True:
-                await asyncio.sleep(_RETRY_S)
+                await sleep(_RETRY_S)
                 async with self._changing[key]:
                     if not self._engine.adapters.is_hidden(key):
                         return

@@ -6,8 +6,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence, Set
-from contextlib import ExitStack, closing
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app import progress
-from serve_app.engine.autotune import modes, profile_cache
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
-from serve_app.engine.autotune.modes import Choice, Mode
-from serve_app.engine.autotune.profiler import ALONE, Measures, Profiler, in_turns
-from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
+from serve_app.engine.autotune import profile_cache
+from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
+from serve_app.engine.backends.mode_chooser import ModeChooser
 from serve_app.engine.backends.own_layers import OwnLayers
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.options import EngineOptions, KernelsName
@@ -55,13 +51,6 @@ _TEXTS_AT_ONCE = 64
 # llama.cpp keeps the logits of all rows of such a batch. Bytes that these may take, and the number of rows
 # that is enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
-
-# Tokens of a slot in contexts that are only profiled: the largest chunk.
-_PROFILE_CTX = 512
-# The part of its time in which profiling compares modes.
-_COMPARING = 0.8
-# And in which it tries numbers of threads.
-_TRYING_THREADS = 0.1
 
 
 class LlamaBackend:
@@ -95,15 +84,12 @@ class LlamaBackend:
         self._adapters = {one.id: Adapter(self.vocabulary, one.path) for one in options.adapters}
         self._hidden_adapters = set[str]()
         self.projector = _open_projector(self.vocabulary, options)
-        self._report = report
         self._positions = Positions(several=self.vocabulary.n_dimensions > 1)
         self._embedder: Embedder | None = None
-        self.undisturbed = True
-        """Whether its threads had their time when it was profiled, now or at an earlier start."""
-        self._kept_as: str | None = None
-        """The name of the profile, if it is kept on disk."""
         try:
-            choice = self._choose()
+            found = ModeChooser(self.vocabulary, options, self._open, report).choose()
+            self.undisturbed, self._kept_as = found.undisturbed, found.kept_as
+            choice = found.choice
             self.mode, self.mode_reason = choice.mode, choice.reason
             self.profile, self.other = choice.profile, choice.other
             self._choice = choice
@@ -155,148 +141,6 @@ class LlamaBackend:
         )
         context.warm_up()
         return context
-
-    def _choose(self) -> Choice:
-        """One of the modes that are open, as measured now or at an earlier start."""
-        options, folder = self._options, self._options.profile_folder
-        open_modes = modes.candidates(options)
-        if options.profile_limit_s <= 0 or not self.vocabulary.is_causal:
-            return modes.choose({open_modes[0]: Profile()}, options)
-        name = profile_cache.key(
-            model=self.vocabulary.fingerprint().hex(),
-            llama_cpp=library.version(),
-            modes=open_modes,
-            threads=(options.threads, options.threads_batch, options.numa, *tries_fewer(options)),
-            slots=(options.n_slots, options.n_ctx_slot, [len(tokens) for tokens in options.pinned]),
-            max_stall_s=options.max_stall_s,
-            n_batch=options.n_batch,
-            cache=(options.cache_type_k, options.cache_type_v),
-            limit_s=options.profile_limit_s,
-        )
-        known = profile_cache.load(folder, name) if folder else None
-        if known is not None:
-            self._kept_as = name
-            return known
-        self._report(Stage("measuring", limit_s=options.profile_limit_s))
-        choice, used = self._run_profilers(open_modes)
-        self.undisturbed = used >= ALONE
-        if not self.undisturbed:
-            logger.warning(
-                "Other programs computed during the measurement, which got %.0f%% of its threads' time. "
-                "The next start measures again.",
-                100 * used,
-            )
-        elif folder:
-            self._kept_as = name
-            profile_cache.save(folder, name, choice)
-        return choice
-
-    def _run_profilers(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
-        """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
-        threads' time this process computed."""
-        options = self._options
-        opened = time.perf_counter()
-        with ExitStack() as open_contexts:
-            contexts = {
-                mode: open_contexts.enter_context(closing(self._open(mode, self._n_profiled, None)))
-                for mode in candidates
-            }
-            deep_contexts = self._open_deep(candidates, open_contexts)
-            profilers = {mode: self._profiler(context) for mode, context in contexts.items()}
-            deep = {flash: self._deep_profiler(found) for flash, found in deep_contexts.items()}
-            began, computed = time.perf_counter(), time.process_time()
-            threads = self._try_threads([*contexts.values(), *deep_contexts.values()])
-            tried_s = time.perf_counter() - began
-            compared: list[Measures] = [*profilers.values(), *deep.values()]
-            in_turns(compared, _COMPARING * options.profile_limit_s - tried_s)
-            choice = modes.choose(
-                {mode: self._whole(mode, profilers[mode].profile, deep) for mode in candidates},
-                options,
-                max(one.noise for one in compared),
-            )
-            profiler, flash_attn = profilers[choice.mode], choice.mode.flash_attn
-            left_s = options.profile_limit_s - (time.perf_counter() - opened)
-            if flash_attn in deep:
-                deep[flash_attn].rest(left_s / 2)
-            profiler.rest(options.profile_limit_s - (time.perf_counter() - opened))
-            took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
-        logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
-        profile = self._whole(choice.mode, profiler.profile, deep)
-        choice = replace(choice, profile=profile, threads=threads)
-        if choice.other is not None:
-            mode = choice.other[0]
-            found = modes.filled(profilers[mode].profile, profiler.profile)
-            can_change = self.vocabulary.can_rewind and not self.vocabulary.window
-            other = mode, self._whole(mode, found, deep)
-            choice = replace(choice, other=other if can_change else None)
-        used = threads or Threads.alike(options.threads, options.threads_batch)
-        n_threads = min(used.one_row, used.few_rows, used.many_rows)
-        return choice, computed_s / (took_s * n_threads)
-
-    def _try_threads(self, contexts: Sequence[Context]) -> Threads | None:
-        """The threads that the contexts compute with from now on, if that is open."""
-        options = self._options
-        if not tries_fewer(options):
-            return None
-        trial = ThreadTrial(
-            contexts[0],
-            n_slots=options.n_slots,
-            n_ctx_slot=self._n_profiled,
-            most=options.threads,
-        )
-        threads = trial.run(_TRYING_THREADS * options.profile_limit_s)
-        for context in contexts:
-            context.use_threads(threads)
-        return threads
-
-    def _profiler(self, context: Context) -> Profiler:
-        options = self._options
-        return Profiler(
-            context,
-            n_slots=options.n_slots,
-            n_ctx_slot=self._n_profiled,
-            n_batch=options.n_batch,
-            can_rewind=self.vocabulary.can_rewind,
-        )
-
-    @property
-    def _n_profiled(self) -> int:
-        return min(self._options.n_ctx_slot, _PROFILE_CTX)
-
-    def _open_deep(
-        self, candidates: Sequence[Mode], open_contexts: ExitStack
-    ) -> dict[bool, Context]:
-        """By whether there is flash attention. None where slots could not forget the rows of a batch, or
-        have no depth worth the name."""
-        if not self.vocabulary.can_rewind or self._deep <= 0:
-            return {}
-        n_ctx = self._deep + ROOM + self._options.n_slots
-        return {
-            flash_attn: open_contexts.enter_context(
-                closing(self._open(Mode(flash_attn, True), self._deep, n_ctx, n_more=2))
-            )
-            for flash_attn in {mode.flash_attn: None for mode in candidates}
-        }
-
-    def _deep_profiler(self, context: Context) -> DeepProfiler:
-        options = self._options
-        return DeepProfiler(
-            context, n_slots=options.n_slots, depth=self._deep, n_batch=options.n_batch
-        )
-
-    @property
-    def _deep(self) -> int:
-        """Tokens in the cache where batches are measured deep in it."""
-        window = self.vocabulary.window or DEPTH
-        return min(window, DEPTH, self._options.n_ctx_slot - ROOM) // ROOM * ROOM
-
-    def _whole(self, mode: Mode, found: Profile, deep: Mapping[bool, DeepProfiler]) -> Profile:
-        """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""
-        copy_s = found.copy_s * self._options.n_ctx_slot / self._n_profiled
-        found = replace(found, copy_s=copy_s)
-        if mode.flash_attn not in deep:
-            return found
-        return deep[mode.flash_attn].depth.added_to(found, unified=mode.kv_unified)
 
     def _open_draft(self) -> LlamaDraft | None:
         options = self._options

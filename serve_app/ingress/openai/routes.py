@@ -16,7 +16,7 @@ from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
 from serve_app.ingress.model_registry import ServedModel, card_of, cards, find
 from serve_app.ingress.openai import preparation, serving
-from serve_app.ingress.openai.protocol import InputTokens, ModelCard, ModelList
+from serve_app.ingress.openai.answers import InputTokens, ModelCard, ModelList
 from serve_app.ingress.openai.serving import Answer, Choice
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.types import GenerationRequest

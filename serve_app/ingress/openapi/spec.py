@@ -46,13 +46,10 @@ from serve_app.ingress.ollama.protocol import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
+from serve_app.ingress.openai.answers import ErrorResponse, InputTokens, ModelCard, ModelList
 from serve_app.ingress.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
-    ErrorResponse,
-    InputTokens,
-    ModelCard,
-    ModelList,
 )
 from serve_app.ingress.openapi import response_schemas as d
 from serve_app.ingress.responses.protocol import ResponsesRequest

@@ -24,7 +24,7 @@ from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.ingress.openai.protocol import InputTokens
+from serve_app.ingress.openai.answers import InputTokens
 from serve_app.ingress.responses import preparation, serving, stored
 from serve_app.ingress.responses.log import Entry, Recipe
 from serve_app.ingress.responses.preparation import After

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.protocol import VersionCard
+from serve_app.ingress.openai.answers import VersionCard
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 

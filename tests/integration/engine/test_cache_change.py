@@ -14,6 +14,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.backends.llama_cpp import LlamaBackend
+from serve_app.engine.backends.mode_chooser import Found, ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
@@ -46,13 +47,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches take longer at depth in a split cache; only own cells count there."""
 
-    def choose(backend: LlamaBackend) -> Choice:
-        kind = backend._options.kv_unified
+    def choose(chooser: ModeChooser) -> Found:
+        kind = chooser._options.kv_unified
         if kind is not None:
-            return Choice(Mode(False, kind), "as configured", FLAT if kind else DEEP)
-        return Choice(SPLIT, "measured", DEEP, None, (UNIFIED, FLAT))
+            return Found(Choice(Mode(False, kind), "as configured", FLAT if kind else DEEP))
+        return Found(Choice(SPLIT, "measured", DEEP, None, (UNIFIED, FLAT)))
 
-    monkeypatch.setattr(LlamaBackend, "_choose", choose)
+    monkeypatch.setattr(ModeChooser, "choose", choose)
     monkeypatch.setattr(loop, "_REST_S", 0.05)
 
 

@@ -87,7 +87,7 @@ def test_fewer_threads_are_tried_once_and_kept_with_the_profile(
     chosen = Threads(2, 3, 5, "a test")
     trials = [chosen]
     monkeypatch.setattr(ThreadTrial, "run", lambda self, limit_s: trials.pop())
-    monkeypatch.setattr("serve_app.engine.backends.llama_cpp.ALONE", 0.0)
+    monkeypatch.setattr("serve_app.engine.backends.mode_chooser.ALONE", 0.0)
     options = EngineOptions(
         2, 64, threads=5, fewer_threads=True, profile_limit_s=0.5, profile_folder=tmp_path
     )

@@ -114,7 +114,10 @@ async def test_what_cannot_be_loaded_does_not_stop_a_start(
     assert len([one for one in caplog.messages if "are not loaded" in one]) == 2
 
 
-async def test_it_is_freed_when_nobody_uses_it(shared: KeyValues, tmp_path: Path) -> None:
+async def test_it_is_freed_when_nobody_uses_it(
+    shared: KeyValues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "_RETRY_S", 0.01)
     engine = FakeAdapters(in_use=True)
     here = replica(engine)
     version = await here.load(config(tmp_path / "a.gguf"))
@@ -128,12 +131,21 @@ async def test_it_is_freed_when_nobody_uses_it(shared: KeyValues, tmp_path: Path
     assert engine.loaded == []
 
 
-async def test_one_that_is_loaded_again_stays(shared: KeyValues, tmp_path: Path) -> None:
+async def test_one_that_is_loaded_again_stays(
+    shared: KeyValues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded_again = asyncio.Event()
+
+    async def nap(delay_s: float) -> None:
+        await loaded_again.wait()
+
+    monkeypatch.setattr(adapters, "sleep", nap)
     engine = FakeAdapters()
     here, asked = replica(engine), config(tmp_path / "a.gguf")
     version = await here.load(asked)
     here.unload("a", version)
     assert await here.load(asked) == version
+    loaded_again.set()
     await asyncio.gather(*here._freeing)
     assert engine.loaded == [AdapterUse("a", 1.0, version).key]
     assert engine.n_tries == 0

@@ -25,8 +25,8 @@ from serve_app.errors import (
     ModelLoadingError,
     QueueFullError,
 )
-from serve_app.ingress import deployment
-from serve_app.ingress.deployment import HandleClient
+from serve_app.ingress import handle_client
+from serve_app.ingress.handle_client import HandleClient
 from serve_app.routing import reports
 from serve_app.routing.broadcast import note_running
 from serve_app.sampling import SamplingParams
@@ -161,7 +161,7 @@ async def test_every_failure_is_told_and_the_call_is_left(
     monkeypatch: pytest.MonkeyPatch,
     listener: Listener,
 ) -> None:
-    monkeypatch.setattr(deployment, "_LEAVING_S", 0.0)
+    monkeypatch.setattr(handle_client, "_LEAVING_S", 0.0)
     handle = Handle(failure)
     with pytest.raises(told):
         await tokens(handle, listener)
@@ -190,7 +190,7 @@ async def test_nor_is_one_whose_end_is_an_error(listener: Listener) -> None:
 async def test_an_end_that_never_comes_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, listener: Listener
 ) -> None:
-    monkeypatch.setattr(deployment, "_LATE_S", 0.0)
+    monkeypatch.setattr(handle_client, "_LATE_S", 0.0)
     handle = Handle(LASTS)
     handle.calls[0]._answer = None
     handle.calls[0].answer()
@@ -286,16 +286,16 @@ async def test_a_burst_of_one_client_leaves_room_for_another(listener: Listener)
 
     burst = [asks("greedy") for _ in range(100)]
     async with asyncio.timeout(PATIENCE_S):
-        while len(handle.clients) < deployment._STARTING_EACH:  # noqa: ASYNC110
+        while len(handle.clients) < handle_client._STARTING_EACH:  # noqa: ASYNC110
             await asyncio.sleep(0)
         burst.append(asks("other"))
         while "other" not in handle.clients:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert handle.clients.count("greedy") == deployment._STARTING_EACH
+    assert handle.clients.count("greedy") == handle_client._STARTING_EACH
     for one in burst:
         one.cancel()
     await asyncio.gather(*burst, return_exceptions=True)
-    assert handle.clients.count("greedy") == deployment._STARTING_EACH
+    assert handle.clients.count("greedy") == handle_client._STARTING_EACH
 
 
 # -- what is asked of all replicas ----------------------------------------------------------------
@@ -311,8 +311,8 @@ def asking(*answers: Any) -> tuple[HandleClient, replicas.Handle]:
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for what never comes."""
-    monkeypatch.setattr(deployment, "_STATS_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(deployment, "_SLOT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handle_client, "_STATS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handle_client, "_SLOT_TIMEOUT_S", 0.05)
 
 
 @pytest.mark.usefixtures("_soon")
@@ -409,7 +409,7 @@ async def test_a_late_controller_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         assert may_answer.wait(30)
         raise RayError("away")
 
-    monkeypatch.setattr("serve_app.ingress.deployment.serve.status", status)
+    monkeypatch.setattr("serve_app.ingress.handle_client.serve.status", status)
     client, _ = asking()
     try:
         assert [await client.replica_states() for _ in range(3)] == [{}] * 3
