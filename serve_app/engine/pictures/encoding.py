@@ -21,7 +21,7 @@ from serve_app.types import Medium
 
 # Of the stall budget, what a step and a piece of encoding are planned for together; of what the step
 # leaves, what prompts leave to the encoding beside them.
-_MARGIN, _BESIDE_PROMPTS = 0.87, 0.5
+_MARGIN, _BESIDE_PROMPTS = 0.84, 0.5
 # The budget, if the options set none.
 _UNBOUNDED_S = 1.0
 # Seconds of a piece while nobody streams: how long who comes waits to be seen.

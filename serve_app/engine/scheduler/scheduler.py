@@ -22,6 +22,9 @@ _PATIENCE = 1.5
 SlotEnds = Callable[[], Mapping[int, int]]
 # Prompt rows of one batch whose logits are wanted: each takes memory for the whole vocabulary.
 MAX_SCORED_ROWS = 32
+# How much longer than the stall budget the step may take that finds somebody new, while nobody streams, if
+# it computes all of a prompt then: two passes take longer than one.
+_STRETCH = 1.5
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
 # Seconds of a prompt's pass in the background, which are lost when somebody comes and it is left: so many,
@@ -334,8 +337,8 @@ class Scheduler:
         decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._max_stall_s is not None and bool(self._costs)
-        hurries = bool(decoding) or self._has_news or self._others_stream
-        bounded = bounded and (hurries or self._in_background)
+        hurries = bool(decoding) or self._others_stream or self._in_background
+        bounded, stretches = bounded and (hurries or self._has_news), not hurries
         stall_s = self._margin * (self._max_stall_s or 0.0) / self._n_prompting
         within_s = max(stall_s, 2 * decode_s) - self._beside_s
         if self._in_background:
@@ -355,13 +358,10 @@ class Scheduler:
                     continue
                 n_rows = min(n_rows, left_scored)
                 left_scored -= n_rows
-            if bounded and self._mixed:
-                n_beside = n_decoding + self._n_batch - left
-                rest_s = within_s - sample_s
-                n_rows = self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=rest_s)
-            elif bounded:
-                rest_s = within_s - spent_s
-                n_rows = self._costs.chunk(n_rows, depth, within_s=rest_s, beside_s=spent_s)
+            if bounded:
+                n_beside = n_decoding + self._n_batch - left if self._mixed else 0
+                beside_s = sample_s if self._mixed else spent_s
+                n_rows = self._chunk(n_rows, n_beside, depth, within_s, beside_s, stretches)
             if bounded and sequence.unscored:  # their logits take as long again at most
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
@@ -383,6 +383,25 @@ class Scheduler:
             sample_s += _sample_s(turns[-1])
             spent_s += self._costs.prefill_s(n_rows, depth) + _sample_s(turns[-1])
         return turns
+
+    def _chunk(
+        self,
+        n_rows: int,
+        n_beside: int,
+        depth: float,
+        within_s: float,
+        beside_s: float,
+        stretches: bool,
+    ) -> int:
+        """How many of a prompt's next rows to compute in a step of `within_s`, of which the rest takes
+        `beside_s`; 0 if none fit."""
+        within_s -= beside_s
+        whole_s = self._costs.prefill_s(n_beside + n_rows, depth)
+        if stretches and whole_s <= _STRETCH * within_s:
+            return n_rows
+        if self._mixed:
+            return self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
+        return self._costs.chunk(n_rows, depth, within_s=within_s, beside_s=beside_s)
 
     def _batch_s(self, turns: list[Turn]) -> float:
         n_past = self._depth(turn.sequence for turn in turns)

@@ -41,21 +41,25 @@ def corral(gguf: Path) -> Iterator[Corral]:
     server.http.headers["Authorization"] = f"Bearer {KEY}"
     try:
         server.wait_ready()
-        wait_until(lambda: len(ingresses(server)) == N_INGRESSES, 60, "all ingress replicas up")
+        wait_until(lambda: is_known_whole(server), 60, "HAProxy knows all ingress replicas")
         yield server
     finally:
         server.stop()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def ingresses(corral: Corral) -> list[int]:
-    return corral.pids("ServeReplica:corral:Ingress")
+def is_known_whole(corral: Corral) -> bool:
+    """Whether requests reach all ingress replicas: HAProxy learns of them one by one, and is started again
+    for each."""
+    httpx.get(f"{corral.url}/v1/models", headers=corral.http.headers)
+    return len(answers(corral, "GET /v1/models")) == N_INGRESSES
 
 
-def answered_by(corral: Corral) -> list[str]:
-    """The ingress replicas that have answered a completion, by their logs."""
+def answers(corral: Corral, route: str) -> dict[str, int]:
+    """How often ingress replicas have answered at a route, by the names of their logs."""
     logs = (corral.directory / "ray").glob("session_2*/logs/serve/replica_corral_Ingress_*.log")
-    return [log.name for log in logs if "POST /v1/completions" in log.read_text()]
+    found = {log.name: log.read_text().count(route) for log in logs}
+    return {name: n for name, n in found.items() if n}
 
 
 def test_streams_come_token_by_token_and_leavers_free_their_slots(corral: Corral) -> None:
@@ -64,7 +68,8 @@ def test_streams_come_token_by_token_and_leavers_free_their_slots(corral: Corral
         assert response.status_code == 200
         lines = response.iter_lines()  # kept: without it, httpx would leave
         assert any(line and sse(line)["choices"][0]["text"] for line in lines)
-        assert corral.stats()["running"] == 1  # the first token is here, the last is far away
+        # The first token is here, the last is far away.
+        wait_until(lambda: corral.stats()["running"] == 1, 30, "slot taken")
     wait_until(lambda: corral.stats()["running"] == 0, 30, "slot free")
     stats = corral.stats()
     assert stats["ended"] == {"abort": 1}
@@ -79,13 +84,9 @@ def test_streams_end_whole_and_are_shared_among_ingress_replicas(corral: Corral)
         reason: str = sse(lines[-2])["choices"][0]["finish_reason"]
         return f"{reason} {lines[-1]}"
 
-    def are_shared() -> bool:
-        with ThreadPoolExecutor(4) as pool:
-            assert set(pool.map(stream, range(16))) == {"length data: [DONE]"}
-        return len(answered_by(corral)) >= 2
-
-    # HAProxy learns of the replicas one by one, and some time after they are up.
-    wait_until(are_shared, 30, "two ingress replicas have answered")
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(stream, range(16))) == {"length data: [DONE]"}
+    wait_until(lambda: len(answers(corral, "POST /v1/completions")) >= 2, 30, "two have answered")
 
 
 def test_keys_are_asked_for(corral: Corral) -> None:

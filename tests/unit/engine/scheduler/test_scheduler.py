@@ -392,6 +392,16 @@ def test_steps_are_short_while_somebody_comes(
     assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == 256
 
 
+def test_one_step_computes_a_short_prompt_that_would_take_little_more_than_two_may() -> None:
+    """Without a stream nobody waits for it, and two passes take longer than one."""
+    most = stalling(0.1, running(0, 2000)).schedule(NOW)
+    n_most = sum(n_rows for _, n_rows in served(most))
+    assert served(stalling(0.1, running(0, n_most + 20)).schedule(NOW)) == [(0, n_most + 20)]
+    assert served(stalling(0.1, running(0, 2 * n_most)).schedule(NOW)) == [(0, n_most)]
+    beside = served(stalling(0.1, streaming(1), running(0, n_most + 20)).schedule(NOW))
+    assert dict(beside)[0] <= n_most
+
+
 def test_who_was_there_and_waited_for_a_prefix_is_no_news() -> None:
     made = stalling(0.1, running(0, 2000))
     made.schedule(NOW)
