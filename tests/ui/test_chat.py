@@ -233,5 +233,6 @@ def test_the_keyboard_is_enough(ui_server: Corral, open_page: Open) -> None:
     page.keyboard.press("Enter")
     done(page.locator(".assistant"))
     assert page.evaluate(focused) == "question"
-    page.keyboard.press("Shift+Tab")  # back to the messages, and to what is in them
+    page.keyboard.press("Shift+Tab")  # back to the button for pictures,
+    page.keyboard.press("Shift+Tab")  # and to the messages, and to what is in them
     expect(page.locator("#messages :focus, #messages:focus")).to_have_count(1)
