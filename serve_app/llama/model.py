@@ -46,6 +46,9 @@ _NAME_BYTES = 256
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
+N_BYTES, N_PARAMS = "corral.weights.n_bytes", "corral.weights.n_params"
+"""Metadata of a header whose weights are no tensors of GGUF's."""
+
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
 _N_BLOCKS = 64
@@ -233,8 +236,8 @@ class Model:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return int(llama_cpp.llama_model_size(self.pointer))
+        """Bytes of its weights."""
+        return int(self.meta(N_BYTES) or llama_cpp.llama_model_size(self.pointer))
 
     @property
     def file_type(self) -> str:
@@ -246,8 +249,8 @@ class Model:
 
     @property
     def n_params(self) -> int:
-        """Numbers in its tensors."""
-        return int(llama_cpp.llama_model_n_params(self.pointer))
+        """Numbers in its weights."""
+        return int(self.meta(N_PARAMS) or llama_cpp.llama_model_n_params(self.pointer))
 
     def fingerprint(self) -> bytes:
         """32 bytes that tell this file's content from other models', wherever it lies.

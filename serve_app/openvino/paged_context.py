@@ -19,6 +19,7 @@ from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.openvino import shifts
 from serve_app.openvino.blocks import BLOCK, BlockCopy, BlockTables
+from serve_app.openvino.exported.graph import name_parts
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN
 from serve_app.openvino.mapped import forget
 
@@ -66,12 +67,15 @@ class PagedContext:
         threads: int,
         n_texts: int = 0,
         n_text_blocks: int = 0,
+        frequencies: NDArray[np.float32] | None = None,
     ) -> None:
         """`model` has the vocabulary; its weights are not used. `n_texts` are sequences of their own, with
-        `n_text_blocks` of their own, for `embed`."""
+        `n_text_blocks` of their own, for `embed`. `frequencies` are the rotary embedding's, of a graph
+        that was not built here."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
-        compiled, self._frequencies = _compiled(path, threads)
+        graph = _read(path, frequencies, model.n_vocab)
+        compiled, self._frequencies = _compiled(path, graph, threads)
         self.n_parameter_bytes = path.with_suffix(".bin").stat().st_size
         self._request: openvino.InferRequest | None = compiled.create_infer_request()
         try:
@@ -334,17 +338,28 @@ def settings(threads: int) -> dict[str, Any]:
     }
 
 
-def _compiled(path: Path, threads: int) -> tuple[openvino.CompiledModel, NDArray[np.float32]]:
+def _read(path: Path, frequencies: NDArray[np.float32] | None, n_vocab: int) -> openvino.Model:
+    """The graph, its parts named as `graph` names them."""
+    try:
+        model = openvino.Core().read_model(path)
+        if frequencies is not None:
+            name_parts(model, frequencies, n_vocab)
+    except (ConfigError, RuntimeError) as error:
+        raise ConfigError(f"OpenVINO's backend cannot read {path}: {error}.") from error
+    return model
+
+
+def _compiled(
+    path: Path, model: openvino.Model, threads: int
+) -> tuple[openvino.CompiledModel, NDArray[np.float32]]:
     """The model with paged attention, whose last product has the rows only that are sampled; and how far
     its positions turn."""
-    core = openvino.Core()
     try:
-        model = core.read_model(path)
         names = {one.get_friendly_name(): one for one in model.get_ops()}
         frequencies = np.array(names[FREQUENCIES].data, np.float32).reshape(-1)
         paged_attention_transformation(model)
         _choose_rows(model)
-        return core.compile_model(model, "CPU", settings(threads)), frequencies
+        return openvino.Core().compile_model(model, "CPU", settings(threads)), frequencies
     except RuntimeError as error:
         raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error
 

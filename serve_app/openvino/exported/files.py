@@ -1,0 +1,37 @@
+"""A model in OpenVINO's format, as its exporter writes it: a folder, or a repository, with these files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+GRAPH = "openvino_model.xml"
+"""The file that stands for the model."""
+WEIGHTS = "openvino_model.bin"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+ONLY_OPENVINO = "llama.cpp cannot read a model in OpenVINO's format. Set engine.backend: openvino"
+"""The refusal of any other backend."""
+_NEEDED = (GRAPH, WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG)
+_OPTIONAL = (GENERATION, "chat_template.jinja", "chat_template.json")
+FILES = (*_NEEDED, *_OPTIONAL)
+"""All that are read, the graph first."""
+SMALL_FILES = tuple(name for name in FILES if name not in (GRAPH, WEIGHTS))
+"""Those that a model's vocabulary and sizes are in."""
+
+
+def is_graph(path: Path) -> bool:
+    """Whether the path is that of a model in OpenVINO's format."""
+    return path.name == GRAPH
+
+
+def present(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names that belong to the model, the graph first."""
+    found = frozenset(names)
+    return tuple(name for name in FILES if name in found)
+
+
+def missing(names: Iterable[str]) -> tuple[str, ...]:
+    """Files without which there is no model."""
+    found = frozenset(names)
+    return tuple(name for name in _NEEDED if name not in found)

@@ -1,0 +1,165 @@
+"""The vocabulary of a tokenizer.json, as llama.cpp reads it from a GGUF file.
+
+Source: llama.cpp's conversion of Hugging Face's models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import GGUFWriter, TokenType
+
+from serve_app.errors import ConfigError
+
+Json = Mapping[str, Any]
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = rf"{_WORDS}\p{{N}}{_REST}"
+LLAMA3 = rf"{_WORDS}\p{{N}}{{1,3}}{_REST}"
+"""The expressions that cut texts before tokens are looked up."""
+_CUTS = {(QWEN2, False): "qwen2", (LLAMA3, True): "llama-bpe", (LLAMA3, False): "smaug-bpe"}
+"""llama.cpp's names: by the expression, and whether a word that is a token is taken at once."""
+_SPACE = "\u2581"
+_UNDERLINE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<pad>|<mask>")
+"""Tokens that llama.cpp's conversion takes for control tokens, whatever the tokenizer says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokens by id, and how texts become tokens."""
+
+    kind: str
+    """llama.cpp's name for the kind of tokenizer: `gpt2` for bytes, `llama` for SentencePiece's."""
+    cut: str
+    """llama.cpp's name for how texts are cut first."""
+    tokens: Sequence[str]
+    types: Sequence[TokenType]
+    composes: bool = False
+    """Whether the tokenizer composes characters first (NFC), which llama.cpp does not."""
+    scores: Sequence[float] = ()
+    """Of `llama` only: the higher, the earlier a token is put together."""
+    adds_space: bool = False
+    """Of `llama` only: whether texts begin with a space."""
+
+    def add_to(self, writer: GGUFWriter) -> None:
+        """Write it, but for the merges."""
+        writer.add_tokenizer_model(self.kind)
+        writer.add_tokenizer_pre(self.cut)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        if self.scores:
+            writer.add_token_scores(self.scores)
+            writer.add_add_space_prefix(self.adds_space)
+
+
+def read(tokenizer: Json, n_vocab: int) -> Vocabulary:
+    """The vocabulary of a tokenizer.json, filled up to `n_vocab` tokens. Raises ConfigError, with the
+    reason as the rest of a sentence, for a tokenizer that is not known."""
+    model = tokenizer.get("model") or {}
+    if model.get("type") != "BPE":
+        raise ConfigError(f"its tokenizer is of the kind {model.get('type')}")
+    tokens = _tokens(tokenizer, n_vocab)
+    if model.get("byte_fallback"):
+        return _of_characters(tokenizer, tokens)
+    return _of_bytes(tokenizer, tokens)
+
+
+def _of_bytes(tokenizer: Json, tokens: Sequence[str]) -> Vocabulary:
+    """Byte-level BPE."""
+    normalizer = tokenizer.get("normalizer")
+    if normalizer not in (None, {"type": "NFC"}):
+        raise _unknown(normalizer)
+    pattern = _pattern(tokenizer.get("pre_tokenizer") or {})
+    cut = _CUTS.get((pattern, bool(tokenizer["model"].get("ignore_merges"))))
+    if cut is None:
+        raise ConfigError(f"its tokenizer cuts texts in a way that is not known: {pattern}")
+    types = _types(tokenizer, tokens)
+    return Vocabulary("gpt2", cut, tokens, types, composes=normalizer is not None)
+
+
+def _pattern(pre_tokenizer: Json) -> str:
+    """The expression that cuts texts, or the kind of anything else."""
+    match pre_tokenizer.get("pretokenizers"):
+        case [
+            {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            return pattern
+    return str(pre_tokenizer.get("type"))
+
+
+def _of_characters(tokenizer: Json, tokens: Sequence[str]) -> Vocabulary:
+    """BPE over characters, with a token for each byte. llama.cpp knows it as SentencePiece's, where the
+    scores of tokens stand for the order of merges."""
+    steps = [*_steps(tokenizer, "normalizer"), *_steps(tokenizer, "pre_tokenizer")]
+    for step in steps:
+        if step["type"] not in ("Prepend", "Metaspace") and step != _UNDERLINE:
+            raise _unknown(step)
+    merges = [
+        one.replace(" ", "") if isinstance(one, str) else "".join(one)
+        for one in tokenizer["model"]["merges"]
+    ]
+    ranks = {token: rank for rank, token in reversed([*enumerate(merges)])}
+    return Vocabulary(
+        "llama",
+        "default",
+        tokens,
+        _types(tokenizer, tokens),
+        scores=[-float(ranks.get(token, len(merges))) for token in tokens],
+        adds_space=any(
+            step != _UNDERLINE and step.get("prepend_scheme") != "never" for step in steps
+        ),
+    )
+
+
+def _steps(tokenizer: Json, name: str) -> list[Json]:
+    part = tokenizer.get(name)
+    if part is None:
+        return []
+    return list(part.get("normalizers") or part.get("pretokenizers") or [part])
+
+
+def _unknown(step: object) -> ConfigError:
+    return ConfigError(f"its tokenizer changes texts in a way that is not known: {step}")
+
+
+def _tokens(tokenizer: Json, n_vocab: int) -> list[str]:
+    """By id. Models have more places than tokens, of which each gets a name that no text has."""
+    ids = dict(tokenizer["model"]["vocab"])
+    ids |= {one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}
+    if max(ids.values()) >= n_vocab:
+        raise ConfigError(f"its tokenizer has more than {n_vocab} tokens, which config.json says")
+    found = [_unused(place) for place in range(n_vocab)]
+    for token, place in ids.items():
+        found[place] = token
+    return found
+
+
+def _unused(place: int) -> str:
+    return f"[PAD{place}]"
+
+
+def _types(tokenizer: Json, tokens: Sequence[str]) -> list[TokenType]:
+    added = {one["content"]: one["special"] for one in tokenizer.get("added_tokens") or ()}
+    unknown = tokenizer["model"].get("unk_token")
+    is_of_characters = bool(tokenizer["model"].get("byte_fallback"))
+
+    def type_of(place: int, token: str) -> TokenType:
+        if is_of_characters and token == unknown:
+            return TokenType.UNKNOWN
+        if token in added:
+            is_control = added[token] or _CONTROL.fullmatch(token) is not None
+            return TokenType.CONTROL if is_control else TokenType.USER_DEFINED
+        if token == _unused(place):
+            return TokenType.UNUSED
+        if is_of_characters and _BYTE.fullmatch(token):
+            return TokenType.BYTE
+        return TokenType.NORMAL
+
+    return [type_of(place, token) for place, token in enumerate(tokens)]
