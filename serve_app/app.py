@@ -43,6 +43,7 @@ from serve_app.ingress.http.limits.bodies import BodyLimits
 from serve_app.ingress.responses.store import Bounds
 from serve_app.llama.model import Model
 from serve_app.llama.vision.usable import why_unusable
+from serve_app.openvino.exported.files import ONLY_OPENVINO
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
@@ -275,13 +276,19 @@ def _pinned(adapter: AdapterConfig, downloads: DownloadsConfig) -> AdapterConfig
 def _pinned_source(
     name: str, source: ModelSource | None, downloads: DownloadsConfig
 ) -> ModelSource | None:
-    """The same bytes on every node. Raises ConfigError that begins with the name."""
+    """The same bytes on every node, of a file that llama.cpp reads. Raises ConfigError that begins with the
+    name."""
+    if source is None:
+        return None
     try:
-        return None if source is None else store.pinned(source, downloads)
+        pinned = store.pinned(source, downloads)
     except UnreachableError:  # replicas look for themselves
         return source
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    if store.is_in_openvinos_format(pinned):
+        raise ConfigError(f"{name}: llama.cpp cannot read OpenVINO's format. Give a GGUF file")
+    return pinned
 
 
 def _defaults(configured: DefaultsConfig) -> ModelDefaults:
@@ -365,11 +372,13 @@ def _looked_up(
     leaves nothing open. Raises ConfigError for a model that cannot be served."""
     path = None if model.source.path is None else model.source.path.expanduser()
     is_sized = model.engine.n_slots is not None and model.engine.n_ctx_slot is not None
-    if is_sized and path is not None and not path.is_file():
+    if is_sized and path is not None and not path.exists():
         # Replicas look for themselves.
         return model.source, _projector(model, model.source, None, downloads), None
     try:
         source = store.pinned(model.source, downloads)
+        if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
+            raise ConfigError(ONLY_OPENVINO)
         opened = Model(_vocabulary(source, downloads), vocab_only=True)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, opened, downloads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ def document(options: Options) -> dict[str, Any]:
     engine = {name: size for name, size in sizes.items() if size is not None}
     args: dict[str, Any] = {
         "models": [
-            {"id": one_id, "source": one.source} | ({"engine": dict(engine)} if engine else {})
-            for one_id, one in zip(_distinct(found), found, strict=True)
+            _model(one_id, one, engine) for one_id, one in zip(_distinct(found), found, strict=True)
         ]
     }
     if ingress := _ingress(options):
@@ -54,6 +53,11 @@ def document(options: Options) -> dict[str, Any]:
         "http_options": {"host": options.host, "port": options.port},
         "applications": [application],
     }
+
+
+def _model(model_id: str, named: NamedModel, sizes: Mapping[str, int]) -> dict[str, Any]:
+    engine = {**named.engine, **sizes}
+    return {"id": model_id, "source": named.source} | ({"engine": engine} if engine else {})
 
 
 def _ingress(options: Options) -> dict[str, Any]:

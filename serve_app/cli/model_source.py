@@ -1,19 +1,22 @@
-"""The meanings of MODEL on the command line: a file, a Hugging Face repository, a URL, or nothing."""
+"""The meanings of MODEL on the command line: a file or folder, a repository, a URL, or nothing."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from serve_app import folders
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
+from serve_app.openvino.exported.files import GRAPH
 from serve_app.store import hub, names
 from serve_app.store.names import HubName
 
 DEMO = "corral-demo"
 """The id of the built-in model."""
+_OPENVINO = {"backend": "openvino"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class NamedModel:
     id: str
     source: dict[str, str | bool]
     """The fields of `serve_app.config.schema.ModelSource`."""
+    engine: Mapping[str, str] = field(default_factory=dict)
+    """Those of `engine` without which it cannot be served."""
 
 
 def named(model: str | None) -> NamedModel:
@@ -32,6 +37,9 @@ def named(model: str | None) -> NamedModel:
     path = Path(model).expanduser()
     if path.is_file():
         return NamedModel(_id_of(path.name), {"path": str(path.resolve())})
+    if (path / GRAPH).is_file():
+        path = path.resolve()
+        return NamedModel(_id_of(path.name), {"path": str(path)}, _OPENVINO)
     if "://" in model and not names.is_hub_url(model):
         return NamedModel(_id_of(model.rpartition("/")[2]), {"url": model})
     if (model.endswith(".gguf") and model.count("/") != 1) or model.startswith((".", "/", "~")):
@@ -46,6 +54,8 @@ def named(model: str | None) -> NamedModel:
     if not (wanted.choice or "").endswith(".gguf"):
         first, *_ = names.chosen(_files(wanted), wanted)
         wanted = replace(wanted, choice=first)
+    if wanted.choice == GRAPH:
+        return NamedModel(_id_of(wanted.repo), {"repo": str(wanted)}, _OPENVINO)
     return NamedModel(_id_of(wanted.choice or ""), {"repo": str(wanted)})
 
 

@@ -94,7 +94,7 @@ def find(wanted: HubName, folder: Path, others: AskOthers = nobody) -> RemoteMod
 
 
 def files(wanted: HubName, folder: Path) -> list[str]:
-    """The repository's GGUF files. Raises like `find`."""
+    """The repository's files that belong to models. Raises like `find`."""
     return [str(one["path"]) for one in _listing(wanted, folder)["files"]]
 
 
@@ -174,7 +174,7 @@ def _ask(wanted: HubName) -> Listing:
             one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs else None, one.blob_id or ""
         )
         for one in info.siblings or ()
-        if one.rfilename.endswith(".gguf")
+        if names.is_known(one.rfilename)
     ]
     return {"commit": info.sha, "files": [asdict(file) for file in files]}
 
@@ -208,7 +208,8 @@ def _in_library(wanted: HubName) -> Listing | None:
         return None
     files = [
         RemoteFile(path.relative_to(snapshot).as_posix(), path.stat().st_size)
-        for path in sorted(snapshot.rglob("*.gguf"))
+        for path in sorted(snapshot.rglob("*"))
+        if names.is_known(path.relative_to(snapshot).as_posix())
     ]
     return {"commit": snapshot.name, "files": [asdict(file) for file in files]}
 

@@ -15,6 +15,8 @@ from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
+from serve_app.openvino.exported.files import GRAPH, SMALL_FILES, WEIGHTS, is_graph, missing
+from serve_app.openvino.exported.header import header_of, header_of_graph
 from serve_app.progress import Report, Stage
 from serve_app.store import download, gguf_header, hub, names, url
 from serve_app.store.folder import ModelsFolder
@@ -34,9 +36,10 @@ def locate(
     report: Report,
     sharing: Sharing = ALONE,
 ) -> Path:
-    """The model's file, or the first one of its shards, on this node; downloaded first if it has to be, as
-    long as that takes: `report` is told how far it is. Other nodes give what they have of it, and get what
-    is here. It stays there while this process lives. Raises ConfigError."""
+    """The model's file, the first one of its shards, or its graph in OpenVINO's format, on this node;
+    downloaded first if it has to be, as long as that takes: `report` is told how far it is. Other nodes
+    give what they have of it, and get what is here. It stays there while this process lives. Raises
+    ConfigError."""
     if source.builtin:
         return BUILTIN_MODEL
     if source.path is not None:
@@ -60,31 +63,49 @@ def locate(
 def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharing = ALONE) -> Path:
     """A file with the model's metadata and vocabulary: the model's own if it is here for the taking, or one
     that has a hole where the weights would be. Its first megabytes come from another node, or from the
-    origin. It can be opened with `vocab_only`. Raises ConfigError."""
+    origin. It can be opened with `vocab_only`. A model in OpenVINO's format gets such a file. Raises
+    ConfigError."""
     if source.builtin:
         return BUILTIN_MODEL
     if source.path is not None:
-        return _at(source.path)
+        path = _at(source.path)
+        return header_of_graph(path) if is_graph(path) else path
     sharing = sharing if configured.share else ALONE
     model = _remote(source, configured, sharing)
     folder = _folder(configured)
-    made = [folder.vocabularies(model) / file.name for file in model.files]
     try:
         with folder.reading(model, lambda: None):
             local = _local(model, _hub_name(source), folder)
-            made[0].parent.mkdir(parents=True, exist_ok=True)
-            for file, path in zip(model.files, made, strict=True):
-                if not path.exists():
-                    is_first = file is model.files[0]
-                    first = gguf_header.FIRST_BYTES if is_first else gguf_header.SHARD_BYTES
-                    header = gguf_header.read(
-                        _reader(model, file, local, sharing), file.path, first
-                    )
-                    gguf_header.write_hollow(path, header, file.n_bytes)
-                sharing.announce(file, path, is_whole=False)
+            folder.vocabularies(model).mkdir(parents=True, exist_ok=True)
+            if is_graph(Path(model.files[0].name)):
+                return _header(model, local, folder, sharing)
+            return _hollow(model, local, folder, sharing)
     except OSError as error:
         raise download.disk_error(folder.path, error) from error
+
+
+def _hollow(model: RemoteModel, local: Path | None, folder: ModelsFolder, sharing: Sharing) -> Path:
+    """A GGUF model's file with a hole where the weights would be."""
+    made = [folder.vocabularies(model) / file.name for file in model.files]
+    for file, path in zip(model.files, made, strict=True):
+        if not path.exists():
+            is_first = file is model.files[0]
+            first = gguf_header.FIRST_BYTES if is_first else gguf_header.SHARD_BYTES
+            header = gguf_header.read(_reader(model, file, local, sharing), file.path, first)
+            gguf_header.write_hollow(path, header, file.n_bytes)
+        sharing.announce(file, path, is_whole=False)
     return made[0]
+
+
+def _header(model: RemoteModel, local: Path | None, folder: ModelsFolder, sharing: Sharing) -> Path:
+    """The header of a model in OpenVINO's format, of which only the small files need be here."""
+    if local is None:
+        local = folder.vocabularies(model)
+        for file in model.files:
+            if file.name in SMALL_FILES:
+                download.fetch(model.origin, file, local, lambda *_: None, sharing)
+    sizes = {file.name: file.n_bytes for file in model.files}
+    return header_of(local, sizes[WEIGHTS])
 
 
 def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
@@ -127,6 +148,14 @@ def in_package(projector: ModelSource) -> Path | None:
     return BUILTIN_PROJECTOR if projector.builtin else None
 
 
+def is_in_openvinos_format(source: ModelSource) -> bool:
+    """Whether a pinned source is a model in OpenVINO's format."""
+    if source.path is not None:
+        return source.path.expanduser().is_dir()
+    wanted = _hub_name(source)
+    return wanted is not None and wanted.choice == GRAPH
+
+
 def names_a_file(source: ModelSource) -> bool:
     """Whether it means one file, whatever else a repository has."""
     wanted = _hub_name(source)
@@ -139,7 +168,7 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> ModelS
     if source.builtin:
         return source
     model = _hub_name(source)
-    if model is None:
+    if model is None or is_in_openvinos_format(source):
         return None
     wanted = HubName(model.repo, None, model.revision)
     found = hub.projector(wanted, _folder(configured).names, model.choice)
@@ -147,8 +176,12 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> ModelS
 
 
 def _at(path: Path) -> Path:
-    """Raises ConfigError unless all files of that model are here."""
+    """The model's file, or its graph in that folder. Raises ConfigError unless all files of it are here."""
     path = path.expanduser()
+    if path.is_dir():
+        if lacking := missing(one.name for one in path.iterdir()):
+            raise ConfigError(f"source.path: the folder {path} lacks {', '.join(lacking)}")
+        return path / GRAPH
     for name in shards.names(path.name):
         if not path.with_name(name).is_file():
             raise ConfigError(f"source.path: there is no file {path.with_name(name)} on this node")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
+from serve_app.openvino.exported import files as openvino
 
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0", "F16", "BF16")
 """Quantisations to take where none is named, the best for CPUs first."""
@@ -57,11 +58,14 @@ def parse(text: str) -> HubName:
 
 def chosen(files: Iterable[str], wanted: HubName) -> tuple[str, ...]:
     """The files of the model that is meant: the quantisation or file that the name says, or the first of
-    `PREFERRED` that the repository has, or the only one. Raises ConfigError that lists what there is."""
+    `PREFERRED` that the repository has, or the only one. A repository without GGUF files may have a model
+    in OpenVINO's format. Raises ConfigError that lists what there is."""
     present = frozenset(files)
     models = sorted(name for name in present if _begins_model(name))
+    if wanted.choice == openvino.GRAPH or (not models and openvino.GRAPH in present):
+        return _of_openvino(present, wanted)
     if not models:
-        raise ConfigError(f"{wanted.repo} holds no GGUF model.")
+        raise ConfigError(f"{wanted.repo} holds no GGUF model, and none in OpenVINO's format.")
     if wanted.choice is not None and wanted.choice.endswith(".gguf"):
         return _complete(_file(models, wanted), present, wanted)
     if wanted.choice is not None:
@@ -100,6 +104,22 @@ def parts_of(files: Iterable[str], wanted: HubName) -> tuple[str, ...]:
     if wanted.choice is not None and is_projector(wanted.choice):
         return _complete(_file(sorted(present), wanted), present, wanted)
     return chosen(present, wanted)
+
+
+def is_known(name: str) -> bool:
+    """Whether a file may be a part of a model."""
+    return name.endswith(".gguf") or name in openvino.FILES
+
+
+def _of_openvino(present: frozenset[str], wanted: HubName) -> tuple[str, ...]:
+    if wanted.choice not in (None, openvino.GRAPH):
+        raise ConfigError(
+            f"{wanted.repo} has no file of {wanted.choice}: its one model is in OpenVINO's format. Give "
+            f"{HubName(wanted.repo, None, wanted.revision)}."
+        )
+    if missing := openvino.missing(present):
+        raise ConfigError(f"{wanted.repo} lacks {', '.join(missing)}.")
+    return openvino.present(present)
 
 
 def _file(models: Sequence[str], wanted: HubName) -> str:

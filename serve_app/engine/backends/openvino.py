@@ -32,12 +32,14 @@ from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.folders import cache_folder
 from serve_app.llama.constraint import Constraint
-from serve_app.llama.model import Model
+from serve_app.llama.model import Model, fingerprint_of
 from serve_app.llama.sampler import Sampler
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.tiles import Tile
 from serve_app.openvino.blocks import BLOCK
 from serve_app.openvino.convert import converted, versions
+from serve_app.openvino.exported.files import WEIGHTS, is_graph
+from serve_app.openvino.exported.header import header_of_graph, hyperparameters_of
 from serve_app.openvino.folder import ConvertedModels
 from serve_app.openvino.paged_context import PagedContext
 from serve_app.progress import Report, Stage
@@ -58,10 +60,11 @@ _TEXTS_AT_ONCE = 16
 
 
 class OpenVinoBackend:
-    """A GGUF model that OpenVINO computes. The vocabulary and the samplers are llama.cpp's. Raises
-    ConfigError if OpenVINO cannot read it, or the model needs what this backend lacks.
+    """A model that OpenVINO computes. The vocabulary and the samplers are llama.cpp's. Raises ConfigError
+    if OpenVINO cannot read it, or the model needs what this backend lacks.
 
-    The model is converted at its first start, and kept under ~/.cache/corral/openvino.
+    A GGUF model is converted at its first start, and kept under ~/.cache/corral/openvino. A graph that
+    OpenVINO's exporter wrote is taken as it is.
     """
 
     projector: Projector | None = None
@@ -84,17 +87,24 @@ class OpenVinoBackend:
     ) -> None:
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
-        self.vocabulary = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        path = Path(path)
         self._options = options
+        header = header_of_graph(path) if is_graph(path) else path
+        self.vocabulary = Model(header, vocab_only=True, delimiters=DELIMITERS)
         self._check_model()
-        models = ConvertedModels(cache_folder() / "openvino", options.max_converted_bytes)
-        fingerprint = self.vocabulary.fingerprint()
-        converted_path = converted(self.vocabulary.files, fingerprint, models, report)
+        self._fingerprint = self.vocabulary.fingerprint()
+        frequencies = None
+        if is_graph(path):
+            self._fingerprint = fingerprint_of([header, path, path.with_name(WEIGHTS)])
+            frequencies = hyperparameters_of(path.parent).frequencies
+        else:
+            models = ConvertedModels(cache_folder() / "openvino", options.max_converted_bytes)
+            path = converted(self.vocabulary.files, self._fingerprint, models, report)
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = -(-options.n_ctx_slot // BLOCK)
         self._context = PagedContext(
-            converted_path,
+            path,
             self.vocabulary,
             n_sequences=n_sequences,
             n_ctx_slot=options.n_ctx_slot,
@@ -102,6 +112,7 @@ class OpenVinoBackend:
             threads=options.threads,
             n_texts=_TEXTS_AT_ONCE,
             n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
+            frequencies=frequencies,
         )
         self.threads = Threads.alike(options.threads, options.threads)
         self._context.warm_up()
@@ -143,7 +154,7 @@ class OpenVinoBackend:
         if options.profile_limit_s <= 0:
             return Profile()
         name = profile_cache.key(
-            model=self.vocabulary.fingerprint().hex(),
+            model=self._fingerprint.hex(),
             llama_cpp=versions(),
             modes=[self.mode],
             threads=(options.threads,),
@@ -293,7 +304,7 @@ class OpenVinoBackend:
     def state_key(self) -> bytes:
         """See Backend.state_key: a state of llama.cpp's is none of OpenVINO's."""
         parts = (versions(), BLOCK)
-        return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
+        return hashlib.blake2b(self._fingerprint + repr(parts).encode()).digest()
 
     @property
     def memory(self) -> MemoryUse:

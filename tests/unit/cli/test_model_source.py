@@ -77,3 +77,22 @@ def test_a_revision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_url_is_a_source() -> None:
     url = "s3://bucket/models/tiny-00001-of-00003.gguf"
     assert named(url) == NamedModel("tiny", {"url": url})
+
+
+def test_a_model_in_openvinos_format_gets_its_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tiny-int4-ov"
+    folder.mkdir()
+    (folder / "openvino_model.xml").touch()
+    engine = {"backend": "openvino"}
+    assert named(str(folder)) == NamedModel("tiny-int4-ov", {"path": str(folder)}, engine)
+    files = ["openvino_model.bin", "openvino_model.xml", *_SMALL]
+    monkeypatch.setattr(model_source, "_files", lambda wanted: files)
+    repo = "OpenVINO/Qwen3-8B-int4-ov"
+    found = named(repo)
+    assert (found.id, found.engine) == ("Qwen3-8B-int4-ov", engine)
+    assert found.source == {"repo": f"{repo}:openvino_model.xml"}
+
+
+_SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")

@@ -21,6 +21,7 @@ from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama import library
 from serve_app.llama.model import files_of, fingerprint_of
 from serve_app.openvino.convert import versions
+from serve_app.openvino.exported.files import is_graph
 from serve_app.progress import Report, Stage
 
 logger = logging.getLogger("corral.engine")
@@ -39,7 +40,7 @@ def open_backend(
     try:
         backend = open_named(choice.name, path, replace(options, backend=choice.name), report)
     except ConfigError as error:
-        if options.backend != "auto" or choice.name == LLAMA_CPP:
+        if options.backend != "auto" or choice.name == LLAMA_CPP or is_graph(path):
             raise
         choice = KernelsChoice(LLAMA_CPP, f"OpenVINO could not be started: {_said(error)}")
         logger.warning("Backend %s: %s.", choice.name, choice.reason)
@@ -50,7 +51,10 @@ def open_backend(
 
 def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere) -> KernelsChoice:
     """The backend for `auto`, as measured now or at an earlier start. One of the two has weights in memory
-    at a time, in a process of its own. Of several processes of this node that ask at once, one measures."""
+    at a time, in a process of its own. Of several processes of this node that ask at once, one measures.
+    Nothing is measured of a model in OpenVINO's format, which llama.cpp cannot read."""
+    if is_graph(path):
+        return KernelsChoice(OPENVINO, "the model is in OpenVINO's format")
     if names := options.unsupported_by_openvino():
         return KernelsChoice(LLAMA_CPP, f"OpenVINO's backend does not support {names[0]}")
     try:

@@ -8,6 +8,7 @@ from serve_app import progress
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError
+from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.progress import Report
 
 
@@ -23,6 +24,8 @@ def open_named(
                 f"engine.backend: openvino needs the package {error.name}. Install corral[openvino]."
             ) from None
         return OpenVinoBackend(path, options, report)
+    if is_graph(path):
+        raise ConfigError(ONLY_OPENVINO)
     from serve_app.engine.backends.llama_cpp import LlamaBackend
 
     return LlamaBackend(path, options, report)
