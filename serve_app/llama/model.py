@@ -242,6 +242,8 @@ class Model:
     @property
     def file_type(self) -> str:
         """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
+        if self.meta(N_BYTES) is not None:
+            return "OpenVINO"  # which does not tell it anywhere
         number = self.meta("general.file_type")  # llama.cpp keeps it only with weights
         known = llama_cpp.llama_model_ftype(self.pointer) if number is None else int(number)
         name = llama_cpp.llama_ftype_name(known)

@@ -163,6 +163,7 @@ def test_the_header_has_template_sizes_and_recommendations(qwen3: Path) -> None:
     assert tokenizer.chat_template == (qwen3 / "chat_template.jinja").read_text()
     assert tokenizer.recommended == {"temperature": pytest.approx(0.6), "top_k": 20, "top_p": 0.95}
     weights = qwen3 / "openvino_model.bin"
+    assert tokenizer.model.file_type == "OpenVINO"
     assert tokenizer.model.n_bytes == weights.stat().st_size < path.stat().st_size
     assert path.stat().st_blocks * 512 < 2**18
     # Matrices have two bytes for each number; norms and the rotary frequencies are left out.
