@@ -29,7 +29,13 @@ from serve_app.config.schema import (
     ModelConfig,
 )
 from serve_app.config.sizing import ModelNeeds
-from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, DownloadsConfig, ModelSource
+from serve_app.config.sources import (
+    NO_DOWNLOADS,
+    AdapterConfig,
+    DownloadsConfig,
+    ModelSource,
+    ProjectorSource,
+)
 from serve_app.engine.backends.draft_model import N_CTX, check_draft
 from serve_app.engine.backends.own_layers import check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
@@ -366,7 +372,7 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
 
 def _looked_up(
     model: ModelConfig, downloads: DownloadsConfig
-) -> tuple[ModelSource, ModelSource | None, ModelNeeds | None]:
+) -> tuple[ModelSource, ProjectorSource | None, ModelNeeds | None]:
     """The sources of the model and of its projector at the version that they are now, and what the model
     needs, without its weights: None if it can be neither found here nor asked for, and the configuration
     leaves nothing open. Raises ConfigError for a model that cannot be served."""
@@ -394,7 +400,7 @@ def _looked_up(
 
 def _projector(
     model: ModelConfig, source: ModelSource, opened: Model | None, downloads: DownloadsConfig
-) -> ModelSource | None:
+) -> ProjectorSource | None:
     """The projector that is configured, or that the model's repository has, if that can be asked: `source`
     is pinned, and `opened` its model, None if it cannot. Raises ConfigError."""
     wanted = model.projector
@@ -415,7 +421,7 @@ def _projector(
 
 def _projector_beside(
     model_id: str, source: ModelSource, opened: Model, downloads: DownloadsConfig
-) -> ModelSource | None:
+) -> ProjectorSource | None:
     """The projector that the model's repository has. If that cannot be used, a warning says so: nobody
     asked for it. Raises UnreachableError."""
     try:
@@ -474,11 +480,10 @@ def _with_draft(
     return needs.with_draft(ModelNeeds.of(draft), N_CTX)
 
 
-def _projector_bytes(source: ModelSource, downloads: DownloadsConfig) -> int:
+def _projector_bytes(source: ProjectorSource, downloads: DownloadsConfig) -> int:
     """Raises ConfigError."""
     try:
-        path = store.in_package(source) or _vocabulary(source, downloads)
-        return path.stat().st_size  # with a hole in it, maybe
+        return _vocabulary(source, downloads).stat().st_size  # with a hole in it, maybe
     except UnreachableError:
         raise
     except ConfigError as error:

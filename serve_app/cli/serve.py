@@ -140,13 +140,13 @@ def _download(content: Json, shown: Screen) -> None:
         source = model.get("source") if isinstance(model, dict) else None
         if not isinstance(source, dict) or not _REMOTE & source.keys():
             continue
-        from serve_app.config.sources import DownloadsConfig, ModelSource
+        from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
         from serve_app.store.models import locate, pinned, projector_of
 
         told, eyes = partial(shown.stage, str(model.get("id"))), model.get("projector")
         try:
             known = ModelSource.model_validate(source)
-            wanted = ModelSource.model_validate(eyes) if isinstance(eyes, dict) else eyes
+            wanted = ProjectorSource.model_validate(eyes) if isinstance(eyes, dict) else eyes
             downloads = DownloadsConfig.model_validate(_args(content).get("downloads") or {})
         except ValueError:
             continue  # the server says what is wrong with it

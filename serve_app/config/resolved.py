@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
+from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.engine.options import EngineOptions
 from serve_app.types import Adapters, AdapterUse, Version
 
@@ -64,7 +64,7 @@ class ResolvedModel:
     """See `serve_app.config.sizing.shares_of_memory`: each replica bounds these by its node's memory."""
     adapters: tuple[AdapterConfig, ...] = ()
     """Of a repository, the commit, too."""
-    projector: ModelSource | None = None
+    projector: ProjectorSource | None = None
     """The same."""
     draft: ModelSource | None = None
     """The same."""

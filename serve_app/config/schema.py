@@ -31,6 +31,7 @@ from serve_app.config.sources import (
     AdapterConfig,
     DownloadsConfig,
     ModelSource,
+    ProjectorSource,
     Section,
 )
 from serve_app.engine.options import BackendName
@@ -282,7 +283,7 @@ class ModelConfig(Section):
     """The GGUF file, below."""
     adapters: Annotated[list[AdapterConfig], Field(max_length=64)] = []
     """LoRA adapters, below. Default: none."""
-    projector: ModelSource | Literal[False] | None = None
+    projector: ProjectorSource | Literal[False] | None = None
     """A GGUF file (`mmproj`) for pictures or sounds, from any kind of source. `false` uses none. Default:
     the projector of the source's repository, if there is one. The built-in model has its own, which
     `builtin: true` names, if `engine.backend` is `llama.cpp`."""

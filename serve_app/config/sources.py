@@ -61,6 +61,10 @@ class ModelSource(Section):
         return self
 
 
+class ProjectorSource(ModelSource):
+    """Where a projector comes from: the same, but for `builtin`, which is the built-in model's own."""
+
+
 class DownloadsConfig(Section):
     """Where each node keeps the models that it downloads."""
 

@@ -38,7 +38,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
 from serve_app.store.loaded_adapters import LoadedAdapters
-from serve_app.store.models import in_package, vocabulary
+from serve_app.store.models import vocabulary
 from serve_app.store.sharing.cluster import ClusterSharing
 from serve_app.store.version_weights import VersionWeights
 
@@ -85,8 +85,7 @@ def _senses(model: ResolvedModel) -> Senses:
     """Raises ConfigError."""
     if model.projector is None:
         return NO_SENSES
-    path = in_package(model.projector) or vocabulary(model.projector, model.downloads)
-    return senses_of(path)
+    return senses_of(vocabulary(model.projector, model.downloads))
 
 
 class CpuShare:

@@ -50,7 +50,6 @@ from serve_app.routing import fetching
 from serve_app.routing.autoscaling import IDLE_S
 from serve_app.routing.reporter import Idleness, pressure
 from serve_app.store.loaded_adapters import LoadedAdapters
-from serve_app.store.models import in_package
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,
@@ -88,8 +87,7 @@ class LoadedModel:
             find = files.find
             path = await find(model.source)
             adapters = [AdapterFile(one.id, await find(one.source)) for one in model.adapters]
-            eyes = model.projector
-            projector = None if eyes is None else in_package(eyes) or await find(eyes)
+            projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
         weights = sum(shards.n_bytes(one) for one in (path, projector, draft) if one is not None)
         standby = model.standby

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from serve_app import folders
-from serve_app.config.sources import DownloadsConfig, ModelSource
+from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
@@ -41,7 +41,7 @@ def locate(
     give what they have of it, and get what is here. It stays there while this process lives. Raises
     ConfigError."""
     if source.builtin:
-        return BUILTIN_MODEL
+        return _in_package(source)
     if source.path is not None:
         return _at(source.path)
     sharing = sharing if configured.share else ALONE
@@ -66,7 +66,7 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharin
     origin. It can be opened with `vocab_only`. A model in OpenVINO's format gets such a file. Raises
     ConfigError."""
     if source.builtin:
-        return BUILTIN_MODEL
+        return _in_package(source)
     if source.path is not None:
         path = _at(source.path)
         return header_of_graph(path) if is_graph(path) else path
@@ -119,9 +119,9 @@ def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
 
 def projector_of(
     source: ModelSource | None,
-    wanted: ModelSource | Literal[False] | None,
+    wanted: ProjectorSource | Literal[False] | None,
     configured: DownloadsConfig,
-) -> ModelSource | None:
+) -> ProjectorSource | None:
     """The projector that is `wanted`, or else the one that the repository of a model's pinned `source` has.
     Raises ConfigError."""
     if wanted:
@@ -131,7 +131,7 @@ def projector_of(
     return projector_beside(source, configured)
 
 
-def pinned_projector(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
+def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> ProjectorSource:
     """The same for a projector's source: of a repository, it is one of its projectors. Raises
     ConfigError."""
     wanted = _hub_name(source)
@@ -140,12 +140,7 @@ def pinned_projector(source: ModelSource, configured: DownloadsConfig) -> ModelS
     found = hub.projector(wanted, _folder(configured).names)
     if found is None:
         raise ConfigError(f"{wanted.repo} holds no projector (mmproj).")
-    return ModelSource(repo=str(found))
-
-
-def in_package(projector: ModelSource) -> Path | None:
-    """The file of the built-in model's projector, if that is meant."""
-    return BUILTIN_PROJECTOR if projector.builtin else None
+    return ProjectorSource(repo=str(found))
 
 
 def is_in_openvinos_format(source: ModelSource) -> bool:
@@ -162,17 +157,17 @@ def names_a_file(source: ModelSource) -> bool:
     return wanted is None or (wanted.choice or "").endswith(".gguf")
 
 
-def projector_beside(source: ModelSource, configured: DownloadsConfig) -> ModelSource | None:
+def projector_beside(source: ModelSource, configured: DownloadsConfig) -> ProjectorSource | None:
     """The projector that a model's repository has, if it is one, and has one; the built-in model has its
     own. The model's source is pinned. Raises ConfigError."""
     if source.builtin:
-        return source
+        return ProjectorSource(builtin=True)
     model = _hub_name(source)
     if model is None or is_in_openvinos_format(source):
         return None
     wanted = HubName(model.repo, None, model.revision)
     found = hub.projector(wanted, _folder(configured).names, model.choice)
-    return None if found is None else ModelSource(repo=str(found))
+    return None if found is None else ProjectorSource(repo=str(found))
 
 
 def _at(path: Path) -> Path:
@@ -186,6 +181,10 @@ def _at(path: Path) -> Path:
         if not path.with_name(name).is_file():
             raise ConfigError(f"source.path: there is no file {path.with_name(name)} on this node")
     return path
+
+
+def _in_package(source: ModelSource) -> Path:
+    return BUILTIN_PROJECTOR if isinstance(source, ProjectorSource) else BUILTIN_MODEL
 
 
 def _hub_name(source: ModelSource) -> HubName | None:

@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from serve_app import locks
 from serve_app.app import resolve
 from serve_app.config import schema
-from serve_app.config.sources import DownloadsConfig, ModelSource
+from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.demo_model.random_projector import SHAPES, write_random_projector
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
@@ -200,7 +200,7 @@ def test_a_killed_download_goes_on(hub: Hub, downloads: DownloadsConfig) -> None
 from pathlib import Path
 from serve_app.app import resolve
 from serve_app.config import schema
-from serve_app.config.sources import DownloadsConfig, ModelSource
+from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.progress import nowhere
 from serve_app.store import download
 from serve_app.store.models import locate
@@ -385,4 +385,4 @@ def test_a_repository_without_a_projector_needs_none_and_lists_what_it_has(
     assert projector_beside(ONE, downloads) is None
     assert projector_beside(ModelSource(path=Path("/nowhere.gguf")), downloads) is None
     with pytest.raises(ConfigError, match="holds no projector"):
-        pinned_projector(ModelSource(repo="owner/name"), downloads)
+        pinned_projector(ProjectorSource(repo="owner/name"), downloads)

@@ -14,7 +14,7 @@ import yaml
 from serve_app.app import access, engine_options, ingress_options, resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import ModelSource
+from serve_app.config.sources import ProjectorSource
 from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine.backends.own_layers import slot_bytes
@@ -278,7 +278,7 @@ def test_a_projector_takes_of_the_models_memory(tmp_path: Path) -> None:
     (seeing,) = schema.parse({"models": [free | {"projector": {"path": str(projector)}}]}).models
     here = Machine(topology(((i,), 0) for i in range(2)), None, 2**33 + 2**31, 2**33 + 2**31)
     without, beside = (resolve([one], here)[0] for one in (alone, seeing))
-    eyes = ModelSource(builtin=True)
+    eyes = ProjectorSource(builtin=True)
     assert (without.projector, beside.projector) == (eyes, seeing.projector)
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
 
@@ -308,7 +308,7 @@ def test_what_is_no_projector_is_refused(source: dict[str, Any], told: str) -> N
 )
 def test_the_builtin_model_sees_by_default(fields: dict[str, Any], sees: bool) -> None:
     (resolved,) = resolve(schema.parse({"models": [model(**fields)]}).models, HERE)
-    assert resolved.projector == (ModelSource(builtin=True) if sees else None)
+    assert resolved.projector == (ProjectorSource(builtin=True) if sees else None)
 
 
 def test_the_builtin_models_eyes_are_a_small_file_of_the_package() -> None:
