@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,9 @@ _CONTINUATION = 5
 # What llama.cpp calls errors when a pass is left because somebody told it to.
 _LEFT = re.compile(r"failed with error 1$|compute status: 1$|failed to decode, ret = 2$")
 
-_PATH = Path(llama_cpp.__file__).with_name("lib") / "libllama.so"
+# Where llama-cpp-python looks, too: a second copy would be loaded from elsewhere.
+_FOLDER = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).with_name("lib")
+_PATH = Path(_FOLDER) / "libllama.so"
 
 _NUMA_STRATEGIES: dict[NumaStrategy, int] = {
     "distribute": llama_cpp.GGML_NUMA_STRATEGY_DISTRIBUTE,

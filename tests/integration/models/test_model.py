@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import llama_cpp
@@ -130,3 +133,20 @@ def test_they_stop_the_start(tmp_path: Path, engine: dict[str, int]) -> None:
 
 def test_how_the_numbers_are_stored() -> None:
     assert Model(BUILTIN_MODEL, vocab_only=True).file_type == "Q8_0"
+
+
+def test_llama_cpp_is_loaded_once_from_wherever_it_is(tmp_path: Path) -> None:
+    """A second copy would have variables of its own."""
+    copied = shutil.copytree(library._PATH.parent, tmp_path / "lib")
+    code = (
+        "from serve_app.llama import library; library.init(); print(open('/proc/self/maps').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "LLAMA_CPP_LIB_PATH": str(copied)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    loaded = {line.split()[-1] for line in done.stdout.splitlines() if "libllama" in line}
+    assert [Path(one).parent for one in loaded] == [copied]
