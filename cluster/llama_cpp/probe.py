@@ -2,13 +2,14 @@
 
     python -m cluster.llama_cpp.probe
 
-The built-in model and a random one read a few tokens: first with llama.cpp's plain kernels, then with
-those that it chooses here. Ends with 0 if the logits agree, with 1 if they do not, and by a signal if a
-kernel is broken: that is why this is a process of its own. The files have the formats Q8_0 and Q4_0.
+The built-in model, and a random one in each format that llama.cpp has AMX kernels for, read a few tokens:
+first with llama.cpp's plain kernels, then with those that it chooses here. Ends with 0 if the logits agree,
+with 1 if they do not, and by a signal if a kernel is broken: that is why this is a process of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,23 +25,23 @@ from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.llama import library
 
+FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_XS")
+"""llama.cpp's names of those with AMX kernels, `qtype_has_amx_kernels`."""
 N_TOKENS = 48
-"""More than one tile has rows."""
+"""More than one tile has rows, and not full tiles only."""
 _LEAST_CORRELATION = 0.99
 
 
-def logits(path: Path, *, chosen: bool) -> NDArray[np.float32]:
-    """The logits after the last of `N_TOKENS` tokens, with the kernels that llama.cpp chooses on this
-    machine, or its plain ones."""
+def logits(path: Path, *, chosen: bool, n_tokens: int = N_TOKENS) -> NDArray[np.float32]:
+    """The logits after each of so many tokens, which are read at once, with the kernels that llama.cpp
+    chooses on this machine, or its plain ones. Raises RuntimeError if it cannot read them."""
     library.init()
-    with _context(path, chosen) as (model, context):
-        tokens = (llama_cpp.llama_token * N_TOKENS)(*range(1, N_TOKENS + 1))
-        status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, N_TOKENS))
-        if status:
+    with _context(path, chosen) as (model, context), _batch(n_tokens) as batch:
+        if status := llama_cpp.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode returned {status}.")
         n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        row = llama_cpp.llama_get_logits_ith(context, -1)
-        return np.ctypeslib.as_array(row, (n_vocab,)).copy()
+        rows = llama_cpp.llama_get_logits(context)
+        return np.ctypeslib.as_array(rows, (n_tokens, n_vocab)).copy()
 
 
 @contextmanager
@@ -56,20 +57,49 @@ def _context(path: Path, chosen: bool) -> Iterator[tuple[Any, Any]]:
         llama_cpp.llama_model_free(model)
 
 
+@contextmanager
+def _batch(n_tokens: int) -> Iterator[Any]:
+    batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
+    batch.n_tokens = n_tokens
+    for i in range(n_tokens):
+        batch.token[i], batch.pos[i], batch.logits[i] = i + 1, i, True
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+    try:
+        yield batch
+    finally:
+        llama_cpp.llama_batch_free(batch)
+
+
+def quantise(source: Path, target: Path, name: str) -> None:
+    """Write the model to `target` with all its matrices in one of `FORMATS`. Raises RuntimeError if that
+    fails."""
+    library.init()
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.pure = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), True
+    paths = (str(path).encode() for path in (source, target))
+    if status := llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
+        raise RuntimeError(f"llama_model_quantize returned {status} for {name}.")
+
+
 def agree(path: Path) -> bool:
-    """Whether both kinds of kernels compute the same, but for rounding."""
+    """Whether both kinds of kernels compute the same after each token, but for rounding."""
     plain, chosen = (logits(path, chosen=chosen) for chosen in (False, True))
     if not np.isfinite(chosen).all():
         return False
-    return float(np.corrcoef(plain, chosen)[0, 1]) >= _LEAST_CORRELATION
+    found = (np.corrcoef(*rows)[0, 1] for rows in zip(plain, chosen, strict=True))
+    return all(float(one) >= _LEAST_CORRELATION for one in found)
 
 
 def main() -> None:
-    """Check both files."""
+    """Check all files."""
     with tempfile.TemporaryDirectory() as folder:
-        q4 = Path(folder) / "q4_0.gguf"
-        write_random_gguf(q4, SHAPES["tiny"], "q4_0")
-        sys.exit(0 if agree(BUILTIN_MODEL) and agree(q4) else 1)
+        source, target = Path(folder) / "f16.gguf", Path(folder) / "quantised.gguf"
+        write_random_gguf(source, SHAPES["tiny"], "f16")
+        right = agree(BUILTIN_MODEL)
+        for name in FORMATS:
+            quantise(source, target, name)
+            right = right and agree(target)
+        sys.exit(0 if right else 1)
 
 
 if __name__ == "__main__":
