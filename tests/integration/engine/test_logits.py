@@ -1,8 +1,9 @@
 """Logits behind a reused prefix, beside those of the same prompt computed anew.
 
-Without flash attention and with Q8_0 weights they are the same, bit for bit, however the prefix came there:
-the property tests of texts rest on that. With flash attention, whose kernels round by how many rows they
-get, they agree within a tenth of the logits' spread.
+Without flash attention and with Q8_0 weights they are the same, bit for bit, if the cells are: the property
+tests of texts rest on that. With flash attention, whose kernels round by how many rows they get, they agree
+within a tenth of the logits' spread. So do those behind a copy in one common cache: what follows lies in
+cells further on, and attention adds in another order. That shows in few texts, by kernel.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def test_reused_and_fresh_prefixes_agree(
     context.truncate(2, 0)
     seq_id = reuse(context, way)
     reused = decode(context, seq_id, N_PREFIX, len(TOKENS))
-    if "flash" in request.node.callspec.id:
+    if "flash" in request.node.callspec.id or request.node.callspec.id == "copied-unified":
         np.testing.assert_allclose(reused, fresh, rtol=0, atol=0.1 * float(fresh.std()))
     else:
         np.testing.assert_array_equal(reused, fresh)
