@@ -23,7 +23,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients fuzz docs reference sbom wheels lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx fuzz docs reference sbom wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -58,6 +58,9 @@ test-peers: $(READY)  ## The same requests to llama-server, which is built at th
 
 test-clients: $(READY) $(CLIENTS)/.ready  ## Clients of all protocols, as their users run them, in an environment of its own.
 	$(BIN)/pytest tests/clients
+
+test-amx: $(READY)  ## llama.cpp's AMX kernels, on any CPU with AVX-512: compiled at the first run, with AMX emulated.
+	$(BIN)/pytest tests/amx
 
 fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 	$(BIN)/python -m tests.fuzz $(FUZZ)
