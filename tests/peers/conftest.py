@@ -44,6 +44,7 @@ def pair() -> Iterator[Pair]:
             "id": "model",
             "aliases": ["*"],
             "source": {"builtin": True},
+            "projector": False,  # llama-server is not given one either
             "defaults": DEFAULTS,
             "engine": engine,
         }
