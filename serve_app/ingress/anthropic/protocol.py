@@ -17,6 +17,7 @@ from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.openai.protocol import (
+    MOST_TOKENS,
     CacheSalt,
     ChatCompletionRequest,
     NamedFunction,
@@ -202,7 +203,7 @@ class MessagesRequest(CountTokensRequest):
         "diagnostics": (None,),
     }
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     stream: bool = False
     sse_ping_interval: PingInterval | None = None
     """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and

@@ -40,7 +40,9 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
-MaxTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+MOST_TOKENS = 2**31 - 1
+"""More than any context has: the bound of what a request may ask for."""
+MaxTokens = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
 """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""
 _Batch = Field(min_length=1, max_length=MAX_CHOICES)
 

@@ -300,7 +300,8 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
     if route.name == "act_on_slot":
         given |= {507}
     acting = ("slots", "cancel_batch", "delete_file", *_OF_KEPT)
-    if "requestBody" in operation or route.name in acting:
+    asks = any(one["in"] == "query" for one in operation.get("parameters", ()))
+    if "requestBody" in operation or asks or route.name in acting:
         given |= {400}
     if "requestBody" in operation or operation.get("parameters"):
         given |= {404}

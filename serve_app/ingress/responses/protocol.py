@@ -15,6 +15,7 @@ from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, Tool
 from serve_app.ingress.openai.protocol import (
+    MOST_TOKENS,
     CacheSalt,
     ChatCompletionRequest,
     Effort,
@@ -124,7 +125,7 @@ class ResponsesRequest(RequestModel):
     """A text, or a list of items."""
     instructions: str | None = None
     """The system's message, before everything else."""
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     tools: list[FunctionTool] = Field(default=[])
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -265,6 +265,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
     [
         ({"messages": asked()["messages"]}, "max_tokens: Field required"),
         (asked(max_tokens=0), "max_tokens: Input should be greater"),
+        (asked(max_tokens=2**31), "max_tokens: Input should be less"),
         (asked(temperature=1.5), "temperature: Input should be less than or equal to 1"),
         (asked(thinking={"type": "enabled", "budget_tokens": 0}), "greater than or equal to 1"),
         (asked(thinking={"type": "enabled"}), "'budget_tokens' goes with"),

@@ -264,6 +264,7 @@ async def test_a_cut_response_is_incomplete(
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
+        ({"max_output_tokens": 2**31}, "max_output_tokens", "less than or equal to 2147483647"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' not found"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True, "store": False}, "background", "needs 'store'"),
