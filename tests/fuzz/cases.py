@@ -154,7 +154,7 @@ def _not_a_failure(_context: Any, response: Any, _case: Any) -> None:
     assert response.status_code < 500 or is_refusal, response.text
 
 
-_NO_PICTURES = re.compile(r'"message":"(Image|Audio|Video) input is not supported: ')
+_NO_PICTURES = re.compile(r'"(message|error)":"(Image|Audio|Video) input is not supported: ')
 
 
 def _cases(operation: Operation) -> st.SearchStrategy[Case[Any]]:
