@@ -19,6 +19,7 @@ from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.openvino import shifts
 from serve_app.openvino.blocks import BLOCK, BlockCopy, BlockTables
+from serve_app.openvino.exported.forms import trusted
 from serve_app.openvino.exported.graph import name_parts
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN
 from serve_app.openvino.mapped import forget
@@ -343,7 +344,8 @@ def _read(path: Path, frequencies: NDArray[np.float32] | None, n_vocab: int) -> 
     try:
         model = openvino.Core().read_model(path)
         if frequencies is not None:
-            name_parts(model, frequencies, n_vocab)
+            with trusted("its graph"):
+                name_parts(model, frequencies, n_vocab)
     except (ConfigError, RuntimeError) as error:
         raise ConfigError(f"OpenVINO's backend cannot read {path}: {error}.") from error
     return model

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
+import shutil
+from collections.abc import Mapping
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -21,8 +22,18 @@ from serve_app.errors import ConfigError
 from serve_app.folders import cache_folder
 from serve_app.llama import library
 from serve_app.llama.model import N_BYTES, N_PARAMS, Model
+from serve_app.locks import FolderLocks
 from serve_app.openvino.exported import proof
-from serve_app.openvino.exported.files import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, WEIGHTS
+from serve_app.openvino.exported.files import (
+    CONFIG,
+    GENERATION,
+    SMALL_FILES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    is_graph,
+)
+from serve_app.openvino.exported.forms import trusted
 from serve_app.openvino.exported.hyperparameters import Hyperparameters
 from serve_app.openvino.exported.vocabulary import Vocabulary, read
 
@@ -37,24 +48,41 @@ _SAMPLING = {
 """GGUF's names for what generation_config.json recommends."""
 
 
+def vocabulary_file(path: Path) -> Path:
+    """The file that has the vocabulary of the model at that path: its header if it is a graph, otherwise
+    the model's own. Raises ConfigError."""
+    return header_of_graph(path) if is_graph(path) else path
+
+
 def header_of(folder: Path, n_weight_bytes: int) -> Path:
     """A GGUF file with the vocabulary and the sizes of the model whose small files are in that folder. It
     is as long as the weights, of which it has none, and takes some megabytes on the disk. The first time
-    takes seconds. Raises ConfigError for a model that cannot be served, and OSError."""
-    path = cache_folder() / "openvino-headers" / f"{_key(folder, n_weight_bytes)}.gguf"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            _make(folder, n_weight_bytes, path)
-        except ConfigError as error:
-            raise ConfigError(f"The model in {folder} cannot be served: {error}.") from None
-        logger.info("Wrote the header of the model in %s. This is done once.", folder)
+    takes seconds. Raises ConfigError."""
+    headers = cache_folder() / "openvino-headers"
+    try:
+        contents = _contents(folder)
+        path = headers / f"{_key(contents, n_weight_bytes)}.gguf"
+        if not path.is_file():
+            with FolderLocks(headers / ".locks").alone(path.stem, wait=True):
+                if not path.is_file():  # nobody else has made it meanwhile
+                    _make(contents, n_weight_bytes, path)
+                    logger.info("Wrote the header of the model in %s. This is done once.", folder)
+    except ConfigError as error:
+        raise ConfigError(f"The model in {folder} cannot be served: {error}.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"The header of the model in {folder} cannot be made in {headers}: {error}."
+        ) from error
     return path
 
 
 def header_of_graph(path: Path) -> Path:
     """The same for a model that is here whole, by the path of its graph."""
-    return header_of(path.parent, path.with_name(WEIGHTS).stat().st_size)
+    try:
+        n_bytes = path.with_name(WEIGHTS).stat().st_size
+    except OSError as error:
+        raise ConfigError(f"The model in {path.parent} has no weights: {error}.") from None
+    return header_of(path.parent, n_bytes)
 
 
 def hyperparameters_of(folder: Path) -> Hyperparameters:
@@ -63,13 +91,17 @@ def hyperparameters_of(folder: Path) -> Hyperparameters:
     return Hyperparameters.of(_json(folder / CONFIG))
 
 
-def _key(folder: Path, n_weight_bytes: int) -> str:
+def _contents(folder: Path) -> dict[str, bytes]:
+    """The small files that are there, read once: a header is made of what its name tells."""
+    paths = (folder / name for name in SMALL_FILES)
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def _key(contents: Mapping[str, bytes], n_weight_bytes: int) -> str:
     """A name for these files' content, and for what reads them."""
     digest = blake2b(f"{n_weight_bytes} {library.version()}".encode(), digest_size=16)
     digest.update(_code())
-    for name in SMALL_FILES:
-        path = folder / name
-        content = path.read_bytes() if path.is_file() else b""
+    for name, content in contents.items():
         digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest()
 
@@ -79,15 +111,39 @@ def _code() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
-def _make(folder: Path, n_weight_bytes: int, path: Path) -> None:
-    """Whole or not at all; of several processes at once, the last one's stays, which is the same."""
+def _make(contents: Mapping[str, bytes], n_weight_bytes: int, path: Path) -> None:
+    """Whole or not at all. One caller at a time for each path: what another one left when it was killed is
+    deleted."""
+    folder = path.with_suffix(".part")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+        part = folder / path.name
+        _fill(folder, n_weight_bytes, part)
+        _sync(part)
+        part.replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(folder: Path, n_weight_bytes: int, path: Path) -> None:
+    """Write the header and prove it. Raises ConfigError, with the reason as the rest of a sentence, and
+    OSError."""
+    for name in (GENERATION, TOKENIZER_CONFIG):
+        _json(folder / name)
     sizes = hyperparameters_of(folder)
     vocabulary = read(_json(folder / TOKENIZER), sizes.n_vocab)
-    with tempfile.TemporaryDirectory(dir=path.parent) as made:
-        part = Path(made) / path.name
-        _write(folder, sizes, vocabulary, n_weight_bytes, part)
-        _prove(folder, vocabulary, part)
-        part.replace(path)
+    with trusted("one of its files"):
+        _write(folder, sizes, vocabulary, n_weight_bytes, path)
+        _prove(folder, vocabulary, path)
+
+
+def _sync(path: Path) -> None:
+    """So that the file is not empty after a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _write(
@@ -96,7 +152,6 @@ def _write(
     generation = _json(folder / GENERATION)
     writer = GGUFWriter(path, sizes.architecture)
     try:
-        writer.add_name(folder.resolve().name)
         writer.add_uint64(N_BYTES, n_weight_bytes)
         writer.add_uint64(N_PARAMS, sizes.n_params)
         for theirs, ours in _SAMPLING.items():
@@ -104,7 +159,7 @@ def _write(
                 getattr(writer, f"add_sampling_{ours}")(value)
         sizes.add_to(writer)
         vocabulary.add_to(writer)
-        special = SpecialVocab(folder, load_merges=vocabulary.kind == "gpt2")
+        special = SpecialVocab(folder, load_merges=vocabulary.kind == "gpt2", n_vocab=sizes.n_vocab)
         special.add_special_token.setdefault("bos", False)
         special.add_to_gguf(writer, quiet=True)
         writer.write_header_to_file()
@@ -124,10 +179,12 @@ def _prove(folder: Path, vocabulary: Vocabulary, path: Path) -> None:
         raise ConfigError(f"it needs the package {error.name}: install corral[openvino]") from None
     model = Model(path, vocab_only=True)
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     proof.check(model, tokenizer, composes=vocabulary.composes)
     ends = _json(folder / GENERATION).get("eos_token_id")
     for token in ends if isinstance(ends, list) else [ends]:
-        if token is not None and not model.is_eog(token):
+        if token is not None and token not in model.eog_tokens:
             raise ConfigError(f"llama.cpp would not end an answer at its token {token}")
 
 

@@ -15,6 +15,7 @@ from gguf import GGUFWriter, RopeScalingType
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
+from serve_app.openvino.exported.forms import trusted
 from serve_app.openvino.rotary import Rotary
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -29,6 +30,8 @@ _YARN: Mapping[str, Any] = {
     "truncate": True,
 }
 """The parts of YaRN that nobody has written for other values than these."""
+_MOST = 2**24
+"""No size of a model is above this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,19 @@ class Hyperparameters:
     def of(cls, config: Mapping[str, Any]) -> Hyperparameters:
         """From config.json. Raises ConfigError, with the reason as the rest of a sentence, for a model that
         is not known."""
+        with trusted("its config.json"):
+            found = cls._of(config)
+            found.frequencies  # noqa: B018  # which it may have no numbers for
+        return found
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any]) -> Hyperparameters:
         kind = config.get("model_type")
         if kind not in _ARCHITECTURES:
             raise ConfigError(f"the architecture {kind} is not known")
         _refuse_windows(config)
         n_embd, n_head = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-        head = config.get("head_dim") or n_embd // n_head
+        head = _count(config, "head_dim", n_embd // n_head)
         n_ctx_train = _count(config, "max_position_embeddings")
         rotary, factors = _rotary(config, head, n_ctx_train)
         return cls(
@@ -70,7 +80,7 @@ class Hyperparameters:
             n_embd=n_embd,
             n_ff=_count(config, "intermediate_size"),
             n_head=n_head,
-            n_head_kv=config.get("num_key_value_heads") or n_head,
+            n_head_kv=_count(config, "num_key_value_heads", n_head),
             epsilon=float(config.get("rms_norm_eps", 1e-6)),
             rotary=rotary,
             factors=factors,
@@ -113,10 +123,12 @@ class Hyperparameters:
             writer.add_tensor("rope_freqs.weight", self.factors)
 
 
-def _count(config: Mapping[str, Any], name: str) -> int:
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     found = config.get(name)
-    if not isinstance(found, int):
-        raise ConfigError(f"{name} in its config.json is not a number")
+    if found is None and default is not None:
+        return default
+    if type(found) is not int or not 0 < found <= _MOST:
+        raise ConfigError(f"{name} in its config.json is not a size: {found}")
     return found
 
 

@@ -65,7 +65,8 @@ def _begin(text: str) -> str:
 def _of_tokens(model: Model, tokenizer: Any) -> Iterator[str]:
     """Texts of many tokens in a row, so that merges of all kinds are made. ASCII only: of other characters,
     each program has a table of its own, of one year or another."""
-    pieces = (model.piece(token) for token in range(tokenizer.get_vocab_size()))
+    n_tokens = min(model.n_vocab, tokenizer.get_vocab_size())
+    pieces = (model.piece(token) for token in range(n_tokens))
     words = [piece.decode() for piece in pieces if piece.isascii()]
     words = [word for word in words if word and _WORD.issuperset(word)]
     step = _AT_ONCE * max(1, len(words) // (_AT_ONCE * _MOST_CHUNKS))

@@ -13,6 +13,7 @@ from typing import Any
 from gguf import GGUFWriter, TokenType
 
 from serve_app.errors import ConfigError
+from serve_app.openvino.exported.forms import trusted
 
 Json = Mapping[str, Any]
 
@@ -25,7 +26,11 @@ _CUTS = {(QWEN2, False): "qwen2", (LLAMA3, True): "llama-bpe", (LLAMA3, False): 
 """llama.cpp's names: by the expression, and whether a word that is a token is taken at once."""
 _SPACE = "\u2581"
 _UNDERLINE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_UNKNOWN_PARTS = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+"""The parts of a tokenizer's model that llama.cpp has nothing like."""
+_MOST_TOKENS = 2**20
+"""More than any model has."""
 _CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<pad>|<mask>")
 """Tokens that llama.cpp's conversion takes for control tokens, whatever the tokenizer says."""
 
@@ -61,9 +66,18 @@ class Vocabulary:
 def read(tokenizer: Json, n_vocab: int) -> Vocabulary:
     """The vocabulary of a tokenizer.json, filled up to `n_vocab` tokens. Raises ConfigError, with the
     reason as the rest of a sentence, for a tokenizer that is not known."""
+    if n_vocab > _MOST_TOKENS:
+        raise ConfigError(f"its config.json says that it has {n_vocab} tokens")
+    with trusted("its tokenizer.json"):
+        return _read(tokenizer, n_vocab)
+
+
+def _read(tokenizer: Json, n_vocab: int) -> Vocabulary:
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE":
         raise ConfigError(f"its tokenizer is of the kind {model.get('type')}")
+    if parts := [name for name in _UNKNOWN_PARTS if model.get(name)]:
+        raise ConfigError(f"its tokenizer has a {parts[0]}")
     tokens = _tokens(tokenizer, n_vocab)
     if model.get("byte_fallback"):
         return _of_characters(tokenizer, tokens)
@@ -101,6 +115,8 @@ def _of_characters(tokenizer: Json, tokens: Sequence[str]) -> Vocabulary:
     for step in steps:
         if step["type"] not in ("Prepend", "Metaspace") and step != _UNDERLINE:
             raise _unknown(step)
+    if lacking := sorted(_BYTES.difference(tokens)):  # which llama.cpp trusts to be there
+        raise ConfigError(f"its tokenizer has no token {lacking[0]}")
     merges = [
         one.replace(" ", "") if isinstance(one, str) else "".join(one)
         for one in tokenizer["model"]["merges"]
@@ -135,9 +151,13 @@ def _tokens(tokenizer: Json, n_vocab: int) -> list[str]:
     ids |= {one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}
     if max(ids.values()) >= n_vocab:
         raise ConfigError(f"its tokenizer has more than {n_vocab} tokens, which config.json says")
+    if min(ids.values()) < 0:
+        raise ConfigError("its tokenizer has a token below 0")
     found = [_unused(place) for place in range(n_vocab)]
     for token, place in ids.items():
         found[place] = token
+    if len({*found}) < n_vocab:  # llama.cpp aborts the process then
+        raise ConfigError("two tokens of its tokenizer have one name")
     return found
 
 
@@ -158,7 +178,7 @@ def _types(tokenizer: Json, tokens: Sequence[str]) -> list[TokenType]:
             return TokenType.CONTROL if is_control else TokenType.USER_DEFINED
         if token == _unused(place):
             return TokenType.UNUSED
-        if is_of_characters and _BYTE.fullmatch(token):
+        if is_of_characters and token in _BYTES:
             return TokenType.BYTE
         return TokenType.NORMAL
 

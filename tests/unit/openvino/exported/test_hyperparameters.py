@@ -77,7 +77,11 @@ def test_linear_and_yarn_scale(name: str) -> None:
     [
         ({"model_type": "phi3"}, "the architecture phi3 is not known"),
         ({"model_type": None}, "the architecture None"),
-        ({"hidden_size": None}, "hidden_size in its config.json is not a number"),
+        ({"hidden_size": None}, "hidden_size in its config.json is not a size: None"),
+        ({"num_attention_heads": 0}, "num_attention_heads .* is not a size: 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers .* is not a size: True"),
+        ({"head_dim": 10**9}, "head_dim .* is not a size"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads .* is not a size: 2"),
         ({"rope_scaling": {"type": "longrope"}}, "scaled as longrope"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 16}}, "beta_fast: 16"),
         ({"partial_rotary_factor": 0.5}, "only a part of its heads"),
@@ -92,3 +96,21 @@ def test_what_is_not_known_is_refused_by_name(more: dict[str, object], reason: s
 
 def test_a_window_that_is_not_used_is_none() -> None:
     assert of(sliding_window=4096, use_sliding_window=False).n_layer == 2
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_type": []},
+        {"rms_norm_eps": None},
+        {"layer_types": 1},
+        {"rope_scaling": "linear"},
+        {"rope_scaling": {"type": "linear"}},
+        {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+    ],
+)
+def test_another_form_is_refused(more: dict[str, object]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"its config\.json is not as an exporter writes it \(\w+: "
+    ):
+        of(**more)

@@ -36,13 +36,13 @@ def of_bytes(pattern: str, **model: object) -> dict[str, Any]:
 
 
 def of_characters() -> dict[str, Any]:
-    vocab = {"<unk>": 0, "<0x41>": 1, "▁": 2, "a": 3, "b": 4, "ab": 5, "▁ab": 6}
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab"]
     return {
         "model": {
             "type": "BPE",
             "byte_fallback": True,
             "unk_token": "<unk>",
-            "vocab": vocab,
+            "vocab": {token: place for place, token in enumerate(tokens)},
             "merges": [["a", "b"], ["▁", "ab"], ["▁a", "b"]],
         },
         "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
@@ -81,11 +81,12 @@ def test_places_without_a_token_are_filled() -> None:
 
 
 def test_scores_stand_for_the_order_of_merges() -> None:
-    found = read(of_characters(), 7)
+    found = read(of_characters(), 262)
     assert (found.kind, found.adds_space) == ("llama", True)
     scores = dict(zip(found.tokens, found.scores, strict=True))
     assert scores["ab"] > scores["▁ab"] > scores["a"]
-    assert found.types[:3] == [TokenType.UNKNOWN, TokenType.BYTE, TokenType.NORMAL]
+    expected = [TokenType.UNKNOWN, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * 5]
+    assert found.types == expected
 
 
 @pytest.mark.parametrize(
@@ -97,13 +98,47 @@ def test_scores_stand_for_the_order_of_merges() -> None:
         (of_bytes(QWEN2) | {"pre_tokenizer": {"type": "ByteLevel"}}, "not known: ByteLevel"),
         (of_bytes(QWEN2) | {"normalizer": {"type": "NFKC"}}, "changes texts .*NFKC"),
         (of_characters() | {"normalizer": {"type": "NFKC"}}, "changes texts .*NFKC"),
+        (of_bytes(QWEN2, end_of_word_suffix="</w>"), "has a end_of_word_suffix"),
+        (of_bytes(QWEN2, vocab={"a": -1}), "a token below 0"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(tokenizer: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        read(tokenizer, 10)
+        read(tokenizer, 300)
 
 
 def test_more_tokens_than_places_are_refused() -> None:
     with pytest.raises(ConfigError, match="more than 4 tokens"):
         read(of_bytes(QWEN2), 4)
+
+
+def test_what_llama_cpp_would_end_the_process_for_is_refused() -> None:
+    tokenizer = of_characters()
+    del tokenizer["model"]["vocab"]["<0x7F>"]
+    with pytest.raises(ConfigError, match="has no token <0x7F>"):
+        read(tokenizer, 300)
+    with pytest.raises(ConfigError, match="two tokens of its tokenizer have one name"):
+        read(of_bytes(QWEN2, vocab={"a": 0, "[PAD9]": 1}), 10)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": "BPE"},
+        of_bytes(QWEN2, vocab=None),
+        of_bytes(QWEN2, vocab={"a": "b"}),
+        of_bytes(QWEN2) | {"added_tokens": [{"id": 3}]},
+        of_bytes(QWEN2) | {"pre_tokenizer": "Split"},
+        of_characters() | {"normalizer": {"normalizers": [{}]}},
+    ],
+)
+def test_another_form_is_refused(tokenizer: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"its tokenizer\.json is not as an exporter writes it \(\w+: "
+    ):
+        read(tokenizer, 300)
+
+
+def test_more_tokens_than_memory_has_room_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match="says that it has 1000000000 tokens"):
+        read(of_bytes(QWEN2), 10**9)
