@@ -292,9 +292,14 @@ def _pinned_source(
         return source
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    if store.is_in_openvinos_format(pinned):
-        raise ConfigError(f"{name}: llama.cpp cannot read OpenVINO's format. Give a GGUF file")
+    _check_readable(name, pinned)
     return pinned
+
+
+def _check_readable(name: str, source: ModelSource) -> None:
+    """Raises ConfigError that begins with the name, for a pinned source that llama.cpp cannot read."""
+    if store.is_in_openvinos_format(source):
+        raise ConfigError(f"{name}: llama.cpp cannot read OpenVINO's format. Give a GGUF file")
 
 
 def _defaults(configured: DefaultsConfig) -> ModelDefaults:
@@ -407,6 +412,8 @@ def _projector(
     backends = ("llama.cpp",) if source.builtin else ("llama.cpp", "auto")
     if wanted is False or (wanted is None and model.engine.backend not in backends):
         return None
+    if wanted is not None:
+        _check_readable("projector", wanted)
     try:
         if wanted is not None:
             return store.pinned_projector(wanted, downloads)

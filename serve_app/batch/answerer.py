@@ -30,6 +30,7 @@ from serve_app.ingress.batch.run import prefix_of
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.progress import nowhere
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.settling import settle_in
@@ -81,7 +82,7 @@ class Answerer:
             profile_folder=cache_folder() / "profiles",
         )
         self._engine = Engine.load(path, options)
-        tokenizer = Tokenizer(path, model.defaults.chat_template)
+        tokenizer = Tokenizer(vocabulary_file(path), model.defaults.chat_template)
         served = ServedModel(
             model.id,
             options.n_ctx_slot,

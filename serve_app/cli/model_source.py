@@ -10,7 +10,7 @@ from pathlib import Path
 from serve_app import folders
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.openvino.exported.files import GRAPH
+from serve_app.openvino.exported.files import GRAPH, is_graph
 from serve_app.store import hub, names
 from serve_app.store.names import HubName
 
@@ -35,14 +35,19 @@ def named(model: str | None) -> NamedModel:
     if model is None:
         return NamedModel(DEMO, {"builtin": True})
     path = Path(model).expanduser()
+    folder = path.parent if is_graph(path) else path
+    if (folder / GRAPH).is_file():
+        folder = folder.resolve()
+        return NamedModel(_id_of(folder.name), {"path": str(folder)}, _OPENVINO)
     if path.is_file():
         return NamedModel(_id_of(path.name), {"path": str(path.resolve())})
-    if (path / GRAPH).is_file():
-        path = path.resolve()
-        return NamedModel(_id_of(path.name), {"path": str(path)}, _OPENVINO)
     if "://" in model and not names.is_hub_url(model):
         return NamedModel(_id_of(model.rpartition("/")[2]), {"url": model})
     if (model.endswith(".gguf") and model.count("/") != 1) or model.startswith((".", "/", "~")):
+        if path.is_dir():
+            raise ConfigError(
+                f"There is no {GRAPH} in the folder {model}. Of a GGUF model, name the file."
+            )
         raise ConfigError(f"There is no file {model}.")
     try:
         wanted = names.parse(model)

@@ -35,8 +35,8 @@ from serve_app.errors import (
     ModelReplacedError,
 )
 from serve_app.folders import cache_folder
-from serve_app.llama import shards
 from serve_app.logs import forward_to_serve
+from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.placement.machine import available_memory, cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ from serve_app.routing import fetching
 from serve_app.routing.autoscaling import IDLE_S
 from serve_app.routing.reporter import Idleness, pressure
 from serve_app.store.loaded_adapters import LoadedAdapters
+from serve_app.store.models import n_bytes
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,
@@ -89,7 +90,7 @@ class LoadedModel:
             adapters = [AdapterFile(one.id, await find(one.source)) for one in model.adapters]
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
-        weights = sum(shards.n_bytes(one) for one in (path, projector, draft) if one is not None)
+        weights = sum(n_bytes(one) for one in (path, projector, draft) if one is not None)
         standby = model.standby
         reserved = _reserved_cpus() if standby is None else standby.num_cpus
         self._settled, self._sizing = settle_in(model, reserved), model.sizing
@@ -408,7 +409,7 @@ def _prefixes(
     """The beginnings of chats with these system prompts, as tokens."""
     if not system_prompts:
         return ()
-    tokenizer = Tokenizer(path, chat_template)
+    tokenizer = Tokenizer(vocabulary_file(path), chat_template)
     return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
 
 

@@ -15,8 +15,15 @@ from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSour
 from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.openvino.exported.files import GRAPH, SMALL_FILES, WEIGHTS, is_graph, missing
-from serve_app.openvino.exported.header import header_of, header_of_graph
+from serve_app.openvino.exported.files import (
+    FILES,
+    GRAPH,
+    SMALL_FILES,
+    WEIGHTS,
+    is_graph,
+    missing,
+)
+from serve_app.openvino.exported.header import header_of, vocabulary_file
 from serve_app.progress import Report, Stage
 from serve_app.store import download, gguf_header, hub, names, url
 from serve_app.store.folder import ModelsFolder
@@ -68,8 +75,7 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharin
     if source.builtin:
         return _in_package(source)
     if source.path is not None:
-        path = _at(source.path)
-        return header_of_graph(path) if is_graph(path) else path
+        return vocabulary_file(_at(source.path))
     sharing = sharing if configured.share else ALONE
     model = _remote(source, configured, sharing)
     folder = _folder(configured)
@@ -143,10 +149,18 @@ def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> Pr
     return ProjectorSource(repo=str(found))
 
 
+def n_bytes(path: Path) -> int:
+    """Of all files of a model, by the path that `locate` gave. Raises ConfigError, OSError."""
+    if is_graph(path):
+        return path.stat().st_size + path.with_name(WEIGHTS).stat().st_size
+    return shards.n_bytes(path)
+
+
 def is_in_openvinos_format(source: ModelSource) -> bool:
     """Whether a pinned source is a model in OpenVINO's format."""
     if source.path is not None:
-        return source.path.expanduser().is_dir()
+        path = source.path.expanduser()
+        return is_graph(path) or (path / GRAPH).is_file()
     wanted = _hub_name(source)
     return wanted is not None and wanted.choice == GRAPH
 
@@ -173,10 +187,14 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> Projec
 def _at(path: Path) -> Path:
     """The model's file, or its graph in that folder. Raises ConfigError unless all files of it are here."""
     path = path.expanduser()
-    if path.is_dir():
-        if lacking := missing(one.name for one in path.iterdir()):
-            raise ConfigError(f"source.path: the folder {path} lacks {', '.join(lacking)}")
-        return path / GRAPH
+    if path.is_dir() or is_graph(path):
+        folder = path if path.is_dir() else path.parent
+        if lacking := missing(name for name in FILES if (folder / name).is_file()):
+            raise ConfigError(
+                f"source.path: the folder {folder} lacks {', '.join(lacking)}, which a model in OpenVINO's "
+                "format has. Of a GGUF model, name the file"
+            )
+        return folder / GRAPH
     for name in shards.names(path.name):
         if not path.with_name(name).is_file():
             raise ConfigError(f"source.path: there is no file {path.with_name(name)} on this node")

@@ -39,7 +39,7 @@ from serve_app.llama.vision.tiles import Tile
 from serve_app.openvino.blocks import BLOCK
 from serve_app.openvino.convert import converted, versions
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
-from serve_app.openvino.exported.header import header_of_graph, hyperparameters_of
+from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
 from serve_app.openvino.folder import ConvertedModels
 from serve_app.openvino.paged_context import PagedContext
 from serve_app.progress import Report, Stage
@@ -89,7 +89,7 @@ class OpenVinoBackend:
             os.sched_setaffinity(0, options.computing_cpus)
         path = Path(path)
         self._options = options
-        header = header_of_graph(path) if is_graph(path) else path
+        header = vocabulary_file(path)
         self.vocabulary = Model(header, vocab_only=True, delimiters=DELIMITERS)
         self._check_model()
         self._fingerprint = self.vocabulary.fingerprint()

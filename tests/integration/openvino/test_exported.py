@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +22,7 @@ import openvino
 from tokenizers import Tokenizer as Reference
 
 from serve_app.app import resolve
+from serve_app.batch.run import _files_at
 from serve_app.config import schema
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.choice.choosing import open_backend
@@ -28,6 +32,8 @@ from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import GRAPH
 from serve_app.openvino.exported.header import header_of_graph, hyperparameters_of
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.replica.deployment import _prefixes
+from serve_app.store.models import n_bytes
 from tests.integration.openvino.exported_models import as_gguf, changed, unpacked
 
 OPTIONS = EngineOptions(2, 512, 1, n_batch=512, profile_limit_s=0, backend="openvino")
@@ -248,6 +254,137 @@ def test_a_header_is_written_once(
         paths.add(header_of_graph(folder / GRAPH))
     assert len(paths) == 2
     assert caplog.text.count("Wrote the header") == 2
-    assert {path.suffix for path in (tmp_path / "cache/corral/openvino-headers").iterdir()} == {
-        ".gguf"
-    }
+    assert headers_in(tmp_path) == {path.name for path in paths}
+
+
+def headers_in(folder: Path) -> set[str]:
+    """What is kept there, besides locks."""
+    kept = (folder / "cache/corral/openvino-headers").iterdir()
+    return {path.name for path in kept} - {".locks"}
+
+
+def test_of_several_that_ask_at_once_one_writes_the_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    graph = unpacked("qwen3-fp16", tmp_path) / GRAPH
+    with caplog.at_level(logging.INFO, "corral.store"), ThreadPoolExecutor(4) as pool:
+        paths = {*pool.map(header_of_graph, [graph] * 4)}
+    assert headers_in(tmp_path) == {path.name for path in paths}
+    assert caplog.text.count("Wrote the header") == len(paths) == 1
+
+
+def test_a_killed_process_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    graph = unpacked("qwen3-fp16", tmp_path) / GRAPH
+    code = (
+        "import os, sys, pathlib; from serve_app.openvino.exported import header\n"
+        "header.proof.check = lambda *_, **__: os.kill(os.getpid(), 9)\n"
+        "header.header_of_graph(pathlib.Path(sys.argv[1]))"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(graph)], check=False)
+    assert killed.returncode == -9
+    (left,) = headers_in(tmp_path)
+    assert left.endswith(".part")
+    path = header_of_graph(graph)
+    assert headers_in(tmp_path) == {path.name}
+
+
+def test_the_header_is_the_same_wherever_the_model_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas of several nodes tell by it whether their states are alike."""
+    contents = []
+    for name in ("one", "two"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
+        folder = unpacked("qwen3-fp16", tmp_path / name).rename(tmp_path / name / name)
+        (folder / "merges.txt").write_text(name)
+        contents.append(header_of_graph(folder / GRAPH).read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_other_weights_of_the_same_size_are_another_model(tmp_path: Path) -> None:
+    folder = unpacked("qwen3-fp16", tmp_path)
+    keys = []
+    for _ in range(2):
+        backend = OpenVinoBackend(folder / GRAPH, OPTIONS)
+        keys.append(backend.state_key)
+        backend.close()
+        weights = folder / "openvino_model.bin"
+        content = bytearray(weights.read_bytes())
+        content[len(content) // 2] ^= 1
+        weights.write_bytes(content)
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("config.json", "{", r"its config\.json is not JSON"),
+        ("config.json", "[]", r"its config\.json is not an object"),
+        ("tokenizer_config.json", "{", r"its tokenizer_config\.json is not JSON"),
+        ("tokenizer_config.json", "[]", r"its tokenizer_config\.json is not an object"),
+        ("tokenizer.json", "{}", "its tokenizer is of the kind None"),
+        ("generation_config.json", '{"top_p": "1"}', "one of its files is not as an exporter"),
+        ("generation_config.json", '{"eos_token_id": [99999]}', "at its token 99999"),
+        (GRAPH, "<net", "cannot read"),
+        ("openvino_model.bin", "", "cannot read"),
+    ],
+)
+def test_damaged_files_are_refused(file: str, content: str, reason: str, tmp_path: Path) -> None:
+    folder = unpacked("qwen3-fp16", tmp_path)
+    (folder / file).write_text(content)
+    with pytest.raises(ConfigError, match=reason):
+        OpenVinoBackend(folder / GRAPH, OPTIONS)
+
+
+def test_a_model_without_weights_and_a_cache_without_room_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = unpacked("qwen3-fp16", tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"The header of the model in .* cannot be made in "):
+        header_of_graph(folder / GRAPH)
+    (folder / "openvino_model.bin").unlink()
+    with pytest.raises(ConfigError, match="has no weights"):
+        header_of_graph(folder / GRAPH)
+
+
+def test_truncation_and_padding_are_not_meant_for_prompts(tmp_path: Path) -> None:
+    folder = unpacked("qwen3-fp16", tmp_path)
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    changed(folder, "tokenizer.json", truncation=truncation)
+    assert header_of_graph(folder / GRAPH).is_file()
+
+
+def test_a_replica_pins_system_prompts_and_counts_the_weights(qwen3: Path) -> None:
+    (prefix,) = _prefixes(qwen3 / GRAPH, ["Be brief."], None)
+    tokenizer = Tokenizer(header_of_graph(qwen3 / GRAPH))
+    assert prefix == tokenizer.encode_system_prompt("Be brief.")
+    assert n_bytes(qwen3 / GRAPH) > (qwen3 / "openvino_model.bin").stat().st_size
+
+
+def test_a_batch_begins_anew_when_the_weights_change(tmp_path: Path) -> None:
+    folder = unpacked("qwen3-fp16", tmp_path)
+    for path in (folder, folder / GRAPH):
+        assert str(folder / "openvino_model.bin") in _files_at(path)
+    assert _files_at(tmp_path / "a.gguf") == [str(tmp_path / "a.gguf")]
+
+
+def test_the_path_of_the_graph_means_the_folder(qwen3: Path) -> None:
+    source = {"path": str(qwen3 / GRAPH)}
+    model = schema.ModelConfig.model_validate({"id": "tiny", "source": source})
+    with pytest.raises(ConfigError, match=r"llama\.cpp cannot read a model in OpenVINO's format"):
+        resolve([model])
+    for more, reason in (
+        ({"projector": source}, "projector: llama.cpp cannot read OpenVINO's format"),
+        ({"adapters": [{"id": "a", "source": source}]}, r"adapters \(a\): llama.cpp cannot read"),
+    ):
+        model = schema.ModelConfig.model_validate(
+            {"id": "tiny", "source": {"builtin": True}, **more}
+        )
+        with pytest.raises(ConfigError, match=reason):
+            resolve([model])

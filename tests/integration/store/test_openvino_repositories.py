@@ -15,7 +15,7 @@ from serve_app.engine import EngineOptions
 from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
-from serve_app.openvino.exported.files import FILES, WEIGHTS
+from serve_app.openvino.exported.files import FILES, GRAPH, WEIGHTS
 from serve_app.progress import nowhere
 from serve_app.store.models import (
     is_in_openvinos_format,
@@ -97,3 +97,40 @@ def test_a_folder_that_lacks_a_file_is_refused(
         locate(source, downloads, nowhere)
     with pytest.raises(ConfigError, match=rf"the folder .* lacks {WEIGHTS}"):
         vocabulary(source, downloads)
+
+
+def test_a_folder_of_links_and_the_graph_itself_are_sources(
+    repository: Path, downloads: DownloadsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's cache is made of links."""
+    links, blobs = tmp_path / "links", tmp_path / "blobs"
+    links.mkdir()
+    repository.rename(blobs)
+    for path in blobs.iterdir():
+        (links / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in (links, links / GRAPH, Path("links"), Path("~/links")):
+        source = ModelSource(path=given)
+        assert is_in_openvinos_format(source)
+        assert locate(source, downloads, nowhere).resolve() == blobs / GRAPH
+        assert vocabulary(source, downloads).suffix == ".gguf"
+    (blobs / WEIGHTS).unlink()
+    with pytest.raises(ConfigError, match=rf"the folder .* lacks {WEIGHTS}"):
+        locate(ModelSource(path=links), downloads, nowhere)
+
+
+def test_another_folder_is_not_taken_for_openvinos(
+    downloads: DownloadsConfig, tmp_path: Path
+) -> None:
+    source = ModelSource(path=tmp_path)
+    assert not is_in_openvinos_format(source)
+    with pytest.raises(ConfigError, match="Of a GGUF model, name the file"):
+        locate(source, downloads, nowhere)
+
+
+def test_gguf_files_come_first(hub: Hub, downloads: DownloadsConfig) -> None:
+    hub.files["model-Q8_0.gguf"] = b"GGUF"
+    assert pinned(SOURCE, downloads).repo == f"owner/name:model-Q8_0.gguf@{COMMIT}"
+    named = ModelSource(repo="owner/name:openvino_model.xml")
+    assert is_in_openvinos_format(pinned(named, downloads))

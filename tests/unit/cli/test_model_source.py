@@ -86,7 +86,11 @@ def test_a_model_in_openvinos_format_gets_its_backend(
     folder.mkdir()
     (folder / "openvino_model.xml").touch()
     engine = {"backend": "openvino"}
-    assert named(str(folder)) == NamedModel("tiny-int4-ov", {"path": str(folder)}, engine)
+    expected = NamedModel("tiny-int4-ov", {"path": str(folder)}, engine)
+    assert named(str(folder)) == named(str(folder / "openvino_model.xml")) == expected
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"There is no openvino_model\.xml in the folder \./"):
+        named("./")
     files = ["openvino_model.bin", "openvino_model.xml", *_SMALL]
     monkeypatch.setattr(model_source, "_files", lambda wanted: files)
     repo = "OpenVINO/Qwen3-8B-int4-ov"
