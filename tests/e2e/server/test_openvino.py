@@ -15,14 +15,20 @@ import pytest
 from tests.e2e.conftest import Corral, model
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
+pytest.importorskip("tokenizers", reason="corral[openvino] is not installed")
+
+from tests.integration.openvino.exported_models import unpacked
+
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Corral]:
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    entry = model(None, "demo", n_slots=4, n_ctx_slot=512, backend="openvino")
-    started = Corral(directory, [entry])
+    engine: dict[str, int | str] = {"n_slots": 4, "n_ctx_slot": 512, "backend": "openvino"}
+    exported = model(unpacked("qwen3-fp16", directory), "exported", **engine)
+    exported["engine"]["system_prompts"] = ["Be brief."]
+    started = Corral(directory, [model(None, "demo", **engine), exported])
     try:
         started.wait_ready()
         yield started
@@ -37,9 +43,9 @@ def client(server: Corral) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def say(client: openai.OpenAI, text: str) -> str:
+def say(client: openai.OpenAI, text: str, model_id: str = "demo") -> str:
     stream = client.chat.completions.create(
-        model="demo",
+        model=model_id,
         messages=[{"role": "user", "content": text}],
         temperature=0,
         max_tokens=48,
@@ -80,3 +86,13 @@ def test_embeddings_and_answers_come_from_one_model(client: openai.OpenAI) -> No
     products = [sum(map(mul, near.embedding, one.embedding)) for one in (far, other)]
     assert products[0] > products[1]
     assert say(client, "What is the capital of Portugal?")
+
+
+def test_a_model_that_the_exporter_wrote_is_served(server: Corral, client: openai.OpenAI) -> None:
+    assert {one.id for one in client.models.list()} == {"demo", "exported"}
+    first, second = (say(client, "Hello!", "exported") for _ in range(2))
+    assert first == second != ""
+    stats = server.stats(1)
+    assert "OpenVINO" in stats["mode_reason"]
+    assert stats["generated_tokens"] > 0
+    assert "pinned" in {slot["state"] for slot in stats["slots"]}
