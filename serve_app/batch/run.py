@@ -15,7 +15,7 @@ from serve_app.batch import parts
 from serve_app.batch.answerer import AT_ONCE, Answerer, Work
 from serve_app.batch.source import FORMATS, Parts
 from serve_app.errors import ConfigError
-from serve_app.openvino.exported.files import is_graph, present
+from serve_app.openvino.exported.files import folder_of, present
 
 _BLOCK_BYTES = 1
 """Each part is a block of its own: Ray Data gives blocks to engines, and takes those of a dead one back."""
@@ -72,7 +72,7 @@ def about(files: Mapping[str, int], work: Work, n_lines: int) -> dict[str, Any]:
 
 def _files_at(path: Path) -> list[str]:
     """The file, or those in the folder of a model in OpenVINO's format."""
-    folder = path.parent if is_graph(path) else path
+    folder = folder_of(path)
     names = present(one.name for one in folder.iterdir()) if folder.is_dir() else ()
     return [str(folder / name) for name in names] or [str(path)]
 

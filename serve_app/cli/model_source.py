@@ -10,7 +10,7 @@ from pathlib import Path
 from serve_app import folders
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.openvino.exported.files import GRAPH, is_graph
+from serve_app.openvino.exported.files import GRAPH, folder_of
 from serve_app.store import hub, names
 from serve_app.store.names import HubName
 
@@ -35,7 +35,7 @@ def named(model: str | None) -> NamedModel:
     if model is None:
         return NamedModel(DEMO, {"builtin": True})
     path = Path(model).expanduser()
-    folder = path.parent if is_graph(path) else path
+    folder = folder_of(path)
     if (folder / GRAPH).is_file():
         folder = folder.resolve()
         return NamedModel(_id_of(folder.name), {"path": str(folder)}, _OPENVINO)

@@ -20,6 +20,7 @@ from serve_app.openvino.exported.files import (
     GRAPH,
     SMALL_FILES,
     WEIGHTS,
+    folder_of,
     is_graph,
     missing,
 )
@@ -188,7 +189,7 @@ def _at(path: Path) -> Path:
     """The model's file, or its graph in that folder. Raises ConfigError unless all files of it are here."""
     path = path.expanduser()
     if path.is_dir() or is_graph(path):
-        folder = path if path.is_dir() else path.parent
+        folder = folder_of(path)
         if lacking := missing(name for name in FILES if (folder / name).is_file()):
             raise ConfigError(
                 f"source.path: the folder {folder} lacks {', '.join(lacking)}, which a model in OpenVINO's "

@@ -396,8 +396,7 @@ class Scheduler:
         """How many of a prompt's next rows to compute in a step of `within_s`, of which the rest takes
         `beside_s`; 0 if none fit."""
         within_s -= beside_s
-        whole_s = self._costs.prefill_s(n_beside + n_rows, depth)
-        if stretches and whole_s <= _STRETCH * within_s:
+        if stretches and self._costs.prefill_s(n_beside + n_rows, depth) <= _STRETCH * within_s:
             return n_rows
         if self._mixed:
             return self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)

@@ -299,7 +299,7 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
         given |= {408, 413}
     if route.name == "act_on_slot":
         given |= {507}
-    acting = ("slots", "cancel_batch", "delete_file", *_OF_KEPT)
+    acting = ("cancel_batch", "delete_file", *_OF_KEPT)
     asks = any(one["in"] == "query" for one in operation.get("parameters", ()))
     if "requestBody" in operation or asks or route.name in acting:
         given |= {400}

@@ -25,6 +25,12 @@ def is_graph(path: Path) -> bool:
     return path.name == GRAPH
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of the model that the path means, if that is in OpenVINO's format: the path's own, or its
+    graph's."""
+    return path.parent if is_graph(path) else path
+
+
 def present(names: Iterable[str]) -> tuple[str, ...]:
     """Those of the names that belong to the model, the graph first."""
     found = frozenset(names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,14 +20,6 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=256, threads=2, n_batch=64, profile_limit_s=1.0, backend="auto"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where converted models are kept."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 async def say(engine: Engine, name: str) -> list[int]:

@@ -51,14 +51,6 @@ numbers = itertools.count()
 LONG = "The quick brown fox jumps over the lazy dog. " * 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where converted models are kept."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def engine(folder: None) -> Iterator[Engine]:
     opened = Engine.load(BUILTIN_MODEL, OPTIONS)

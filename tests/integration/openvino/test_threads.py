@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -20,14 +19,6 @@ OPTIONS = EngineOptions(
     n_slots=2, n_ctx_slot=64, threads=2, n_batch=64, profile_limit_s=0, backend="openvino"
 )
 CPUS = sorted(os.sched_getaffinity(0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where converted models are kept."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def tasks() -> set[int]:
