@@ -19,7 +19,8 @@ import yaml
 from fastapi import FastAPI
 
 from loadtests.compare.capitals import CapitalHeaders
-from serve_app.app import access, resolve
+from serve_app.application.ingress_settings import access
+from serve_app.application.resolving import resolve
 from serve_app.batch.local_client import LocalClient
 from serve_app.config import schema
 from serve_app.engine import Engine

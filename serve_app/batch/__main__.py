@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def resolved(args: argparse.Namespace) -> ResolvedModel:
     """The model, and how it is served here. Raises ConfigError."""
-    from serve_app.app import resolve
+    from serve_app.application.resolving import resolve
 
     if args.config is not None:
         app = schema.load(args.config)

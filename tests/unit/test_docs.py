@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from serve_app import rollout
+from serve_app.application import rollout
 from serve_app.config.schema import (
     DeploymentConfig,
     EngineConfig,

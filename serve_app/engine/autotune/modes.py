@@ -84,23 +84,43 @@ def request_s(profile: Profile, options: EngineOptions, mode: Mode) -> float:
     pinned = max((len(tokens) for tokens in options.pinned), default=0)
     shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
     ends = [pinned + int(share * (options.n_ctx_slot - pinned)) for share in shares]
-    return sum(_seconds(costs, options, pinned, end, mode) for end in ends) / len(ends)
+    return sum(_seconds(costs, options, range(pinned, end), mode) for end in ends) / len(ends)
 
 
-def _seconds(costs: CostModel, options: EngineOptions, begin: int, end: int, mode: Mode) -> float:
-    """A prompt's tokens from `begin` to `end`, half of them computed while half of the slots decode, the
-    rest while nobody does; and an answer, decoded with all slots busy."""
-    n_cells = begin + options.n_slots * (end - begin) if mode.kv_unified else 0
-    n_beside = max(1, options.n_slots // 2)
-    full = costs.attended(end, n_cells)
-    beside_s = costs.steps_s(n_beside, full)
+def _seconds(costs: CostModel, options: EngineOptions, tokens: range, mode: Mode) -> float:
+    """A prompt's tokens at these positions, and an answer, decoded with all slots busy. Half of the
+    prompts are computed while half of the slots decode, the others while nobody does. With one slot, nobody
+    else ever decodes."""
+    n_cells = tokens.start + options.n_slots * len(tokens) if mode.kv_unified else 0
+    prompt_s = _prompt_s(costs, options.n_batch, tokens, n_cells)
+    if options.n_slots > 1:
+        prompt_s = (prompt_s + _bounded_prompt_s(costs, options, tokens, n_cells, mode.mixes)) / 2
+    n_generated = options.n_ctx_slot // 8
+    full = costs.attended(tokens.stop, n_cells)
+    return prompt_s + n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
+
+
+def _prompt_s(costs: CostModel, n_batch: int, tokens: range, n_cells: int) -> float:
+    """In batches as large as they may be."""
+    return sum(
+        costs.prefill_s(min(n_batch, tokens.stop - n_past), costs.attended(n_past, n_cells))
+        for n_past in tokens[::n_batch]
+    )
+
+
+def _bounded_prompt_s(
+    costs: CostModel, options: EngineOptions, tokens: range, n_cells: int, mixes: bool
+) -> float:
+    """In chunks that let half of the slots decode within the stall budget."""
+    n_beside = options.n_slots // 2
+    beside_s = costs.steps_s(n_beside, costs.attended(tokens.stop, n_cells))
     within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)
-    bounded_s = free_s = 0.0
-    n_past = begin
-    while n_past < end:
-        n_most = min(end - n_past, options.n_batch)
+    bounded_s = 0.0
+    n_past = tokens.start
+    while n_past < tokens.stop:
+        n_most = min(tokens.stop - n_past, options.n_batch)
         depth = costs.attended(n_past, n_cells)
-        if mode.mixes:
+        if mixes:
             fits = costs.mixed_chunk(n_most, n_beside, depth, within_s=within_s + beside_s)
             n_rows = fits or costs.smallest_chunk(n_most)
             more_s = costs.prefill_s(n_beside + n_rows, depth) - beside_s
@@ -110,12 +130,7 @@ def _seconds(costs: CostModel, options: EngineOptions, begin: int, end: int, mod
             n_rows = fits or costs.smallest_chunk(n_most)
             bounded_s += costs.prefill_s(n_rows, depth)
         n_past += n_rows
-    for n_past in range(begin, end, options.n_batch):
-        depth = costs.attended(n_past, n_cells)
-        free_s += costs.prefill_s(min(options.n_batch, end - n_past), depth)
-    n_generated = options.n_ctx_slot // 8
-    answer_s = n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
-    return (bounded_s + free_s) / 2 + answer_s
+    return bounded_s
 
 
 def filled(profile: Profile, like: Profile) -> Profile:

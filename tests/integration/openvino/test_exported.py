@@ -20,7 +20,7 @@ pytest.importorskip("tokenizers", reason="corral[openvino] is not installed")
 import openvino
 from tokenizers import Tokenizer as Reference
 
-from serve_app.app import resolve
+from serve_app.application.resolving import resolve
 from serve_app.batch.run import _files_at
 from serve_app.config import schema
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams

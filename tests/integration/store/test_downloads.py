@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from serve_app import locks
-from serve_app.app import resolve
+from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.demo_model.random_projector import SHAPES, write_random_projector
@@ -198,7 +198,7 @@ def test_a_killed_download_goes_on(hub: Hub, downloads: DownloadsConfig) -> None
     hub.stalled = threading.Event()
     program = f"""
 from pathlib import Path
-from serve_app.app import resolve
+from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.progress import nowhere

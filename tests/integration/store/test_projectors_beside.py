@@ -11,7 +11,7 @@ import gguf
 import pytest
 
 from serve_app import locks
-from serve_app.app import resolve
+from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import DownloadsConfig

@@ -64,7 +64,7 @@ def test_the_faster_one_is_remembered(
 ) -> None:
     first = choosing.chosen(model, options)
     assert first.name == OPENVINO
-    assert "0.49 with 1 at once, 0.49 with 4 at once, 0.49 in the mean" in first.reason
+    assert "0.50 with 1 at once, 0.49 with 4 at once, 0.49 in the mean" in first.reason
     assert machine.asked == [OPENVINO, LLAMA_CPP]
     assert choosing.chosen(model, options) == first
     assert len(machine.asked) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.app import resolve
+from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError

@@ -52,6 +52,18 @@ def test_seconds_of_a_request() -> None:
     assert request_s(Profile(), OPEN, SPLIT_ON) == 0.0
 
 
+def test_with_one_slot_nobody_waits_for_a_prompt() -> None:
+    """The bound is for those who stream meanwhile."""
+    alone = replace(OPEN, n_slots=1)
+    costs = measured(0.001, 1e-7)
+
+    def seconds(options: EngineOptions, bound: float | None) -> float:
+        return request_s(costs, replace(options, max_stall_s=bound), SPLIT_ON)
+
+    assert seconds(alone, 0.05) == seconds(alone, None)
+    assert seconds(OPEN, 0.05) > seconds(OPEN, None)
+
+
 def test_prompts_of_their_own_want_a_split_cache_and_a_common_one_a_unified() -> None:
     """A unified cache's rows attend past all cells, but there a common beginning is only once, and so
     cheap that this does not matter."""

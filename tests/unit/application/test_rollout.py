@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import RayServeException
 
-from serve_app import rollout
-from serve_app.app import build, resolve
+from serve_app.app import build
+from serve_app.application import rollout
+from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError

@@ -1,0 +1,1 @@
+"""From the configuration to a Serve application: what is decided before anything starts."""

@@ -1,0 +1,189 @@
+"""The files that a model is made of: their versions now, and whether they fit each other.
+
+No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+
+from serve_app.config.schema import ModelConfig
+from serve_app.config.sizing import ModelNeeds
+from serve_app.config.sources import (
+    AdapterConfig,
+    DownloadsConfig,
+    ModelSource,
+    ProjectorSource,
+)
+from serve_app.engine.backends.draft_model import N_CTX, check_draft
+from serve_app.engine.backends.own_layers import check_own_layers, slot_bytes
+from serve_app.errors import ConfigError
+from serve_app.llama.model import Model
+from serve_app.llama.vision.usable import why_unusable
+from serve_app.openvino.exported.files import ONLY_OPENVINO
+from serve_app.store import models as store
+from serve_app.store.pieces import ALONE
+from serve_app.store.remote import UnreachableError
+from serve_app.store.sharing.cluster import ClusterSharing
+
+logger = logging.getLogger("corral.config")
+
+
+def looked_up(
+    model: ModelConfig, downloads: DownloadsConfig
+) -> tuple[ModelSource, ProjectorSource | None, ModelNeeds | None]:
+    """The sources of the model and of its projector at the version that they are now, and what the model
+    needs, without its weights: None if it can be neither found here nor asked for, and the configuration
+    leaves nothing open. Raises ConfigError for a model that cannot be served."""
+    path = None if model.source.path is None else model.source.path.expanduser()
+    is_sized = _names_its_slots(model)
+    if is_sized and path is not None and not path.exists():
+        # Replicas look for themselves.
+        return model.source, _projector(model, model.source, None, downloads), None
+    try:
+        source = store.pinned(model.source, downloads)
+        if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
+            raise ConfigError(ONLY_OPENVINO)
+        opened = Model(_vocabulary(source, downloads), vocab_only=True)
+        needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
+        projector = _projector(model, source, opened, downloads)
+        if projector is not None and not is_sized:
+            n_bytes = needs.weight_bytes + _projector_bytes(projector, downloads)
+            needs = replace(needs, weight_bytes=n_bytes)
+        return source, projector, needs
+    except UnreachableError:
+        if not is_sized:
+            raise
+        return model.source, _projector(model, model.source, None, downloads), None
+
+
+def _names_its_slots(model: ModelConfig) -> bool:
+    """Whether the configuration leaves nothing open that depends on the model's size."""
+    return model.engine.n_slots is not None and model.engine.n_ctx_slot is not None
+
+
+def pinned_adapter(adapter: AdapterConfig, downloads: DownloadsConfig) -> AdapterConfig:
+    """With the same bytes on every node. Raises ConfigError."""
+    source = pinned_source(f"adapters ({adapter.id})", adapter.source, downloads)
+    return adapter.model_copy(update={"source": source})
+
+
+def pinned_source(
+    name: str, source: ModelSource | None, downloads: DownloadsConfig
+) -> ModelSource | None:
+    """The same bytes on every node, of a file that llama.cpp reads. Raises ConfigError that begins with the
+    name."""
+    if source is None:
+        return None
+    try:
+        pinned = store.pinned(source, downloads)
+    except UnreachableError:  # replicas look for themselves
+        return source
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    _check_readable(name, pinned)
+    return pinned
+
+
+def draft_source(model: ModelConfig) -> ModelSource | None:
+    return None if model.engine.draft is None else model.engine.draft.source
+
+
+def _check_readable(name: str, source: ModelSource) -> None:
+    """Raises ConfigError that begins with the name, for a pinned source that llama.cpp cannot read."""
+    if store.is_in_openvinos_format(source):
+        raise ConfigError(f"{name}: llama.cpp cannot read OpenVINO's format. Give a GGUF file")
+
+
+def _projector(
+    model: ModelConfig, source: ModelSource, opened: Model | None, downloads: DownloadsConfig
+) -> ProjectorSource | None:
+    """The projector that is configured, or that the model's repository has, if that can be asked: `source`
+    is pinned, and `opened` its model, None if it cannot. Raises ConfigError."""
+    wanted = model.projector
+    backends = ("llama.cpp",) if source.builtin else ("llama.cpp", "auto")
+    if wanted is False or (wanted is None and model.engine.backend not in backends):
+        return None
+    if wanted is not None:
+        _check_readable("projector", wanted)
+    try:
+        if wanted is not None:
+            return store.pinned_projector(wanted, downloads)
+        return None if opened is None else _projector_beside(model.id, source, opened, downloads)
+    except UnreachableError as error:
+        if wanted and store.names_a_file(wanted):
+            return wanted  # replicas look for themselves
+        raise ConfigError(f"projector: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"projector: {error}") from None
+
+
+def _projector_beside(
+    model_id: str, source: ModelSource, opened: Model, downloads: DownloadsConfig
+) -> ProjectorSource | None:
+    """The projector that the model's repository has. If that cannot be used, a warning says so: nobody
+    asked for it. Raises UnreachableError."""
+    try:
+        found = store.projector_beside(source, downloads)
+        if found is None or found.builtin:
+            return found
+        reason = why_unusable(_vocabulary(found, downloads), opened.meta_int("embedding_length", 0))
+    except UnreachableError:
+        raise
+    except ConfigError as error:
+        found, reason = None, str(error)
+    if reason is None:
+        return found
+    logger.warning(
+        "Model %s reads text only, as the projector beside it cannot be used: %s To have another one, name "
+        "it in `projector`. To have none, and not this warning: `projector: false`.",
+        model_id,
+        f"{reason.rstrip('.')}.",
+    )
+    return None
+
+
+def _projector_bytes(source: ProjectorSource, downloads: DownloadsConfig) -> int:
+    """Raises ConfigError."""
+    try:
+        return _vocabulary(source, downloads).stat().st_size  # with a hole in it, maybe
+    except UnreachableError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"projector: {error}") from None
+
+
+def _with_draft(
+    needs: ModelNeeds, target: Model, model: ModelConfig, downloads: DownloadsConfig
+) -> ModelNeeds:
+    """The target's needs with those of its draft model, if it has one. Raises ConfigError if that
+    cannot propose for it."""
+    if model.engine.draft is not None and model.engine.draft.own_layers:
+        check_own_layers(target)
+        return replace(needs, draft_bytes=slot_bytes(target, N_CTX))
+    source = draft_source(model)
+    if source is None:
+        return needs
+    is_sized = _names_its_slots(model)
+    if is_sized and source.path is not None and not source.path.expanduser().is_file():
+        return needs  # replicas on other nodes look for themselves
+    try:
+        draft = Model(_vocabulary(source, downloads), vocab_only=True)
+    except UnreachableError:
+        if not is_sized:
+            raise
+        return needs
+    except ConfigError as error:
+        raise ConfigError(f"engine.draft: {error}") from None
+    check_draft(target, draft)
+    return needs.with_draft(ModelNeeds.of(draft), N_CTX)
+
+
+def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:
+    """See `store.vocabulary`; replicas and ingresses may have it from here."""
+    sharing = ClusterSharing() if ray.is_initialized() else ALONE
+    return store.vocabulary(source, downloads, sharing)
