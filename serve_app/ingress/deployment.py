@@ -88,6 +88,31 @@ def _senses(model: ResolvedModel) -> Senses:
     return senses_of(vocabulary(model.projector, model.downloads))
 
 
+def _file(model: ResolvedModel, path: Path, senses: Senses) -> ModelFile:
+    """The model, as workers know it."""
+    return ModelFile(
+        model.name,
+        model.options.n_ctx_slot,
+        path,
+        model.aliases,
+        model.defaults,
+        model.options.embedding_pooling,
+        numbered(model),
+        sees=senses.sees,
+        hears=senses.hears,
+        version=model.version,
+    )
+
+
+async def _listener() -> Listener:
+    """For the channels from engines to this process, whose address its calls have from now on."""
+    context: Any = ray.get_runtime_context()
+    node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    listener = Listener(context.get_node_id(), node_ip, reports.HERE.hearing)
+    reports.HERE.address = await listener.address()
+    return listener
+
+
 class CpuShare:
     """How much of one core this process takes."""
 
@@ -129,29 +154,10 @@ class Ingress:
             for model in models
         ]
         senses = [await asyncio.to_thread(_senses, model) for model in models]
-        self._workers = WorkerPool(
-            [
-                ModelFile(
-                    model.name,
-                    model.options.n_ctx_slot,
-                    path,
-                    model.aliases,
-                    model.defaults,
-                    model.options.embedding_pooling,
-                    numbered(model),
-                    sees=found.sees,
-                    hears=found.hears,
-                    version=model.version,
-                )
-                for model, path, found in zip(models, paths, senses, strict=True)
-            ],
-            PREPARATIONS,
-        )
+        files = map(_file, models, paths, senses)
+        self._workers = WorkerPool(list(files), PREPARATIONS)
         served = zip(models, paths, handles, senses, strict=True)
-        context: Any = ray.get_runtime_context()
-        node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        listener = Listener(context.get_node_id(), node_ip, reports.HERE.hearing)
-        reports.HERE.address = await listener.address()
+        listener = await _listener()
         self._models: dict[str, ServedModel] = {}
         app, others = serve.get_replica_context().app_name, OtherIngresses()
         self._adapters = AdapterControl(

@@ -43,7 +43,8 @@ def test_the_one_that_was_measured_to_be_faster_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama.cpp", "openvino"])
 def test_each_is_measured_in_a_process_of_its_own(name: str) -> None:
-    found = measured(name, BUILTIN_MODEL, OPTIONS)  # type: ignore[arg-type]
+    patient = replace(OPTIONS, profile_limit_s=5.0)  # other programs may take most of the processor
+    found = measured(name, BUILTIN_MODEL, patient)  # type: ignore[arg-type]
     assert found.mode.paged == (name == "openvino")
     assert {1, 4} <= set(found.profile.decode_s)
     assert all(seconds > 0 for seconds in found.profile.prefill_s.values())
