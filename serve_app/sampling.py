@@ -98,7 +98,7 @@ class ReasoningBudget:
 
 @dataclass(frozen=True, slots=True)
 class Triggers:
-    """The texts that a grammar waits for: see `serve_app.llama.triggers`."""
+    """The texts that a grammar waits for: see `serve_app.llama.grammars.triggers`."""
 
     tokens: tuple[int, ...] = ()
     patterns: tuple[str, ...] = ()

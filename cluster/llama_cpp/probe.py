@@ -9,7 +9,6 @@ with 1 if they do not, and by a signal if a kernel is broken: that is why this i
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.llama import library
+from serve_app.llama.quantising import quantise
 
 FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_XS")
 """llama.cpp's names of those with AMX kernels, `qtype_has_amx_kernels`."""
@@ -70,17 +70,6 @@ def _batch(n_tokens: int) -> Iterator[Any]:
         llama_cpp.llama_batch_free(batch)
 
 
-def quantise(source: Path, target: Path, name: str) -> None:
-    """Write the model to `target` with all its matrices in one of `FORMATS`. Raises RuntimeError if that
-    fails."""
-    library.init()
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.pure = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), True
-    paths = (str(path).encode() for path in (source, target))
-    if status := llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
-        raise RuntimeError(f"llama_model_quantize returned {status} for {name}.")
-
-
 def agree(path: Path) -> bool:
     """Whether both kinds of kernels compute the same after each token, but for rounding."""
     plain, chosen = (logits(path, chosen=chosen) for chosen in (False, True))
@@ -97,7 +86,7 @@ def main() -> None:
         write_random_gguf(source, SHAPES["tiny"], "f16")
         right = agree(BUILTIN_MODEL)
         for name in FORMATS:
-            quantise(source, target, name)
+            quantise(source, target, name, alike=True)
             right = right and agree(target)
         sys.exit(0 if right else 1)
 

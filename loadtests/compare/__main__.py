@@ -9,7 +9,8 @@ one of --server, or of `python -m loadtests.compare.llama_server`. Others that m
 
 - `serve-proxy`: `serve run` with `cluster/one-machine.env`: Serve's own proxy, and Ray's dashboard;
 - `ray-defaults`: `serve run` without it;
-- `openvino`: what `make serve` runs, with `engine.backend: openvino`;
+- `openvino`: what `make serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
+  `engine.cache_type_k` and `engine.cache_type_v` as `bf16`;
 - `llama-cpp-python`: `python -m llama_cpp.server`, which computes one request after the other (with
   --interrupt_requests False: by default a request cuts off the stream before it);
 - `llama-cpp-python-batched`: the example server of its source package, kept by

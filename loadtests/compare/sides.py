@@ -28,11 +28,17 @@ from loadtests.common.servers import (
 from loadtests.compare import llama_server
 
 CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
-SERVE_PROXY, RAY_DEFAULTS, OPENVINO = "serve-proxy", "ray-defaults", "openvino"
+SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"
+OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
 PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
-SIDES = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, PYTHON, PYTHON_BATCHED)
-NATIVE = SIDES[:6]
+NATIVE = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, OPENVINO_BF16)
 """Those that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
+SIDES = (*NATIVE, PYTHON, PYTHON_BATCHED)
+_OPENVINO: dict[str, dict[str, str]] = {
+    OPENVINO: {"backend": "openvino"},
+    OPENVINO_BF16: {"backend": "openvino", "cache_type_k": "bf16", "cache_type_v": "bf16"},
+}
+"""Further settings of `engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +105,8 @@ def start(
         return nullcontext(Server(side))
     if side == CORRAL:
         return serve_run(entry)
-    if side == OPENVINO:
-        return serve_run(entry | {"engine": settings | {"backend": "openvino"}})
+    if side in _OPENVINO:
+        return serve_run(entry | {"engine": settings | _OPENVINO[side]})
     if side == SERVE_PROXY:
         return serve_run(entry, environment_of("one-machine.env"))
     if side == RAY_DEFAULTS:

@@ -44,6 +44,7 @@ from loadtests.tune.quality import Reading
 from loadtests.tune.speed import Load, Speed
 from loadtests.tune.variants import AS_GIVEN, Variant, fastest, ways
 from serve_app import folders
+from serve_app.llama import quantising
 from serve_app.placement import machine as machine_of
 
 FORMATS = ("Q4_0", "Q4_K_M", "IQ4_XS", "Q8_0")
@@ -135,7 +136,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")
     parser.add_argument(
         "--formats",
-        type=listed(choice(*quantise.FORMATS)),
+        type=listed(choice(*quantising.FORMATS)),
         default=FORMATS,
         help="the formats that are tried",
     )

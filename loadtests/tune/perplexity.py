@@ -1,7 +1,9 @@
 """How both backends read one text: perplexity, and how often the likeliest next token is the same.
 
-    python -m loadtests.tune.perplexity --model PATH [--backends llama.cpp,openvino] [--text FILE]
-        [--windows 16] [--threads N]
+    python -m loadtests.tune.perplexity --model PATH [--backends llama.cpp,openvino,openvino-bf16]
+        [--text FILE] [--windows 16] [--threads N]
+
+`-bf16` behind a backend's name has it keep keys and values as bf16, in place of f16.
 
 The text is read in windows of 256 tokens, each from nothing; what counts is the second half of each. The
 default text is what every machine has: Python's own modules. The first backend is what the others are
@@ -19,14 +21,17 @@ from typing import get_args
 from loadtests.common import benchmark
 from loadtests.common.benchmark import bounded, choice, listed, usable_cores
 from loadtests.tune import quality
-from loadtests.tune.quality import Reading
+from loadtests.tune.quality import Kernels, Reading
 from serve_app.engine.options import KernelsName
 from serve_app.errors import ConfigError
 
-BACKENDS: tuple[KernelsName, ...] = get_args(KernelsName)
+BACKENDS = {
+    **{name: Kernels(name) for name in get_args(KernelsName)},
+    **{f"{name}-bf16": Kernels(name, "bf16") for name in get_args(KernelsName)},
+}
 
 
-def table(found: dict[KernelsName, Reading]) -> str:
+def table(found: dict[str, Reading]) -> str:
     """A Markdown table with a row for each backend."""
     first = next(iter(found.values()))
     rows = [
@@ -48,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--backends", type=listed(choice(*BACKENDS)), default=BACKENDS)
+    parser.add_argument("--backends", type=listed(choice(*BACKENDS)), default=get_args(KernelsName))
     parser.add_argument("--text", type=Path, default=None)
     parser.add_argument("--windows", type=bounded(1, 1000), default=16)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = quality.default_text() if args.text is None else args.text.read_text()
     try:
         found = {
-            name: quality.read(args.model, text, args.windows, args.threads, name)
+            name: quality.read(args.model, text, args.windows, args.threads, BACKENDS[name])
             for name in args.backends
         }
     except (ConfigError, ValueError) as error:

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 
 if TYPE_CHECKING:
-    from serve_app.openvino.paged_context import PagedContext
+    from serve_app.openvino.paged.context import PagedContext
 
 WINDOW = 256
 """Tokens that are read from nothing, one window after the other."""
@@ -60,22 +60,32 @@ def default_text() -> str:
     return "\n\n".join(inspect.getsource(module) for module in modules)
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """With what a text is read."""
+
+    backend: KernelsName = "llama.cpp"
+    cache_type: Literal["f16", "bf16"] = "f16"
+    """Of keys and values."""
+
+
 def read(
-    path: Path, text: str, n_windows: int, threads: int, backend: KernelsName = "llama.cpp"
+    path: Path, text: str, n_windows: int, threads: int, kernels: Kernels = Kernels()
 ) -> Reading:
     """How the model reads the text's first windows, in a process of its own. Raises ValueError for a text
     of less than one window, and ConfigError for a model that the backend cannot read."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_read, path, text, n_windows, threads, backend).result()
+        return pool.submit(_read, path, text, n_windows, threads, kernels).result()
 
 
-def _read(path: Path, text: str, n_windows: int, threads: int, backend: KernelsName) -> Reading:
+def _read(path: Path, text: str, n_windows: int, threads: int, kernels: Kernels) -> Reading:
     """Over there."""
-    model = Model(path, vocab_only=backend == "openvino")
+    is_paged = kernels.backend == "openvino"
+    model = Model(path, vocab_only=is_paged)
     tokens = model.tokenize(text, add_special=False, parse_special=False)
     first = model.tokenize("", add_special=True, parse_special=False)[:1]
     windows = split(tokens, first)
-    context = _paged(model, threads) if backend == "openvino" else _llama(model, threads)
+    context = (_paged if is_paged else _llama)(model, threads, kernels)
     likelihood, choices = 0.0, []
     try:
         for window in windows[:n_windows]:
@@ -89,7 +99,7 @@ def _read(path: Path, text: str, n_windows: int, threads: int, backend: KernelsN
     return Reading(likelihood, tuple(choices))
 
 
-def _llama(model: Model, threads: int) -> Context:
+def _llama(model: Model, threads: int, kernels: Kernels) -> Context:
     return Context(
         model,
         n_seq_max=1,
@@ -98,14 +108,16 @@ def _llama(model: Model, threads: int) -> Context:
         n_outputs=WINDOW,
         threads=threads,
         flash_attn=True,
+        cache_type_k=kernels.cache_type,
+        cache_type_v=kernels.cache_type,
     )
 
 
-def _paged(model: Model, threads: int) -> PagedContext:
-    from serve_app.openvino.blocks import BLOCK
+def _paged(model: Model, threads: int, kernels: Kernels) -> PagedContext:
     from serve_app.openvino.convert import converted
     from serve_app.openvino.folder import ConvertedModels
-    from serve_app.openvino.paged_context import PagedContext  # needs corral[openvino]
+    from serve_app.openvino.paged.blocks import BLOCK
+    from serve_app.openvino.paged.context import PagedContext  # needs corral[openvino]
 
     models = ConvertedModels(cache_folder() / "openvino")
     return PagedContext(
@@ -115,6 +127,7 @@ def _paged(model: Model, threads: int) -> PagedContext:
         n_ctx_slot=WINDOW,
         n_blocks=WINDOW // BLOCK,
         threads=threads,
+        cache_type=kernels.cache_type,
     )
 
 

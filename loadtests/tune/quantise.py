@@ -7,17 +7,11 @@ import multiprocessing
 import os
 from pathlib import Path
 
-import llama_cpp
-
 from loadtests.common.benchmark import BenchmarkError
+from serve_app.errors import ConfigError
+from serve_app.llama.quantising import quantise
 
 LIMIT_S = 3600
-FORMATS = tuple(
-    name.removeprefix("LLAMA_FTYPE_MOSTLY_")
-    for name in dir(llama_cpp)
-    if name.startswith("LLAMA_FTYPE_MOSTLY_")
-)
-"""By llama.cpp's names, as `Q4_0`."""
 
 
 def target(source: Path, format_name: str, folder: Path) -> Path:
@@ -54,11 +48,8 @@ def quantised(source: Path, format_name: str, folder: Path, threads: int) -> Pat
 
 def _quantise(source: Path, to: Path, format_name: str, threads: int) -> None:
     """Over there. A source that is quantised already loses a second time: the table shows how much."""
-    quiet = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
-    llama_cpp.llama_log_set(quiet, None)
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{format_name}")
-    params.nthread = threads
-    params.allow_requantize = True
-    status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(to), params)
-    os._exit(int(status != 0))
+    try:
+        quantise(source, to, format_name, threads=threads)
+    except ConfigError:
+        os._exit(1)
+    os._exit(0)

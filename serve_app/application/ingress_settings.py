@@ -1,4 +1,4 @@
-"""What an ingress is made with, by the configuration and by the proxy before it."""
+"""The settings of ingresses, by the configuration and by the proxy before them."""
 
 from __future__ import annotations
 

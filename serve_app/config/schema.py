@@ -109,7 +109,8 @@ class EngineConfig(Section):
     flash_attn: bool | Literal["auto"] = "auto"
     """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"
-    """Format of the keys in the KV cache. Quantised formats take less memory and are less exact."""
+    """Format of the keys in the KV cache. Quantised formats take less memory and are less exact. OpenVINO
+    has `f16`, and [`bf16` for keys and values](openvino.md#attention-with-bf16)."""
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache. A quantised one needs `flash_attn`."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []

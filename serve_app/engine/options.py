@@ -136,7 +136,7 @@ class EngineOptions:
 
     def unsupported_by_openvino(self) -> list[str]:
         """The names of those options here that OpenVINO's backend lacks."""
-        formats = {self.cache_type_k, self.cache_type_v} - {"f16"}
+        formats = {self.cache_type_k, self.cache_type_v}
         refused = {
             "adapters": bool(self.adapters),
             "projector": self.projector is not None,
@@ -145,6 +145,8 @@ class EngineOptions:
             "engine.flash_attn: false": self.flash_attn is False,
             "engine.numa": self.numa is not None,
             "engine.threads_batch": self.threads_batch not in (None, self.threads),
-            "a KV cache in other formats than f16": bool(formats),
+            "a KV cache in other formats than f16, or bf16 for keys and values": (
+                formats not in ({"f16"}, {"bf16"})
+            ),
         }
         return [name for name, is_set in refused.items() if is_set]

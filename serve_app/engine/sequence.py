@@ -18,7 +18,7 @@ from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.metrics.trace import Trace
 from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.errors import CorralError
-from serve_app.llama.constraint import Constraint
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.types import (
     FinishReason,
     GenerationRequest,

@@ -18,10 +18,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama import library, shards
-from serve_app.llama.constraint import LIMITS, CompiledGrammars, Constraint
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
-from serve_app.llama.grammar_tokenizer import grammar_tokenizer, is_delimiter
-from serve_app.llama.triggers import LazyConstraint
+from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint
+from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
+from serve_app.llama.grammars.triggers import LazyConstraint
 from serve_app.sampling import Triggers
 
 _LOAD_MODES: dict[LoadMode, int] = {

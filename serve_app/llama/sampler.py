@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.errors import ConstraintError
-from serve_app.llama.constraint import Constraint
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.sampling import cuts
 from serve_app.llama.sampling.adjustments import Adjustments
 from serve_app.llama.sampling.chain import Chain

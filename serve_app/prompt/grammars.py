@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serve_app.errors import InvalidRequestError
-from serve_app.llama.constraint import LIMITS
+from serve_app.llama.grammars.constraint import LIMITS
 from serve_app.prompt.output_parser import REASONING_CLOSE, REASONING_OPEN
 from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function

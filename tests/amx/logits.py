@@ -17,6 +17,7 @@ import numpy as np
 
 from cluster.llama_cpp import probe
 from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.llama.quantising import quantise
 
 
 def error(path: Path, n_tokens: int) -> float:
@@ -35,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "f16.gguf", Path(folder) / "quantised.gguf"
         write_random_gguf(source, SHAPES["tiny"], "f16")
-        probe.quantise(source, target, name)
+        quantise(source, target, name, alike=True)
         print(json.dumps([error(target, int(number)) for number in numbers]))
 
 

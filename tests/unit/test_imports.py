@@ -190,6 +190,7 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
             "loadtests.tune.__main__",  # which keeps files where Corral does, and counts cores as it does
             "loadtests.tune.perplexity",  # which says what a backend cannot read
             "loadtests.tune.quality",  # which wants the logits of all rows
+            "loadtests.tune.quantise",  # which makes files
         }
     )
 

@@ -17,8 +17,8 @@ from loadtests.engine.bare_loop import RUN_TIMEOUT_S
 from serve_app.engine import EngineOptions
 from serve_app.folders import cache_folder
 from serve_app.llama.model import files_of, fingerprint_of
-from serve_app.openvino.blocks import BLOCK
-from serve_app.openvino.paged_context import settings
+from serve_app.openvino.paged.blocks import BLOCK
+from serve_app.openvino.paged.compiling import settings
 
 
 class GenAiLoop:

@@ -30,8 +30,8 @@ from loadtests.common.benchmark import (
 )
 from loadtests.common.rounds import in_turns, of_each, ratios
 from loadtests.engine.sampling.whole_chain import WholeChain
-from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Context
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import Sampler
 from serve_app.prompt.grammars import from_json_schema

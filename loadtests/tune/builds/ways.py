@@ -41,6 +41,7 @@ class Way:
 
 WAYS = {
     "installed": Way(),
+    "compiled again": Way("again"),
     "without repacking": Way(repack=False),
     "without llamafile": Way("without-llamafile", ("-DGGML_LLAMAFILE=OFF",)),
     "own threads, poll 0": Way("own-threads", ("-DGGML_OPENMP=OFF",), poll=0),

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.options import KernelsName
-from serve_app.llama.constraint import Constraint
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.tiles import Part, Pause, Tile
 from serve_app.sampling import SamplingParams, Triggers

@@ -23,7 +23,7 @@ from serve_app.engine.backends.base import (
 )
 from serve_app.engine.options import KernelsName
 from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
-from serve_app.llama.constraint import Constraint
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.positions import Positions
 from serve_app.llama.vision.tiles import Tile

@@ -27,9 +27,9 @@ from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
-from serve_app.llama.constraint import Constraint
 from serve_app.llama.context import Adapter, Context
 from serve_app.llama.embedder import Embedder
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.own_layers.hidden_states import HiddenStates
 from serve_app.llama.sampler import Sampler

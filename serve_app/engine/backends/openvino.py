@@ -31,17 +31,17 @@ from serve_app.engine.backends.paged_depth import measure_depth
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.folders import cache_folder
-from serve_app.llama.constraint import Constraint
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model, fingerprint_of
 from serve_app.llama.sampler import Sampler
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.tiles import Tile
-from serve_app.openvino.blocks import BLOCK
 from serve_app.openvino.convert import converted, versions
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
 from serve_app.openvino.folder import ConvertedModels
-from serve_app.openvino.paged_context import PagedContext
+from serve_app.openvino.paged.blocks import BLOCK
+from serve_app.openvino.paged.context import PagedContext
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
@@ -113,6 +113,7 @@ class OpenVinoBackend:
             n_texts=_TEXTS_AT_ONCE,
             n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
             frequencies=frequencies,
+            cache_type="bf16" if options.cache_type_k == "bf16" else "f16",
         )
         self.threads = Threads.alike(options.threads, options.threads)
         self._context.warm_up()
@@ -161,6 +162,7 @@ class OpenVinoBackend:
             slots=(options.n_slots, options.n_ctx_slot),
             max_stall_s=options.max_stall_s,
             n_batch=options.n_batch,
+            cache=options.cache_type_k,
             limit_s=options.profile_limit_s,
         )
         folder = options.profile_folder
@@ -303,7 +305,7 @@ class OpenVinoBackend:
     @property
     def state_key(self) -> bytes:
         """See Backend.state_key: a state of llama.cpp's is none of OpenVINO's."""
-        parts = (versions(), BLOCK)
+        parts = (versions(), BLOCK, self._options.cache_type_k)
         return hashlib.blake2b(self._fingerprint + repr(parts).encode()).digest()
 
     @property

@@ -15,7 +15,7 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.protocol import MAX_CHOICES, GenerationParams, Text, TokenId
-from serve_app.llama.patterns import Pattern
+from serve_app.llama.grammars.patterns import Pattern
 
 MAX_TRIGGER_CHARS = 1024
 _TOKEN, _WORD, _PATTERN = range(3)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, LlamaFileType
 
 from serve_app.demo_model.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
 from serve_app.demo_model.random_gguf import vocabulary
-from serve_app.llama import library
 
 _FILE_TYPES = {
     Kind.F16: LlamaFileType.MOSTLY_F16,
@@ -88,13 +85,3 @@ class Made:
         writer.write_tensors_to_file()
         writer.close()
         return path
-
-
-def requantised(path: Path, target: Path, file_type: LlamaFileType) -> Path:
-    """The model in another format, as llama.cpp's own tool writes it."""
-    library.init()
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread, params.allow_requantize = file_type.value, 1, True
-    names = [str(one).encode() for one in (path, target)]
-    assert llama_cpp.llama_model_quantize(*names, ctypes.byref(params)) == 0
-    return target

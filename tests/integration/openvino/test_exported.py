@@ -33,6 +33,7 @@ from serve_app.openvino.exported.header import header_of_graph, hyperparameters_
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.deployment import _prefixes
 from serve_app.store.models import n_bytes
+from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 from tests.integration.openvino.exported_models import as_gguf, changed, unpacked
 
 OPTIONS = EngineOptions(2, 512, 1, n_batch=512, profile_limit_s=0, backend="openvino")
@@ -103,6 +104,14 @@ def test_logits_are_those_of_openvino_without_paged_attention(
     }
     expected = model.create_infer_request().infer(given)["logits"][0, -_N_SEEN:]
     assert agreement(last(OpenVinoBackend(folder / GRAPH, OPTIONS)), expected) > 0.999
+
+
+@computes_bf16
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_attention_with_bf16_differs_by_rounding(name: str, request: pytest.FixtureRequest) -> None:
+    graph: Path = request.getfixturevalue(name) / GRAPH
+    narrow, wide = (last(OpenVinoBackend(graph, one)) for one in (with_bf16(OPTIONS), OPTIONS))
+    assert 0.999 < agreement(narrow, wide) < 0.999999
 
 
 def test_shifted_keys_turn_to_their_new_places(qwen3: Path, gguf_file: Path) -> None:

@@ -9,22 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf import LlamaFileType
 from numpy.typing import NDArray
 
 from serve_app.engine import EngineOptions
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.errors import ConfigError
-from tests.integration.openvino.random_models import Made, requantised
+from serve_app.llama.quantising import quantise
+from tests.integration.openvino.random_models import Made
 from tests.integration.store.sharded import split
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
+import openvino
+
 from serve_app.engine.backends.openvino import OpenVinoBackend
-from serve_app.openvino import shifts
+from serve_app.openvino.paged import shifts
 from serve_app.openvino.readable import rounded, unreadable
+from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)
+_BF16 = with_bf16(_OPTIONS)
 _N_TOKENS, _N_SEEN = 100, 16
 _LINEAR: dict[str, str | float] = {"type": "linear", "factor": 4.0}
 _FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "IQ4_NL", "IQ4_XS")
@@ -95,6 +99,49 @@ def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
     assert agreement(ours(path), theirs(path)) > 0.9999
 
 
+@computes_bf16
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_attention_with_bf16_differs_by_rounding(name: str, tmp_path: Path) -> None:
+    path = Made(name).write(tmp_path / "model.gguf")
+    narrow = logits(OpenVinoBackend(path, _BF16))
+    assert 0.999 < agreement(narrow, theirs(path)) < 0.999999
+    assert agreement(narrow, logits(LlamaBackend(path, _BF16))) > 0.999
+
+
+@computes_bf16
+def test_a_state_with_bf16_is_restored_bit_by_bit_and_only_where_it_fits(tmp_path: Path) -> None:
+    backend = OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), _BF16)
+    backend.decode([(token, token, 0, False) for token in range(_N_TOKENS)])
+    backend.restore(1, backend.save(0))
+    backend.decode([(7, _N_TOKENS, slot, True) for slot in (0, 1)])
+    first, second = (backend._context.logits(i) for i in (0, 1))
+    np.testing.assert_array_equal(first, second)
+    other = OpenVinoBackend(backend.vocabulary.path, _OPTIONS)
+    assert backend.state_key != other.state_key
+    backend.close()
+    other.close()
+
+
+@computes_bf16
+def test_shifted_keys_with_bf16_turn_as_others_do(tmp_path: Path) -> None:
+    path = Made("qwen3").write(tmp_path / "model.gguf")
+    found = []
+    for options in (_BF16, _OPTIONS):
+        backend = OpenVinoBackend(path, options)
+        backend.decode([(5 + token, token, 0, False) for token in range(_N_TOKENS)])
+        backend.shift(0, [(5, 3), (20, 30)])
+        backend.decode([(7, _N_TOKENS - 33, 0, True)])
+        found.append(backend._context.logits(0).copy())
+        backend.close()
+    assert agreement(*found) > 0.999
+
+
+def test_a_processor_without_bf16_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino.Core, "get_property", lambda *_: ["FP32", "INT8"])
+    with pytest.raises(ConfigError, match=r"cache_type_k: bf16 needs a processor"):
+        OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), _BF16)
+
+
 @pytest.mark.parametrize(
     ("name", "cuts"),
     [
@@ -150,9 +197,9 @@ def test_a_shift_with_yarn_is_as_if_the_tokens_had_stood_there(tmp_path: Path) -
 @pytest.mark.parametrize("name", _FORMATS + _K_FORMATS)
 def test_formats_are_read_as_exactly_as_by_llama_cpp(name: str, tmp_path: Path) -> None:
     plain = Made("llama").write(tmp_path / "plain.gguf")
-    kind = LlamaFileType[f"MOSTLY_{name}"]
-    path = requantised(plain, tmp_path / "model.gguf", kind)
-    unpacked = requantised(path, tmp_path / "unpacked.gguf", LlamaFileType.ALL_F32)
+    path, unpacked = tmp_path / "model.gguf", tmp_path / "unpacked.gguf"
+    quantise(plain, path, name)
+    quantise(path, unpacked, "F32")
     exact, found, other = theirs(unpacked), ours(path), theirs(path)
     assert agreement(found, exact) > 0.9985
     assert agreement(found, exact) > agreement(other, exact) - 0.0005
@@ -190,7 +237,8 @@ def test_formats_that_are_rounded_are_named_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     exact = Made("llama", Kind.Q8_0).write(tmp_path / "exact.gguf")
-    path = requantised(exact, tmp_path / "model.gguf", LlamaFileType.MOSTLY_Q6_K)
+    path = tmp_path / "model.gguf"
+    quantise(exact, path, "Q6_K")
     assert rounded([exact]) == []
     assert rounded([path]) == ["Q6_K"]
     with caplog.at_level(logging.INFO, "corral.engine"):

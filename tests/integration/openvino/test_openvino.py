@@ -268,7 +268,13 @@ def test_models_that_it_cannot_serve_are_refused(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_unified": True}, {"flash_attn": False}, {"cache_type_k": "q8_0"}, {"threads_batch": 1}],
+    [
+        {"kv_unified": True},
+        {"flash_attn": False},
+        {"cache_type_k": "q8_0"},
+        {"cache_type_k": "bf16"},
+        {"threads_batch": 1},
+    ],
 )
 def test_options_that_it_lacks_are_refused_by_name(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"engine\.backend: openvino does not support"):

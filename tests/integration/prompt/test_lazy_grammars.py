@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError
-from serve_app.llama.constraint import Constraint
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars
 from serve_app.sampling import Triggers

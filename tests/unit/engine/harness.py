@@ -23,7 +23,7 @@ from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.fake import FakeBackend, FakeSampler, FakeVocabulary
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
-from serve_app.llama.constraint import Constraint
+from serve_app.llama.grammars.constraint import Constraint
 
 EOS = FakeVocabulary.eos
 PATIENCE_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve_app.llama.constraint import CompiledGrammars, Constraint
+from serve_app.llama.grammars.constraint import CompiledGrammars, Constraint
 
 
 class Compiled:

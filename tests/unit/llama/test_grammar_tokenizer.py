@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.llama.grammar_tokenizer import MAX_PIECE_BYTES, pieces
+from serve_app.llama.grammars.grammar_tokenizer import MAX_PIECE_BYTES, pieces
 
 
 @given(st.text(alphabet="aé中😀", max_size=4000).map(lambda text: 3 * text))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.llama.patterns import MOST_STEPS, Pattern, Search
+from serve_app.llama.grammars.patterns import MOST_STEPS, Pattern, Search
 
 SOURCES = [
     "<tool_call>",

@@ -106,6 +106,7 @@ def _key(path: Path, options: EngineOptions, kernels: str) -> str:
         slots=(options.n_slots, options.n_ctx_slot, options.n_ctx),
         pinned=[len(tokens) for tokens in options.pinned],
         attention=(options.flash_attn, options.kv_unified),
+        cache=(options.cache_type_k, options.cache_type_v),
         max_stall_s=options.max_stall_s,
         n_batch=options.n_batch,
         limit_s=options.profile_limit_s,

@@ -11,31 +11,31 @@ from typing import Any
 import numpy as np
 import openvino
 from numpy.typing import NDArray
-from openvino import opset13
-from openvino._offline_transformations import paged_attention_transformation
 
 from serve_app.errors import ConfigError, DecodeError, PassLeftError
 from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
-from serve_app.openvino import shifts
-from serve_app.openvino.blocks import BLOCK, BlockCopy, BlockTables
-from serve_app.openvino.exported.forms import trusted
-from serve_app.openvino.exported.graph import name_parts
-from serve_app.openvino.graph import FREQUENCIES, HIDDEN
-from serve_app.openvino.mapped import forget
+from serve_app.openvino.paged import numbers, shifts
+from serve_app.openvino.paged.blocks import BLOCK, BlockCopy, BlockTables
+from serve_app.openvino.paged.compiling import (
+    CACHES,
+    EMBEDDED,
+    KEYS,
+    LOGITS,
+    SAMPLED,
+    VECTORS,
+    CacheType,
+    compiled,
+    read,
+)
+from serve_app.openvino.paged.mapped import forgetting
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence, wants logits); see `serve_app.engine.backends.base`."""
 
-_SAMPLED, _EMBEDDED = "sampled", "embedded"
-"""Inputs: the rows whose logits, and whose vectors, are wanted."""
-_LOGITS, _VECTORS = "logits", "vectors"
-"""Outputs."""
 _ALIGNMENT = 64
 _LENGTH = 8
 """Bytes of a state's length."""
-_KEYS = "key_cache."
-_CACHES = (_KEYS, "value_cache.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +69,24 @@ class PagedContext:
         n_texts: int = 0,
         n_text_blocks: int = 0,
         frequencies: NDArray[np.float32] | None = None,
+        cache_type: CacheType = "f16",
     ) -> None:
         """`model` has the vocabulary; its weights are not used. `n_texts` are sequences of their own, with
         `n_text_blocks` of their own, for `embed`. `frequencies` are the rotary embedding's, of a graph
         that was not built here."""
         self.model = model
         self.n_ctx_slot = n_ctx_slot
-        graph = _read(path, frequencies, model.n_vocab)
-        compiled, self._frequencies = _compiled(path, graph, threads)
-        self.n_parameter_bytes = path.with_suffix(".bin").stat().st_size
-        self._request: openvino.InferRequest | None = compiled.create_infer_request()
+        self._weights = path.with_suffix(".bin")
+        self.n_parameter_bytes = self._weights.stat().st_size
+        with forgetting(self._weights):
+            graph = read(path, frequencies, model.n_vocab)
+            executable, self._frequencies = compiled(path, graph, threads, cache_type)
+        self._request: openvino.InferRequest | None = executable.create_infer_request()
         try:
             self._caches = {
                 one.any_name: self._cache(self._request, one, n_blocks + n_text_blocks)
-                for one in compiled.inputs
-                if one.any_name.startswith(_CACHES)
+                for one in executable.inputs
+                if one.any_name.startswith(CACHES)
             }
         except MemoryError:
             raise ConfigError(
@@ -96,7 +99,6 @@ class PagedContext:
         self._outputs: dict[int, int] = {}
         self._logits: NDArray[np.float32] = np.empty((0, model.n_vocab), np.float32)
         self._leaving = threading.Event()
-        self._weights = path.with_suffix(".bin")
 
     @staticmethod
     def _cache(request: openvino.InferRequest, port: Any, n_blocks: int) -> NDArray[Any]:
@@ -106,8 +108,10 @@ class PagedContext:
         if len(shape) != 4 or shape[2] not in (0, BLOCK):
             raise ConfigError(f"OpenVINO's cache has an unknown layout: {port.partial_shape}.")
         shape[2] = BLOCK
-        cells = _zeros(shape, port.element_type.to_dtype())
-        request.set_tensor(port.any_name, openvino.Tensor(cells, shared_memory=True))
+        kind = port.element_type
+        cells = _zeros(shape, numbers.BF16 if kind == openvino.Type.bf16 else kind.to_dtype())
+        tensor = openvino.Tensor(cells, openvino.Shape(shape), kind)
+        request.set_tensor(port.any_name, tensor)
         return cells
 
     @property
@@ -128,16 +132,16 @@ class PagedContext:
     def warm_up(self) -> None:
         """Compute a row and forget it. For it, the kernels put the weights into an order of their own, so
         the file's pages are not needed any more."""
-        self.decode([(0, 0, 0, True)])
+        with forgetting(self._weights):
+            self.decode([(0, 0, 0, True)])
         self.truncate(0, 0)
-        forget(self._weights)
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass; blocks for its length, without the GIL. Raises CacheFullError, and changes
         nothing, if there are no blocks for them; PassLeftError after `leave(True)`, and another DecodeError
         if they cannot be computed: the cache is then as it was."""
-        made = self._entered(rows, self._tables, _SAMPLED)
-        self._logits = self._run(made, _LOGITS)
+        made = self._entered(rows, self._tables, SAMPLED)
+        self._logits = self._run(made, LOGITS)
         self._outputs = made.outputs
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
@@ -146,8 +150,8 @@ class PagedContext:
         if any(position == 0 and text == 0 for _, position, text, _ in rows):
             self._texts.truncate(0, 0)
         try:
-            made = self._entered(rows, self._texts, _EMBEDDED)
-            found = self._run(made, _VECTORS)
+            made = self._entered(rows, self._texts, EMBEDDED)
+            found = self._run(made, VECTORS)
             return found[[made.outputs[i] for i in range(len(rows))]]
         finally:
             for text in {row[2] for row in rows} - {0}:
@@ -176,8 +180,8 @@ class PagedContext:
             "block_indices": np.array([block for table in blocks for block in table], np.int32),
             "block_indices_begins": _begins([len(table) for table in blocks]),
             "max_context_len": np.array(longest, np.int32),
-            _SAMPLED: np.empty(0, np.int64),
-            _EMBEDDED: np.empty(0, np.int64),
+            SAMPLED: np.empty(0, np.int64),
+            EMBEDDED: np.empty(0, np.int64),
         }
         inputs[wanted] = np.array(chosen, np.int64)
         return Pass(inputs, {order[at]: n for n, at in enumerate(chosen)}, tables, before)
@@ -256,7 +260,7 @@ class PagedContext:
         self._tables.extend({seq_id: n_tokens})
         blocks = self._tables.blocks(seq_id)
         for cache in self._caches.values():
-            cache[blocks] = 1
+            cache[blocks] = numbers.narrowed(np.ones(1, np.float32), cache.dtype)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """For each (n_keep, n_discard) in turn, drop `n_discard` tokens after the first `n_keep`; those
@@ -271,7 +275,7 @@ class PagedContext:
         new = self._tables.blocks(seq_id)[n_stay // BLOCK :]
         for name, cache in self._caches.items():
             cells = shifts.cells_of(cache[old])[places[n_stay:]]
-            if name.startswith(_KEYS):
+            if name.startswith(KEYS):
                 cells = shifts.turned_back(cells, n_before[n_stay:], self._frequencies)
             cache[new] = shifts.blocks_of(cells)
 
@@ -324,64 +328,3 @@ def _zeros(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
 
 def _begins(lengths: Sequence[int]) -> NDArray[np.int32]:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-
-
-def settings(threads: int) -> dict[str, Any]:
-    """The properties that a model is compiled with. Threads stay where the caller's affinity has them: a
-    replica's cores are leased."""
-    return {
-        "INFERENCE_NUM_THREADS": threads,
-        "NUM_STREAMS": 1,
-        "ENABLE_CPU_PINNING": False,
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": "f32",  # bf16 is slower without AMX, and less exact
-        "KV_CACHE_PRECISION": "f16",
-    }
-
-
-def _read(path: Path, frequencies: NDArray[np.float32] | None, n_vocab: int) -> openvino.Model:
-    """The graph, its parts named as `graph` names them."""
-    try:
-        model = openvino.Core().read_model(path)
-        if frequencies is not None:
-            with trusted("its graph"):
-                name_parts(model, frequencies, n_vocab)
-    except (ConfigError, RuntimeError) as error:
-        raise ConfigError(f"OpenVINO's backend cannot read {path}: {error}.") from error
-    return model
-
-
-def _compiled(
-    path: Path, model: openvino.Model, threads: int
-) -> tuple[openvino.CompiledModel, NDArray[np.float32]]:
-    """The model with paged attention, whose last product has the rows only that are sampled; and how far
-    its positions turn."""
-    try:
-        names = {one.get_friendly_name(): one for one in model.get_ops()}
-        frequencies = np.array(names[FREQUENCIES].data, np.float32).reshape(-1)
-        paged_attention_transformation(model)
-        _choose_rows(model)
-        return openvino.Core().compile_model(model, "CPU", settings(threads)), frequencies
-    except RuntimeError as error:
-        raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error
-
-
-def _choose_rows(model: openvino.Model) -> None:
-    """Have logits of some rows only, and vectors of others."""
-    (hidden,) = (
-        one for node in model.get_ops() for one in node.outputs() if HIDDEN in one.get_names()
-    )
-    users = hidden.get_target_inputs()
-    sampled, embedded = (
-        opset13.parameter([-1], np.int64, name=one) for one in (_SAMPLED, _EMBEDDED)
-    )
-    for name, one in ((_SAMPLED, sampled), (_EMBEDDED, embedded)):
-        one.output(0).set_names({name})
-    first = opset13.constant(np.int64(0))
-    for user in users:
-        user.replace_source_output(opset13.gather(hidden, sampled, first).output(0))
-    vectors = opset13.result(opset13.gather(hidden, embedded, first))
-    vectors.output(0).set_names({_VECTORS})
-    model.add_parameters([sampled, embedded])
-    model.add_results([vectors])
-    model.validate_nodes_and_infer_types()

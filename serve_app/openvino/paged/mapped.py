@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Source: madvise(2), asm-generic/mman-common.h.
 _DONTNEED = 4
+_EVERY_S = 0.05
 
 
 def forget(path: Path) -> None:
@@ -20,6 +23,26 @@ def forget(path: Path) -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for begin, end in _spans(path.resolve()):
             madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+
+
+@contextmanager
+def forgetting(path: Path) -> Iterator[None]:
+    """Inside the block, what is read of a mapped file stays in this process's memory for a moment only. For
+    a large file of which every page is read about once."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(_EVERY_S):
+            forget(path)
+
+    thread = threading.Thread(target=run, name="forgetting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        forget(path)
 
 
 def _spans(path: Path) -> list[tuple[int, int]]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.llama.constraint import Constraint
-from serve_app.llama.patterns import Pattern, Search
+from serve_app.llama.grammars.constraint import Constraint
+from serve_app.llama.grammars.patterns import Pattern, Search
 from serve_app.sampling import Triggers
 
 _compiled = functools.lru_cache(64)(Pattern)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.openvino.blocks import BLOCK
+from serve_app.openvino.paged import numbers
+from serve_app.openvino.paged.blocks import BLOCK
 
 Places = NDArray[np.int64]
 
@@ -43,6 +44,6 @@ def turned_back(
     of a head turns with the second."""
     angles = n_places[:, None, None] * frequencies.astype(np.float64)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    first, second = np.split(keys.astype(np.float32), 2, axis=-1)
+    first, second = np.split(numbers.widened(keys), 2, axis=-1)
     found = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return found.astype(keys.dtype)
+    return numbers.narrowed(found, keys.dtype)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.errors import CacheFullError
-from serve_app.openvino.blocks import BLOCK, BlockTables
+from serve_app.openvino.paged.blocks import BLOCK, BlockTables
 
 N_SEQUENCES = 3
 steps = st.lists(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from serve_app.openvino.mapped import forget
+from serve_app.openvino.paged.mapped import forget, forgetting
+from tests.unit.engine.harness import until
 
 N_BYTES = 2**22
 
@@ -32,6 +33,17 @@ def test_pages_leave_and_come_back(tmp_path: Path) -> None:
         forget(path)
         assert resident(path) == 0
         assert mapped[:] == content
+
+
+def test_pages_leave_while_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(range(256)) * (N_BYTES // 256))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with forgetting(path):
+            assert len(mapped[:]) == N_BYTES
+            until(lambda: resident(path) == 0)
+            assert mapped[-1] == 255
+        assert resident(path) == 0
 
 
 def test_what_is_not_mapped_is_left_alone(tmp_path: Path) -> None:
