@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.options import KernelsName
-from serve_app.folders import cache_folder
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 
@@ -114,21 +113,9 @@ def _llama(model: Model, threads: int, kernels: Kernels) -> Context:
 
 
 def _paged(model: Model, threads: int, kernels: Kernels) -> PagedContext:
-    from serve_app.openvino.convert import converted
-    from serve_app.openvino.folder import ConvertedModels
-    from serve_app.openvino.paged.blocks import BLOCK
-    from serve_app.openvino.paged.context import PagedContext  # needs corral[openvino]
+    from loadtests.common.paged import opened  # needs corral[openvino]
 
-    models = ConvertedModels(cache_folder() / "openvino")
-    return PagedContext(
-        converted(model.files, model.fingerprint(), models),
-        model,
-        n_sequences=1,
-        n_ctx_slot=WINDOW,
-        n_blocks=WINDOW // BLOCK,
-        threads=threads,
-        cache_type=kernels.cache_type,
-    )
+    return opened(model, WINDOW, threads, kernels.cache_type)
 
 
 def split(tokens: Sequence[int], first: Sequence[int]) -> list[list[int]]:

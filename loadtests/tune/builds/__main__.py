@@ -5,7 +5,8 @@
 
 Compiles what is not there, some minutes for each build, and keeps it under ~/.cache/corral. Every way has a
 process of its own with the least Python that can serve sequences, and they take turns: A B C, C B A. Ways
-are separated by semicolons. `clang` needs Debian's package clang-19, and `OpenBLAS` libopenblas-dev.
+are separated by semicolons. `clang` needs Debian's packages clang-19 and libomp-19-dev, and
+`OpenBLAS` libopenblas-dev.
 
 --beside N has another process compute meanwhile, in short pieces, for so many percent of one core's time,
 as Ray's processes and the ingress do.
