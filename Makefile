@@ -15,10 +15,11 @@ export CMAKE_ARGS := -DCMAKE_CXX_FLAGS='-include $(CURDIR)/cluster/llama_cpp/til
 else
 export CMAKE_ARGS := -DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__
 endif
-# The compiler that CC names (`CC=clang-19 CXX=clang++-19 make serve`); cmake reads both.
-COMPILER := $(if $(filter-out default undefined,$(origin CC)),-$(notdir $(CC)))
+# The compilers that CC and CXX name, if they do (`CC=clang-19 CXX=clang++-19 make serve`); cmake reads both.
+COMPILER := $(foreach name,CC CXX,$(if $(filter-out default undefined,$(origin $(name))),$(notdir $($(name)))))
+SPACE := $(subst ,, )
 # pip's cache does not tell builds by their flags, so each kind has its own.
-CACHE := $(HOME)/.cache/corral/pip-$(if $(AMX),with,without)-amx$(COMPILER)
+CACHE := $(HOME)/.cache/corral/pip-$(if $(AMX),with,without)-amx$(subst $(SPACE),-,$(addprefix -,$(strip $(COMPILER))))
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 

@@ -112,7 +112,8 @@ class EngineConfig(Section):
     """Format of the keys in the KV cache. Quantised formats take less memory and are less exact. OpenVINO
     has `f16`, and [`bf16` for keys and values](openvino.md#attention-with-bf16)."""
     cache_type_v: CacheType = "f16"
-    """Format of the values in the KV cache. A quantised one needs `flash_attn`."""
+    """Format of the values in the KV cache. A quantised one needs `flash_attn`. With OpenVINO, the same as
+    `cache_type_k`."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
     """System prompts that every replica computes when it starts and keeps, each in a slot of its own.
     Chats without tools that begin with one start from there, for every client. Default: none."""

@@ -145,7 +145,7 @@ class EngineOptions:
             "engine.flash_attn: false": self.flash_attn is False,
             "engine.numa": self.numa is not None,
             "engine.threads_batch": self.threads_batch not in (None, self.threads),
-            "a KV cache in other formats than f16, or bf16 for keys and values": (
+            "engine.cache_type_k and engine.cache_type_v but both f16 or both bf16": (
                 formats not in ({"f16"}, {"bf16"})
             ),
         }

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import os
+import platform
 import re
 import resource
 import shlex
@@ -461,3 +462,17 @@ def test_panels_do_not_overlap_and_have_a_source() -> None:
 
 def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++-19"])
+def test_the_header_for_amx_compiles(compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None or platform.machine() != "x86_64":
+        pytest.skip(f"no {compiler} for x86-64 here")
+    source = tmp_path / "tiles.cpp"
+    source.write_text(
+        "#include <immintrin.h>\nvoid load(const char *config) { _tile_loadconfig(config); }\n"
+    )
+    header = str(ROOT / "cluster/llama_cpp/tiles.h")
+    command = [compiler, "-mamx-tile", "-include", header, "-S", "-O2", "-o", "-", str(source)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("ldtilecfg") == 1

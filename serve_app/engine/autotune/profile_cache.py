@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 6
+_FORMAT = 7
 _Kept = TypeVar("_Kept")
 
 

@@ -41,6 +41,7 @@ from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
 from serve_app.openvino.folder import ConvertedModels
 from serve_app.openvino.paged.blocks import BLOCK
+from serve_app.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.openvino.paged.context import PagedContext
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
@@ -92,6 +93,8 @@ class OpenVinoBackend:
         header = vocabulary_file(path)
         self.vocabulary = Model(header, vocab_only=True, delimiters=DELIMITERS)
         self._check_model()
+        cache_type: CacheType = "bf16" if options.cache_type_k == "bf16" else "f16"
+        check_cache_type(cache_type)
         self._fingerprint = self.vocabulary.fingerprint()
         frequencies = None
         if is_graph(path):
@@ -113,7 +116,7 @@ class OpenVinoBackend:
             n_texts=_TEXTS_AT_ONCE,
             n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
             frequencies=frequencies,
-            cache_type="bf16" if options.cache_type_k == "bf16" else "f16",
+            cache_type=cache_type,
         )
         self.threads = Threads.alike(options.threads, options.threads)
         self._context.warm_up()

@@ -30,6 +30,18 @@ CACHES = (KEYS, "value_cache.")
 _ATTENTION = "PagedAttentionExtension"
 
 
+def check_cache_type(cache_type: CacheType) -> None:
+    """Raises ConfigError on a processor without such numbers, where they would be turned to others and
+    back. Quick: to be called before anything is converted."""
+    if cache_type == "f16":
+        return
+    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise ConfigError(
+            "engine.cache_type_k and engine.cache_type_v: bf16 needs a processor that computes with such "
+            "numbers (avx512_bf16 or amx_bf16), with engine.backend: openvino. Use f16 for both."
+        )
+
+
 def settings(threads: int, cache_type: CacheType = "f16") -> dict[str, Any]:
     """The properties that a model is compiled with. Threads stay where the caller's affinity has them: a
     replica's cores are leased."""
@@ -61,8 +73,6 @@ def compiled(
 ) -> tuple[openvino.CompiledModel, NDArray[np.float32]]:
     """The model with paged attention, whose last product has the rows only that are sampled; and how far
     its positions turn. Raises ConfigError."""
-    if cache_type == "bf16":
-        _check_bf16()
     try:
         names = {one.get_friendly_name(): one for one in model.get_ops()}
         frequencies = np.array(names[FREQUENCIES].data, np.float32).reshape(-1)
@@ -93,16 +103,6 @@ def _choose_rows(model: openvino.Model) -> None:
     model.add_parameters([sampled, embedded])
     model.add_results([vectors])
     model.validate_nodes_and_infer_types()
-
-
-def _check_bf16() -> None:
-    """Raises ConfigError on a processor without such numbers, where they would be turned to others and
-    back."""
-    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        raise ConfigError(
-            "engine.cache_type_k: bf16 needs a processor that computes with such numbers (avx512_bf16 or "
-            "amx_bf16), with engine.backend: openvino. Use f16."
-        )
 
 
 def _narrow_attention(model: openvino.Model) -> None:

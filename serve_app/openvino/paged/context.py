@@ -78,8 +78,8 @@ class PagedContext:
         self.n_ctx_slot = n_ctx_slot
         self._weights = path.with_suffix(".bin")
         self.n_parameter_bytes = self._weights.stat().st_size
+        graph = read(path, frequencies, model.n_vocab)  # which has the file mapped
         with forgetting(self._weights):
-            graph = read(path, frequencies, model.n_vocab)
             executable, self._frequencies = compiled(path, graph, threads, cache_type)
         self._request: openvino.InferRequest | None = executable.create_infer_request()
         try:

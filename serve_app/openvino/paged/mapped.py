@@ -28,7 +28,8 @@ def forget(path: Path) -> None:
 @contextmanager
 def forgetting(path: Path) -> Iterator[None]:
     """Inside the block, what is read of a mapped file stays in this process's memory for a moment only. For
-    a large file of which every page is read about once."""
+    a large file of which every page is read about once. It must stay mapped for as long: where nothing is
+    mapped any more, others' memory would be forgotten."""
     done = threading.Event()
 
     def run() -> None:

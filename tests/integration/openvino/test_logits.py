@@ -138,8 +138,9 @@ def test_shifted_keys_with_bf16_turn_as_others_do(tmp_path: Path) -> None:
 
 def test_a_processor_without_bf16_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino.Core, "get_property", lambda *_: ["FP32", "INT8"])
-    with pytest.raises(ConfigError, match=r"cache_type_k: bf16 needs a processor"):
+    with pytest.raises(ConfigError, match=r"cache_type_v: bf16 needs a processor"):
         OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), _BF16)
+    assert not (tmp_path / "cache").exists(), "nothing was converted for it"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
+
+import pytest
 
 from serve_app.openvino.paged.mapped import forget, forgetting
 from tests.unit.engine.harness import until
@@ -44,6 +47,19 @@ def test_pages_leave_while_others_are_read(tmp_path: Path) -> None:
             until(lambda: resident(path) == 0)
             assert mapped[-1] == 255
         assert resident(path) == 0
+
+
+def test_nothing_is_forgotten_after_a_failure(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+
+    def fail() -> None:
+        with forgetting(tmp_path / "none.bin"):
+            assert set(threading.enumerate()) > before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_is_not_mapped_is_left_alone(tmp_path: Path) -> None:
