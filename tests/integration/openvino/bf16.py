@@ -9,10 +9,8 @@ import pytest
 
 from serve_app.engine import EngineOptions
 
-computes_bf16 = pytest.mark.skipif(
-    "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"),
-    reason="This processor does not compute with bf16.",
-)
+COMPUTES_BF16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+computes_bf16 = pytest.mark.skipif(not COMPUTES_BF16, reason="no bf16 on this processor")
 
 
 def with_bf16(options: EngineOptions) -> EngineOptions:

@@ -31,6 +31,8 @@ from tests.integration.models.forgetful_models import FORGETFUL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
+from tests.integration.openvino.bf16 import COMPUTES_BF16
+
 OPTIONS = EngineOptions(
     n_slots=4,
     n_ctx_slot=256,
@@ -290,8 +292,11 @@ def test_batches_are_profiled(folder: None) -> None:
 
 
 def test_both_backends_read_a_text_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    perplexity.main(["--model", str(BUILTIN_MODEL), "--windows", "4", "--threads", "2"])
+    backends = "llama.cpp,openvino,openvino-bf16" if COMPUTES_BF16 else "llama.cpp,openvino"
+    arguments = "--model", str(BUILTIN_MODEL), "--windows", "4", "--threads", "2"
+    perplexity.main([*arguments, "--backends", backends])
     heading, _, *rows = capsys.readouterr().out.splitlines()
     assert heading.endswith("508 tokens in 4 windows")
     found = {cells[1].strip(): float(cells[2]) for row in rows[2:] if (cells := row.split("|"))}
     assert found["openvino"] == pytest.approx(found["llama.cpp"], rel=0.01)
+    assert len(found) == 2 or found["openvino-bf16"] == pytest.approx(found["llama.cpp"], rel=0.05)

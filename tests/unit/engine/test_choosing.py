@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,15 +73,21 @@ def test_the_faster_one_is_remembered(
 
 @pytest.mark.parametrize(
     "change",
-    [{"n_slots": 2}, {"threads": 2}, {"n_ctx_slot": 128}, {"profile_limit_s": 5.0}],
+    [
+        {"n_slots": 2},
+        {"threads": 2},
+        {"n_ctx_slot": 128},
+        {"profile_limit_s": 5.0},
+        {"cache_type_k": "bf16", "cache_type_v": "bf16"},
+    ],
     ids=str,
 )
 def test_other_conditions_are_measured_anew(
-    machine: Machine, model: Path, options: EngineOptions, change: dict[str, int]
+    machine: Machine, model: Path, options: EngineOptions, change: dict[str, Any]
 ) -> None:
     choosing.chosen(model, options)
     machine.seconds[OPENVINO] = 3.0
-    assert choosing.chosen(model, replace(options, **change)).name == LLAMA_CPP  # type: ignore[arg-type]
+    assert choosing.chosen(model, replace(options, **change)).name == LLAMA_CPP
     assert choosing.chosen(model, options).name == OPENVINO
 
 
