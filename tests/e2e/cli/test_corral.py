@@ -18,6 +18,8 @@ from loadtests.common import processes, servers
 from loadtests.common.processes import with_default_signals
 from tests.e2e.conftest import SETTINGS, START_TIMEOUT_S, wait_until
 
+RAY_TELLS_S = 60
+"""So long, Ray's agent of a node tries to tell Ray's head, which is gone as well, that its raylet is gone."""
 CORRAL = [sys.executable, "-P", "-m", "serve_app.cli"]
 
 
@@ -153,7 +155,7 @@ def test_when_ray_is_killed_haproxy_ends_too(own_folder: Path) -> None:
         os.kill(starter, signal.SIGKILL)
         wait_until(
             lambda: not processes.tagged(own_folder, ""),
-            servers.STOP_TIMEOUT_S,
+            servers.STOP_TIMEOUT_S + RAY_TELLS_S,
             lambda: str([processes.command_line(one) for one in processes.tagged(own_folder, "")]),
         )
         assert "The server has ended." in started.said
