@@ -19,7 +19,7 @@ from loadtests.common.processes import with_default_signals
 from tests.e2e.conftest import SETTINGS, START_TIMEOUT_S, wait_until
 
 RAY_TELLS_S = 60
-"""So long, Ray's agent of a node tries to tell Ray's head, which is gone as well, that its raylet is gone."""
+"""Seconds in which Ray's agent of a node tries to tell a head that is gone that the raylet is gone, too."""
 CORRAL = [sys.executable, "-P", "-m", "serve_app.cli"]
 
 
