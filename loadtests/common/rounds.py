@@ -56,6 +56,11 @@ def ratios(values: Sequence[float | None], baseline: Sequence[float | None]) -> 
     return found
 
 
+def ratio_spread(values: Sequence[float | None], baseline: Sequence[float | None]) -> str:
+    """The ratios as a cell of a table: median (min-max); a dash if there are none."""
+    return spread(ratios(values, baseline) or [])
+
+
 def compared(
     rounds: Sequence[Mapping[str, float]],
     baseline: str,
@@ -66,7 +71,7 @@ def compared(
     the baseline way."""
     by_way = dict(of_each(rounds))
     rows = [
-        (way, text(statistics.median(values)), spread(ratios(values, by_way[baseline]) or []))
+        (way, text(statistics.median(values)), ratio_spread(values, by_way[baseline]))
         for way, values in by_way.items()
     ]
     return table(header, rows)

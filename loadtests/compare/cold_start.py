@@ -31,8 +31,8 @@ from typing import Any
 import httpx
 
 from loadtests.common import processes, servers
-from loadtests.common.benchmark import bounded, machine, spread, table, usable_cores
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.benchmark import bounded, machine, table, usable_cores
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.common.servers import Server
 from loadtests.compare import llama_server
 from loadtests.compare.sides import Sizes, llama_server_command
@@ -180,9 +180,9 @@ def report(rounds: Sequence[dict[str, Answered]]) -> str:
             (
                 side,
                 f"{statistics.median(firsts):.2f} ({min(firsts):.2f}-{max(firsts):.2f})",
-                spread(ratios(firsts, [one.first_s for one in of_peer]) or []),
+                ratio_spread(firsts, [one.first_s for one in of_peer]),
                 f"{1000 * statistics.median(tokens):.1f}",
-                spread(ratios(tokens, [one.token_s for one in of_peer]) or []),
+                ratio_spread(tokens, [one.token_s for one in of_peer]),
             )
         )
     header = ("side", "first token, s", "ratio", "then, ms for each", "ratio")

@@ -51,7 +51,7 @@ from loadtests.common.benchmark import (
     usable_cores,
 )
 from loadtests.common.plot import Chart, svg
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.common.streams import Reader
 from loadtests.compare import llama_server
@@ -253,7 +253,7 @@ def report(settings: Settings, rounds: Sequence[Mapping[Side, Found]]) -> str:
         lines += [f"Corral's engine has {json.dumps(settings.engine)}."]
     baseline = [one[settings.baseline].ttft_s for one in rounds]
     rows = [
-        (side, *_cells(found), spread(ratios([one.ttft_s for one in found], baseline) or []))
+        (side, *_cells(found), ratio_spread([one.ttft_s for one in found], baseline))
         for side, found in of_each(rounds)
     ]
     return "\n".join([*lines, "", table(_HEADER, rows)])

@@ -41,11 +41,10 @@ from loadtests.common.benchmark import (
     bounded,
     listed,
     percentile,
-    spread,
     table,
     usable_cores,
 )
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.common.servers import (
     Server,
     exit_on_sigterm,
@@ -286,9 +285,9 @@ def _row(side: str, by_side: dict[str, list[Round]]) -> list[str]:
         theirs = [one.first_s for one in by_side[LLAMA_SERVER]]
         row[1:5] = [
             f"{statistics.median(firsts):.2f}",
-            spread(ratios(firsts, theirs) or []),
+            ratio_spread(firsts, theirs),
             f"{statistics.median(agains):.2f}",
-            spread(ratios(firsts, agains) or []),
+            ratio_spread(firsts, agains),
         ]
     if besides:
         row[5] = f"{statistics.median(besides):.2f}"

@@ -41,7 +41,7 @@ from loadtests.common.benchmark import (
     table,
     usable_cores,
 )
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.common.streams import Answer, Reader
 from loadtests.compare import llama_server
@@ -139,7 +139,7 @@ def report(args: argparse.Namespace, rounds: Sequence[Mapping[str, Found]]) -> s
             side,
             spread([one.first_s for one in found]),
             spread([1000 * one.second_s for one in found]),
-            spread(ratios([one.second_s for one in found], others) or []),
+            ratio_spread([one.second_s for one in found], others),
             f"{statistics.median(one.computed for one in found):.0f}",
         )
         for side, found in of_each(rounds)

@@ -27,11 +27,10 @@ from loadtests.common.benchmark import (
     Prompts,
     listed,
     percentile,
-    spread,
     table,
     usable_cores,
 )
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.engine import process
 from loadtests.engine.bare_loop import text_tokens
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
@@ -159,7 +158,7 @@ def _cells(rounds: Sequence[Round]) -> list[str]:
         f"{statistics.median(calm):.0f}",
         *(f"{value:.0f}" for value in (statistics.median(gaps), percentile(gaps, 99), max(gaps))),
         f"{statistics.median(beside):.2f} / {statistics.median(alone):.2f}",
-        spread(ratios(beside, alone) or []),
+        ratio_spread(beside, alone),
     ]
 
 

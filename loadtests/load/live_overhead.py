@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from loadtests.common.benchmark import bounded, spread, table
+from loadtests.common.benchmark import bounded, table
 from loadtests.common.bursts import FIGURES, random_requests, run
 from loadtests.common.processes import with_default_signals
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.common.servers import exit_on_sigterm, serve_run
 
 # Reads until it is ended; streams end after a minute and are asked for again.
@@ -86,9 +86,7 @@ def _table(pairs: Sequence[Mapping[int, Mapping[str, float]]]) -> str:
     rows = []
     for name in FIGURES:
         without, beside = ([figures[name] for figures in found] for found in (alone, viewed))
-        rows.append(
-            (name, f"{statistics.median(without):.3g}", spread(ratios(beside, without) or []))
-        )
+        rows.append((name, f"{statistics.median(without):.3g}", ratio_spread(beside, without)))
     return table(("figure", "nobody watches", "with viewers, ratio"), rows)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import get_args
 
 from loadtests.common.benchmark import (
     bounded,
@@ -24,13 +25,13 @@ from loadtests.common.benchmark import (
     listed,
     machine,
     machine_line,
-    spread,
     table,
     usable_cores,
 )
 from loadtests.common.paged import opened
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from serve_app.llama.model import Model
+from serve_app.openvino.paged.compiling import CacheType
 from serve_app.openvino.paged.context import PagedContext
 
 _TOKEN = 5
@@ -84,7 +85,7 @@ def report(found: Mapping[tuple[int, int], Sequence[Mapping[str, float]]]) -> st
         cells = [f"{1000 * statistics.median(by_kind[kinds[0]]):.0f} ms"]
         for kind in kinds[1:]:
             ms = 1000 * statistics.median(by_kind[kind])
-            cells.append(f"{ms:.0f} ms, {spread(ratios(by_kind[kind], by_kind[kinds[0]]) or [])}")
+            cells.append(f"{ms:.0f} ms, {ratio_spread(by_kind[kind], by_kind[kinds[0]])}")
         lines.append((n_rows, depth, *cells))
     return table(("rows", "behind", *kinds), lines)
 
@@ -97,8 +98,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=listed(bounded(1, 4096)), default=(1, 28, 128))
     parser.add_argument("--depths", type=listed(bounded(0, 2**20)), default=(0, 2048, 4096))
-    kinds = choice("f16", "bf16")
-    parser.add_argument("--cache-types", type=listed(kinds), default=("f16", "bf16"))
+    kinds = get_args(CacheType)
+    parser.add_argument("--cache-types", type=listed(choice(*kinds)), default=kinds)
     parser.add_argument("--rounds", type=bounded(1, 100), default=5)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
     return parser.parse_args()

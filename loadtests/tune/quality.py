@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 
 if TYPE_CHECKING:
+    from serve_app.openvino.paged.compiling import CacheType
     from serve_app.openvino.paged.context import PagedContext
 
 WINDOW = 256
@@ -64,7 +65,7 @@ class Kernels:
     """With what a text is read."""
 
     backend: KernelsName = "llama.cpp"
-    cache_type: Literal["f16", "bf16"] = "f16"
+    cache_type: CacheType = "f16"
     """Of keys and values."""
 
 

@@ -90,6 +90,7 @@ def pinned_source(
 
 
 def draft_source(model: ModelConfig) -> ModelSource | None:
+    """The draft model's, if the model has one."""
     return None if model.engine.draft is None else model.engine.draft.source
 
 

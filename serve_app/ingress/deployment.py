@@ -154,8 +154,8 @@ class Ingress:
             for model in models
         ]
         senses = [await asyncio.to_thread(_senses, model) for model in models]
-        files = map(_file, models, paths, senses)
-        self._workers = WorkerPool(list(files), PREPARATIONS)
+        files = [_file(*one) for one in zip(models, paths, senses, strict=True)]
+        self._workers = WorkerPool(files, PREPARATIONS)
         served = zip(models, paths, handles, senses, strict=True)
         listener = await _listener()
         self._models: dict[str, ServedModel] = {}

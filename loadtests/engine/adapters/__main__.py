@@ -33,7 +33,7 @@ from loadtests.common.benchmark import (
     table,
     usable_cores,
 )
-from loadtests.common.rounds import of_each, ratios
+from loadtests.common.rounds import of_each, ratio_spread
 from loadtests.engine.adapters.bench import (
     ADAPTERS,
     APART,
@@ -63,9 +63,7 @@ def report(rounds: Sequence[dict[str, Run]]) -> str:
         speeds = [one.tokens_per_s for one in runs]
         gaps = [1000 * gap for one in runs for gap in one.gaps_s]
         told = (percentile(gaps, 50), percentile(gaps, 99), max(gaps))
-        rows.append(
-            (way, spread(speeds), spread(ratios(speeds, parts) or []), *(f"{x:.0f}" for x in told))
-        )
+        rows.append((way, spread(speeds), ratio_spread(speeds, parts), *(f"{x:.0f}" for x in told)))
     return table(_HEADER, rows)
 
 

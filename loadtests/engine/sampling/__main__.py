@@ -24,11 +24,10 @@ from loadtests.common.benchmark import (
     listed,
     machine,
     machine_line,
-    spread,
     table,
     usable_cores,
 )
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.engine.sampling.whole_chain import WholeChain
 from serve_app.llama.context import Context
 from serve_app.llama.grammars.constraint import Constraint
@@ -132,7 +131,7 @@ def _step_s(picks: Sequence[Pick]) -> float:
 def _line(name: str, n: int, rounds: Sequence[dict[str, float]]) -> tuple[object, ...]:
     by_way = dict(of_each(rounds))
     medians = [f"{statistics.median(by_way[way]):.2f}" for way in (WHOLE, CORRAL)]
-    return name, n, *medians, spread(ratios(by_way[CORRAL], by_way[WHOLE]) or [])
+    return name, n, *medians, ratio_spread(by_way[CORRAL], by_way[WHOLE])
 
 
 def main() -> None:

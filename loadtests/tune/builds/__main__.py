@@ -34,11 +34,10 @@ from loadtests.common.benchmark import (
     listed,
     machine,
     machine_line,
-    spread,
     table,
     usable_cores,
 )
-from loadtests.common.rounds import in_turns, of_each, ratios
+from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.engine.bare_loop import text_tokens
 from loadtests.engine.run import Run
 from loadtests.tune.builds import libraries
@@ -113,7 +112,7 @@ def _table(rounds: Sequence[Mapping[str, Found]], sequences: Sequence[int]) -> s
             if name == _BASELINE:
                 cells.append(f"{statistics.median(value or 0 for value in values):.0f} tokens/s")
             else:
-                cells.append(spread(ratios(values, baseline) or []))
+                cells.append(ratio_spread(values, baseline))
         rows.append((name, *cells))
     return table(("way", *figures), rows)
 
