@@ -1,0 +1,185 @@
+"""Names and docstrings of the product: a class name stands once, and a docstring names its subject."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ROOT / "serve_app"
+MODULES = sorted(PRODUCT.rglob("*.py"))
+VAGUE = frozenset({"one", "found", "told", "asked", "wanted", "given"})
+LONGEST_VAGUE_LINES = 3
+"""The lines from a vague name's first place in a function to its last."""
+MOST_ARGUMENTS = 7
+"""The most arguments of a constructor in the engine and its kernels."""
+ENGINE = ("engine", "llama", "openvino")
+LEADING = re.compile(
+    r"(It|Its|They|Their|Them|Those|These|This|That|He|She|His|Whose|Which|Such|"
+    r"Of|The same|See|One that|Ones|\.\.\.|And|Or|But|Like `|Also)\b|\.\.\."
+)
+"""The first words of a docstring that lacks its subject."""
+PENDING = frozenset(
+    {
+        "app.py",
+        "application",
+        "batch",
+        "channel",
+        "cli",
+        "config",
+        "demo_model",
+        "engine",
+        "errors.py",
+        "folders.py",
+        "heap.py",
+        "ingress",
+        "llama",
+        "locks.py",
+        "logs.py",
+        "openvino",
+        "placement",
+        "progress.py",
+        "prompt",
+        "replica",
+        "routing",
+        "sampling.py",
+        "store",
+        "types.py",
+    }
+)
+"""The parts of the product that do not keep to these rules yet. Nothing joins them."""
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PRODUCT).parts[0]
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The docstrings of a module, its classes and functions, and the texts below attributes."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.value
+
+
+def fragments(source: str) -> list[tuple[int, str]]:
+    """The docstrings that begin without a subject, or that go on in the next attribute's."""
+    beginnings = ((text, str(text.value).strip()) for text in docstrings(ast.parse(source)))
+    return [
+        (text.lineno, words[:60])
+        for text, words in beginnings
+        if LEADING.match(words) or words.endswith((",", "...", ";"))
+    ]
+
+
+def vague_names(source: str) -> list[tuple[int, str]]:
+    """The variables that a vague word names for longer than a few lines."""
+    findings = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        arguments = [*function.args.args, *function.args.kwonlyargs, *function.args.posonlyargs]
+        findings += [(arg.lineno, arg.arg) for arg in arguments if arg.arg in VAGUE]
+        lines = defaultdict[str, list[int]](list)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id in VAGUE:
+                lines[node.id].append(node.lineno)
+        for name, numbers in lines.items():
+            runs = _runs(sorted(numbers))
+            findings += [
+                (first, name) for first, last in runs if last - first >= LONGEST_VAGUE_LINES
+            ]
+    return sorted(set(findings))
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """The stretches of lines in which each mention follows the last within a few lines."""
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number - last > LONGEST_VAGUE_LINES:
+            yield first, last
+            first = number
+        last = number
+    yield first, last
+
+
+def long_constructors(source: str) -> list[tuple[int, int]]:
+    """The constructors that take too many arguments besides `self`."""
+    findings = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            n_arguments = len(node.args.args) + len(node.args.kwonlyargs) - 1
+            if n_arguments > MOST_ARGUMENTS:
+                findings.append((node.lineno, n_arguments))
+    return findings
+
+
+def report(kind: str = "all") -> dict[str, list[str]]:
+    """The findings of each part of the product."""
+    places = defaultdict[str, list[str]](list)
+    for path in MODULES:
+        source, where = path.read_text(), path.relative_to(ROOT)
+        for line, words in fragments(source):
+            places[part(path)].append(f"{where}:{line}: docstring {words!r}")
+        for line, name in vague_names(source):
+            places[part(path)].append(f"{where}:{line}: variable {name}")
+        if part(path) in ENGINE:
+            for line, n_arguments in long_constructors(source):
+                places[part(path)].append(f"{where}:{line}: {n_arguments} arguments")
+    for name, paths in class_places().items():
+        for path in paths if len(paths) > 1 else []:
+            others = ", ".join(str(other.relative_to(ROOT)) for other in paths if other != path)
+            places[part(path)].append(f"{path.relative_to(ROOT)}: class {name} is also in {others}")
+    return places
+
+
+def class_places() -> dict[str, list[Path]]:
+    places = defaultdict[str, list[Path]](list)
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    return places
+
+
+REPORT = report()
+
+
+@pytest.mark.parametrize("name", sorted({part(path) for path in MODULES} - PENDING))
+def test_names_and_docstrings_say_what_they_mean(name: str) -> None:
+    assert REPORT[name] == []
+
+
+def test_docstrings_without_a_subject_are_found() -> None:
+    source = '"""Of a row."""\nx = 1\n"""Whether it ends, ..."""\ndef f(): "Return the item."\n'
+    assert fragments(source) == [(1, "Of a row."), (3, "Whether it ends, ...")]
+
+
+def test_vague_names_that_live_long_are_found() -> None:
+    short = "def f():\n    found = 1\n    return found\n"
+    long = "def f():\n    found = 1\n    x = found\n    y = 2\n    return found\n"
+    assert vague_names(short) == []
+    assert vague_names(long) == [(2, "found")]
+    assert vague_names("def f(one): return one\n") == [(1, "one")]
+
+
+def test_constructors_with_many_arguments_are_found() -> None:
+    assert long_constructors("class C:\n    def __init__(self, a, b, c, d, e, f, g, h): ...") == [
+        (2, 8)
+    ]
+
+
+if __name__ == "__main__":
+    import sys
+
+    for name in sys.argv[1:] or sorted(REPORT):
+        print(*REPORT.get(name, []), sep="\n")
+    print({name: len(findings) for name, findings in sorted(REPORT.items())})
