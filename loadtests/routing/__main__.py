@@ -36,7 +36,7 @@ from loadtests.common.benchmark import bounded, cpu_name, listed, percentile
 from loadtests.routing.replica import Workload
 from loadtests.routing.simulation import Policy, PrefixAware, RoundRobin, Simulation, TwoChoices
 from serve_app.routing.blocks import MAX_BLOCKS, chain
-from serve_app.routing.score import Fleet, Prompt, Report
+from serve_app.routing.score import Fleet, Report, RoutedPrompt
 
 _POLICIES: dict[str, type[RoundRobin | TwoChoices | PrefixAware]] = {
     "round robin": RoundRobin,
@@ -93,7 +93,7 @@ def decision_s(n_replicas: int = 64, n_tokens: int = 4096, n_times: int = 2000) 
         n_same = rng.randrange(n_tokens)
         tokens = common[:n_same] + list(range(n_tokens - n_same))
         began = time.thread_time()
-        prompt = Prompt(key, n_tokens, chain(tokens), 100, str(key))
+        prompt = RoutedPrompt(key, n_tokens, chain(tokens), 100, str(key))
         replica, found = fleet.rank(prompt, key / 100)[0]
         fleet.book(replica, prompt, found.missing, key / 100)
         taken.append(time.thread_time() - began)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from serve_app.routing.blocks import BLOCK_TOKENS, MAX_BLOCKS, Chain
-from serve_app.routing.score import Prompt, Report
+from serve_app.routing.score import Report, RoutedPrompt
 
 # A 0.6B model (Q4_0) on two cores: seconds of a decode step, and for each row of it; of a prompt token.
 _STEP_S, _ROW_S, _PROMPT_TOKEN_S = 0.010, 0.00425, 0.002
@@ -48,7 +48,7 @@ class Workload:
 class Asked:
     """One request."""
 
-    prompt: Prompt
+    prompt: RoutedPrompt
     n_answer: int
     sent_s: float = 0.0
     first_s: float = 0.0
@@ -70,7 +70,7 @@ def draw(workload: Workload) -> Iterator[Asked]:
     for key, rank in enumerate(drawn):
         blocks = shared[rank] + tuple(rng.getrandbits(32) for _ in range(n_own))
         n_answer = rng.randint(workload.answer_tokens // 2, 3 * workload.answer_tokens // 2)
-        prompt = Prompt(key, BLOCK_TOKENS * len(blocks) + 1, blocks, n_answer, str(key))
+        prompt = RoutedPrompt(key, BLOCK_TOKENS * len(blocks) + 1, blocks, n_answer, str(key))
         yield Asked(prompt, n_answer)
 
 

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from loadtests.routing.replica import Asked, Replica, Workload, draw
-from serve_app.routing.score import Fleet, Prompt, Report
+from serve_app.routing.score import Fleet, Report, RoutedPrompt
 
 # Every replica reports so often, and routers know it so much later.
 _REPORT_EVERY_S, _REPORT_TAKES_S = 1.0, 0.3
@@ -19,7 +19,7 @@ _REPORT_EVERY_S, _REPORT_TAKES_S = 1.0, 0.3
 class Policy(Protocol):
     """One router's way to pick a replica."""
 
-    def pick(self, prompt: Prompt, replicas: Sequence[Replica], now: float) -> int:
+    def pick(self, prompt: RoutedPrompt, replicas: Sequence[Replica], now: float) -> int:
         """The replica that gets the prompt."""
 
     def reported(self, reports: Mapping[int, Report], now: float) -> None:
@@ -35,7 +35,7 @@ class RoundRobin:
     def __init__(self, rng: random.Random) -> None:
         self._turn = count(rng.randrange(1000))
 
-    def pick(self, prompt: Prompt, replicas: Sequence[Replica], now: float) -> int:
+    def pick(self, prompt: RoutedPrompt, replicas: Sequence[Replica], now: float) -> int:
         """The next one."""
         return next(self._turn) % len(replicas)
 
@@ -52,7 +52,7 @@ class TwoChoices(RoundRobin):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def pick(self, prompt: Prompt, replicas: Sequence[Replica], now: float) -> int:
+    def pick(self, prompt: RoutedPrompt, replicas: Sequence[Replica], now: float) -> int:
         """The shorter queue of two."""
         return min(self._rng.sample(replicas, 2), key=lambda one: one.n_live).id
 
@@ -63,7 +63,7 @@ class PrefixAware:
     def __init__(self, rng: random.Random) -> None:
         self._fleet = Fleet[int](rng)
 
-    def pick(self, prompt: Prompt, replicas: Sequence[Replica], now: float) -> int:
+    def pick(self, prompt: RoutedPrompt, replicas: Sequence[Replica], now: float) -> int:
         """The one with the shortest expected time to the first token."""
         replica, found = self._fleet.rank(prompt, now)[0]
         self._fleet.book(replica, prompt, found.missing, now)

@@ -67,7 +67,7 @@ def check_memory(models: Sequence[ResolvedModel], total_bytes: int) -> None:
             )
 
 
-class _Kept(DeploymentConfig):
+class _VersionedDeployment(DeploymentConfig):
     """A deployment whose replicas Serve leaves alone as long as this version of it stays the same.
 
     Serve gives all deployments of an application one version, made from all of its `args`: any change
@@ -84,7 +84,7 @@ def keep(engines: Application, model: ResolvedModel) -> Application:
     changes."""
     deployment: Any = engines._bound_deployment
     configured = deployment._deployment_config
-    kept = _Kept.model_construct(**dict(configured))
+    kept = _VersionedDeployment.model_construct(**dict(configured))
     kept.version = fingerprint(model)
     deployment._deployment_config = kept
     return engines

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.config_file import Options, document
+from serve_app.cli.config_file import ServeOptions, document
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError
@@ -78,7 +78,7 @@ def resolved(args: argparse.Namespace) -> ResolvedModel:
         app = schema.load(args.config)
     else:
         models = () if args.model is None else (args.model,)
-        options = Options(models, slots=args.slots, context=args.context, threads=args.threads)
+        options = ServeOptions(models, slots=args.slots, context=args.context, threads=args.threads)
         app = schema.parse(document(options)["applications"][0]["args"])
     return resolve(app.models[:1], downloads=app.downloads)[0]
 
@@ -112,7 +112,7 @@ def answer(args: argparse.Namespace) -> int:
     )
 
     from serve_app.batch import parts, run
-    from serve_app.batch.answerer import Work
+    from serve_app.batch.answerer import PartSettings
     from serve_app.batch.rows import CHAT, ENDPOINTS, Reading
 
     path = args.endpoint or CHAT
@@ -127,7 +127,7 @@ def answer(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.output} is there already.")
     model = resolved(args)
     reading = Reading(path, args.column, args.system, args.fields)
-    work = Work(model, reading, folder.resolve())
+    work = PartSettings(model, reading, folder.resolve())
     n_replicas = args.replicas or max(1, int(connect_and_count(model)))
     clock = run.Clock()
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()

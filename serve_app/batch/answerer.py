@@ -33,7 +33,7 @@ from serve_app.ingress.model_registry import ServedModel
 from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.progress import nowhere
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.replica.settling import settle_in
+from serve_app.replica.cpu_placement import place_on_cpus
 from serve_app.store.models import locate
 from serve_app.store.sharing.cluster import ClusterSharing
 
@@ -48,7 +48,7 @@ logger = logging.getLogger("corral.batch")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PartSettings:
     """The common settings of all parts."""
 
     model: ResolvedModel
@@ -70,14 +70,14 @@ class Answerer:
     """One engine with its lease of cores, and the API's own code before it. Ray Data calls it from several
     threads. If the engine dies, so does the process: Ray starts another one and asks again."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: PartSettings) -> None:
         model, self._work = work.model, work
         path = locate(model.source, model.downloads, nowhere, ClusterSharing())
-        settled = settle_in(model, _reserved_cpus())
+        placement = place_on_cpus(model, _reserved_cpus())
         options = dataclasses.replace(
             model.options,
-            threads=settled.threads,
-            computing_cpus=settled.computing_cpus,
+            threads=placement.threads,
+            computing_cpus=placement.computing_cpus,
             max_stall_s=None,
             profile_folder=cache_folder() / "profiles",
         )

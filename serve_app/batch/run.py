@@ -12,7 +12,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 
 from serve_app.batch import parts
-from serve_app.batch.answerer import AT_ONCE, Answerer, Work
+from serve_app.batch.answerer import AT_ONCE, Answerer, PartSettings
 from serve_app.batch.source import FORMATS, Parts
 from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import folder_of, present
@@ -52,7 +52,7 @@ def inputs(given: Path) -> dict[str, int]:
     return {path: number for number, path in enumerate(files)}
 
 
-def about(files: Mapping[str, int], work: Work, n_lines: int) -> dict[str, Any]:
+def about(files: Mapping[str, int], work: PartSettings, n_lines: int) -> dict[str, Any]:
     """A description of all that the output depends on."""
     reading = work.reading
     source = work.model.source
@@ -85,7 +85,7 @@ def _version(path: str) -> list[int]:
 
 def run(
     files: Mapping[str, int],
-    work: Work,
+    work: PartSettings,
     n_lines: int,
     n_replicas: int,
     on_part: Callable[[Done], None],

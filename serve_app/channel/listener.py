@@ -28,7 +28,7 @@ _MOST_STRANGERS = 64
 _NOTHING = TokenDelta("", ())
 
 
-class Call:
+class IncomingCall:
     """The items that arrive for one call: an async iterator for one reader. Event loop only.
 
     The acceptance is first, then deltas. Deltas that have piled up come as one. It ends with the delta
@@ -71,7 +71,7 @@ class Call:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def __aiter__(self) -> Call:
+    def __aiter__(self) -> IncomingCall:
         return self
 
     async def __anext__(self) -> Accepted | TokenDelta:
@@ -91,7 +91,7 @@ class Call:
             await self._reader
 
 
-class Hearing(Protocol):
+class ReportReceiver(Protocol):
     """Hears what one engine replica says of itself over one connection. Event loop only."""
 
     def take(self, report: bytes) -> None:
@@ -109,14 +109,14 @@ class Listener:
     """
 
     def __init__(
-        self, node_id: str, host: str, heard: Callable[[str], Hearing] | None = None
+        self, node_id: str, host: str, receiver_of: Callable[[str], ReportReceiver] | None = None
     ) -> None:
         """Ray's id and address of this node; who hears a replica with that id, if anybody does."""
-        self._heard = heard
+        self._receiver_of = receiver_of
         self._node_id = node_id
         self._host = host
         self._secret = secrets.token_urlsafe(32)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, IncomingCall] = {}
         self._numbers = itertools.count()
         self._servers: list[asyncio.Server] = []
         self._starting = asyncio.Lock()
@@ -167,9 +167,9 @@ class Listener:
         )
 
     @contextmanager
-    def call(self) -> Iterator[Call]:
+    def call(self) -> Iterator[IncomingCall]:
         """A call, for as long as the block runs."""
-        call = Call(next(self._numbers))
+        call = IncomingCall(next(self._numbers))
         self._calls[call.number] = call
         try:
             yield call
@@ -194,8 +194,8 @@ class Listener:
         if known:
             self._strangers.pop(connection, None)
             self._connections.add(connection)
-            if self._heard is not None:
-                connection.hearing = self._heard(hello.replica_id)
+            if self._receiver_of is not None:
+                connection.receiver = self._receiver_of(hello.replica_id)
         return known
 
     def take(self, connection: _Connection, body: bytes) -> None:
@@ -205,8 +205,8 @@ class Listener:
         at it: who answers first is heard, and nobody else."""
         report = frames.report(body)
         if report is not None:
-            if connection.hearing is not None:
-                connection.hearing.take(report)
+            if connection.receiver is not None:
+                connection.receiver.take(report)
             return
         for number, delta in frames.items(body):
             call = self._calls.get(number)
@@ -218,8 +218,8 @@ class Listener:
         """A connection is gone: what it was to bring does not come."""
         self._strangers.pop(connection, None)
         self._connections.discard(connection)
-        if connection.hearing is not None:
-            connection.hearing.end()
+        if connection.receiver is not None:
+            connection.receiver.end()
         for call in self._calls.values():
             if call.channel is connection:
                 call.fail(ChannelBrokenError("The connection to the engine replica broke."))
@@ -239,7 +239,7 @@ class _Connection(asyncio.Protocol):
         self._listener = listener
         self._buffer = frames.FrameBuffer()
         self._is_known = False
-        self.hearing: Hearing | None = None
+        self.receiver: ReportReceiver | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -22,7 +22,7 @@ HELP = """\
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """The messages so far, and the model."""
 
     model: str
@@ -43,7 +43,7 @@ class Conversation:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One answer, as far as it came."""
 
     text: str = ""
@@ -70,7 +70,7 @@ class Answer:
 def pieces(
     client: Client,
     body: Json,
-    answer: Answer,
+    answer: ChatAnswer,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[str, str]]:
     """("reasoning" or "text", piece) as they come; the answer is filled meanwhile. Raises ServerError."""
@@ -96,11 +96,11 @@ def pieces(
                     yield kind, piece
 
 
-def ask(client: Client, conversation: Conversation, prompt: str, console: Console) -> Answer:
+def ask(client: Client, conversation: ChatSession, prompt: str, console: Console) -> ChatAnswer:
     """Print the answer to a prompt as it comes. Both become part of the conversation, unless nothing
     came. Ctrl-C ends the answer. Raises ServerError."""
     conversation.messages.append({"role": "user", "content": prompt})
-    answer = Answer()
+    answer = ChatAnswer()
     told = pieces(client, conversation.request(), answer)
     writer: PlainWriter = MarkdownWriter(console) if console.is_terminal else PlainWriter(console)
     try:
@@ -190,7 +190,7 @@ def split_blocks(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def converse(client: Client, conversation: Conversation, console: Console) -> None:
+def converse(client: Client, conversation: ChatSession, console: Console) -> None:
     """Talk until /quit or the end of the input. Raises ServerError if there is no model to talk to."""
     console.print(f"[bold]{conversation.model}[/] at {client.url}. /help lists commands.")
     while True:
@@ -211,7 +211,7 @@ def converse(client: Client, conversation: Conversation, console: Console) -> No
             console.print(str(error), style="red", markup=False)
 
 
-def _obey(line: str, client: Client, conversation: Conversation, console: Console) -> None:
+def _obey(line: str, client: Client, conversation: ChatSession, console: Console) -> None:
     command, _, argument = line.partition(" ")
     argument = argument.strip()
     if command == "/new":

@@ -14,7 +14,7 @@ from serve_app.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServeOptions:
     """The options of `corral serve` and `corral config`. None leaves a size to Corral."""
 
     models: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Options:
     allow_anonymous: bool = False
 
 
-def document(options: Options) -> dict[str, Any]:
+def document(options: ServeOptions) -> dict[str, Any]:
     """A configuration for `serve run`. Raises ConfigError."""
     found = [named(model) for model in options.models or (None,)]
     sizes = {
@@ -60,7 +60,7 @@ def _model(model_id: str, named: NamedModel, sizes: Mapping[str, int]) -> dict[s
     return {"id": model_id, "source": named.source} | ({"engine": engine} if engine else {})
 
 
-def _ingress(options: Options) -> dict[str, Any]:
+def _ingress(options: ServeOptions) -> dict[str, Any]:
     ingress: dict[str, Any] = {}
     if options.api_key_file is not None:
         path = options.api_key_file.expanduser()

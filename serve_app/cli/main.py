@@ -156,13 +156,13 @@ def serve(
     * `corral serve --config serve_config.yaml`
     """
     from serve_app.cli import serve as server
-    from serve_app.cli.config_file import Options
+    from serve_app.cli.config_file import ServeOptions
     from serve_app.errors import ConfigError
 
-    options = Options(
+    options = ServeOptions(
         tuple(models or ()), host, port, slots, context, threads, api_key_file, allow_anonymous
     )
-    if config is not None and options != Options():
+    if config is not None and options != ServeOptions():
         _fail("--config cannot be combined with MODEL or other options: the file has all settings.")
     try:
         status = server.run(options, config, _console(), verbose=verbose)
@@ -190,7 +190,7 @@ def print_config(
     from serve_app.cli import config_file
     from serve_app.errors import ConfigError
 
-    options = config_file.Options(
+    options = config_file.ServeOptions(
         tuple(models or ()), host, port, slots, context, threads, api_key_file, allow_anonymous
     )
     try:
@@ -250,7 +250,7 @@ def chat(
     * `corral chat "Write a haiku about barns." --max-tokens 64`
     * `corral chat --url https://llm.example --api-key "$KEY" --model qwen3-4b`
     """
-    from serve_app.cli.chat import Conversation, ask, converse
+    from serve_app.cli.chat import ChatSession, ask, converse
     from serve_app.cli.client import ServerError
 
     client, console = _client(url, api_key), _console()
@@ -261,7 +261,7 @@ def chat(
             model = next(iter(client.models()), None)
         if model is None:
             _fail(f"{client.url} serves no model.")
-        conversation = Conversation(model, system, sampling)
+        conversation = ChatSession(model, system, sampling)
         if prompt is None:
             converse(client, conversation, console)
         else:

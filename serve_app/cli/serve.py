@@ -29,7 +29,7 @@ from rich.console import Console
 from serve_app import folders, progress
 from serve_app.cli import config_file, screen
 from serve_app.cli.client import Client, Json, ServerError
-from serve_app.cli.config_file import Options
+from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
 from serve_app.errors import ConfigError
 
@@ -61,7 +61,7 @@ class Stopped(Exception):  # noqa: N818
     """A signal asks this program to end."""
 
 
-def run(options: Options, config: Path | None, console: Console, *, verbose: bool) -> int:
+def run(options: ServeOptions, config: Path | None, console: Console, *, verbose: bool) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit status. Raises ConfigError for what cannot be served."""
     folder = Path(tempfile.mkdtemp(prefix="corral-run-"))
     try:

@@ -108,7 +108,7 @@ async def _listener() -> Listener:
     """For the channels from engines to this process, whose address its calls have from now on."""
     context: Any = ray.get_runtime_context()
     node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    listener = Listener(context.get_node_id(), node_ip, reports.HERE.hearing)
+    listener = Listener(context.get_node_id(), node_ip, reports.HERE.connection)
     reports.HERE.address = await listener.address()
     return listener
 

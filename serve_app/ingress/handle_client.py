@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from serve_app.channel.address import Address
-from serve_app.channel.listener import Call, Listener
+from serve_app.channel.listener import IncomingCall, Listener
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import (
     CorralError,
@@ -276,7 +276,7 @@ class HandleClient:
         return [one for one in found if not isinstance(one, Asleep)], missing
 
 
-async def _follow(response: Any, call: Call) -> None:
+async def _follow(response: Any, call: IncomingCall) -> None:
     """Let the call fail if its request is refused or its replica is lost."""
     try:
         async with _translated():

@@ -41,11 +41,11 @@ from serve_app.placement.machine import available_memory, cpu_quota, throttled_s
 from serve_app.placement.throttling import ThrottleWatch
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.adapters import ReplicaAdapters
+from serve_app.replica.cpu_placement import place_on_cpus
 from serve_app.replica.files import Files
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
-from serve_app.replica.settling import settle_in
 from serve_app.routing import fetching
 from serve_app.routing.autoscaling import IDLE_S
 from serve_app.routing.reporter import Idleness, pressure
@@ -93,14 +93,14 @@ class LoadedModel:
         weights = sum(n_bytes(one) for one in (path, projector, draft) if one is not None)
         standby = model.standby
         reserved = _reserved_cpus() if standby is None else standby.num_cpus
-        self._settled, self._sizing = settle_in(model, reserved), model.sizing
-        self._closing.callback(self._settled.place.leave)
+        self._cpus, self._sizing = place_on_cpus(model, reserved), model.sizing
+        self._closing.callback(self._cpus.pinning.undo)
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         options = dataclasses.replace(
             sizing.bounded(model.options, model.memory_shares, available_memory() - weights),
-            threads=self._settled.threads,
+            threads=self._cpus.threads,
             fewer_threads=model.threads is None and model.options.threads_batch is None,
-            computing_cpus=self._settled.computing_cpus,
+            computing_cpus=self._cpus.computing_cpus,
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
             adapters=tuple(adapters),
@@ -131,8 +131,8 @@ class LoadedModel:
             options.n_slots,
             options.n_ctx_slot,
             options.threads,
-            self._settled.reason,
-            self._settled.place.report,
+            self._cpus.reason,
+            self._cpus.pinning.report,
             model.sizing,
         )
         logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
@@ -244,9 +244,9 @@ class LoadedModel:
             replica_id=replica_id,
             node_id=node_id,
             engine=dataclasses.asdict(self._engine.stats()),
-            cores=self._settled.place.cores,
-            numa_node=self._settled.place.numa_node,
-            placement=f"{self._settled.place.report}; {self._sizing}",
+            cores=self._cpus.pinning.cores,
+            numa_node=self._cpus.pinning.numa_node,
+            placement=f"{self._cpus.pinning.report}; {self._sizing}",
             latencies=self._engine.latencies(),
         )
 

@@ -70,14 +70,16 @@ class KVTransfer:
 
     async def pull(self) -> None:
         """As the target: get what requests share from the replicas that are there."""
-        await self._bounded(self._pull, Tally("Received", "from"))
+        await self._bounded(self._pull, TransferTally("Received", "from"))
 
     async def push(self) -> None:
         """As the source: send the replicas that stay what they all lack."""
-        await self._bounded(self._push, Tally("Sent", "to"))
+        await self._bounded(self._push, TransferTally("Sent", "to"))
 
     async def _bounded(
-        self, work: Callable[[DeploymentHandle[Any], Tally], Awaitable[None]], tally: Tally
+        self,
+        work: Callable[[DeploymentHandle[Any], TransferTally], Awaitable[None]],
+        tally: TransferTally,
     ) -> None:
         if not self._prefixes.budget_bytes:
             return
@@ -90,7 +92,7 @@ class KVTransfer:
         if tally.n_prefixes:
             logger.info("%s", tally)
 
-    async def _pull(self, peers: DeploymentHandle[Any], tally: Tally) -> None:
+    async def _pull(self, peers: DeploymentHandle[Any], tally: TransferTally) -> None:
         offers = await broadcast.ask_all(peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S)
         held = await asyncio.to_thread(self._prefixes.held)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().stored_bytes
@@ -107,7 +109,7 @@ class KVTransfer:
                 continue
             tally.add(source, wanted.prefix, await self._import(payload, wanted.prefix))
 
-    async def _push(self, peers: DeploymentHandle[Any], tally: Tally) -> None:
+    async def _push(self, peers: DeploymentHandle[Any], tally: TransferTally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
         prefixes = [one.prefix for one in offered]
         if not prefixes:
@@ -156,7 +158,7 @@ class KVTransfer:
         """As the target: store a whole prefix from a replica that ends; returns the bytes that are kept."""
         if target != self._id:
             return None
-        tally = Tally("Received", "from")
+        tally = TransferTally("Received", "from")
         payload: Payload = await sent[0]
         tally.add("one that ends", payload.prefix, await self._import(payload, payload.prefix))
         if tally.n_prefixes:
@@ -187,7 +189,7 @@ class KVTransfer:
         return [one for one in found if one.key == self._prefixes.key]
 
 
-class Tally:
+class TransferTally:
     """The amounts sent from replica to replica, for the log."""
 
     def __init__(self, done: str, way: str) -> None:

@@ -25,7 +25,7 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.errors import CorralError
 from serve_app.placement.residency import Residency
 from serve_app.replica.deployment import LoadedModel, prepare_process
-from serve_app.replica.presence import Presence
+from serve_app.replica.lifecycle import ModelLifecycle
 from serve_app.types import (
     Asleep,
     GenerationRequest,
@@ -50,7 +50,7 @@ class StandbyReplica:
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
         residency = Residency(_folder(context.app_name), model.id, standby.max_loaded)
-        self._presence = Presence[LoadedModel](
+        self._lifecycle = ModelLifecycle[LoadedModel](
             model.id, standby.keep_alive_s, residency, lambda: _loaded(model), _clean_up
         )
 
@@ -80,58 +80,58 @@ class StandbyReplica:
 
     async def is_there(self) -> CorralError | None:
         """Load the model, and have the ingresses know that. Errors are returned."""
-        return await self._asked(lambda _: self._presence.told())
+        return await self._asked(lambda _: self._lifecycle.told())
 
     async def _asked(self, call: Callable[[LoadedModel], Awaitable[T]]) -> T | CorralError:
         """The loaded model's answer, or why it cannot be loaded: see LoadedModel.generate."""
         try:
-            async with self._presence.present() as engine:
+            async with self._lifecycle.present() as engine:
                 return await call(engine)
         except CorralError as error:
             return error
 
     async def release(self) -> None:
         """Unload the model as soon as nobody uses it, unless somebody asks for it before."""
-        self._presence.release()
+        self._lifecycle.release()
 
     async def attach(self, address: Address) -> None:
         """See LoadedModel.attach; while it is not loaded, it has nothing to tell."""
-        await self._presence.attach(address)
+        await self._lifecycle.attach(address)
 
     async def unload_adapter(self, adapter_id: str, version: str) -> bool:
         """See LoadedModel.unload_adapter. A model that is loaded later does not have it."""
-        engine = self._presence.loaded
+        engine = self._lifecycle.loaded
         return engine is None or await engine.unload_adapter(adapter_id, version)
 
     async def stats(self) -> ReplicaStats | Asleep:
         """See LoadedModel.stats."""
-        engine = self._presence.loaded
+        engine = self._lifecycle.loaded
         found: ReplicaStats | Asleep = Asleep(self._id) if engine is None else await engine.stats()
         return found
 
     async def explain(self, wanted: str) -> ReplicaRecords:
         """See LoadedModel.explain."""
-        engine = self._presence.loaded
+        engine = self._lifecycle.loaded
         return ReplicaRecords(self._id, ()) if engine is None else await engine.explain(wanted)
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction | CorralError | None:
         """See LoadedModel.act_on_slot; None if it is not loaded, too."""
-        engine = self._presence.loaded
+        engine = self._lifecycle.loaded
         if engine is None:
             return None
         return await engine.act_on_slot(replica_id, action, slot_id, name)
 
     def check_health(self) -> None:
         """See LoadedModel.check_health."""
-        engine = self._presence.loaded
+        engine = self._lifecycle.loaded
         if engine is not None:
             engine.check_health()
 
     async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
-        await self._presence.close()
+        await self._lifecycle.close()
 
 
 def _folder(app: str) -> Path:

@@ -25,7 +25,7 @@ _CPU = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """The work of one replica."""
 
     backlog_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_app.engine import EngineStats, Holdings
-from serve_app.routing.autoscaling import PRESSURE, Load
+from serve_app.routing.autoscaling import PRESSURE, EngineLoad
 from serve_app.routing.blocks import Inventory, request_key, turn_key
 from serve_app.routing.score import Report
 
@@ -87,7 +87,7 @@ def pressure(
     n_live = stats.running + stats.waiting
     n_behind = stats.background_running + stats.background_waiting
     n_cells = n_ctx or stats.n_slots * stats.n_ctx_slot
-    load = Load(
+    load = EngineLoad(
         backlog_s=stats.backlog_s + behind * stats.background_backlog_s,
         slots=(n_live + behind * n_behind) / stats.n_slots,
         cells=sum(

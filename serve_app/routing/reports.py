@@ -18,8 +18,8 @@ class Heard(NamedTuple):
     at: float
 
 
-class Hearing:
-    """Hears one replica over one connection: see `serve_app.channel.listener.Hearing`."""
+class ReplicaConnection:
+    """Receives the reports of one replica over one connection."""
 
     def __init__(self, reports: Reports, replica_id: str) -> None:
         self._reports = reports
@@ -46,29 +46,29 @@ class Reports:
     def __init__(self) -> None:
         self.address: Address | None = None
         """Where this process listens; None if it is no ingress's."""
-        self._hearings: dict[str, Hearing] = {}
+        self._connections: dict[str, ReplicaConnection] = {}
         self._watchers: list[Callable[[str], None]] = []
 
-    def hearing(self, replica_id: str) -> Hearing:
+    def connection(self, replica_id: str) -> ReplicaConnection:
         """For a new connection of that replica: if an older one is left, it counts no more."""
-        hearing = self._hearings[replica_id] = Hearing(self, replica_id)
-        return hearing
+        connection = self._connections[replica_id] = ReplicaConnection(self, replica_id)
+        return connection
 
-    def left(self, hearing: Hearing) -> None:
+    def left(self, connection: ReplicaConnection) -> None:
         """A connection is gone, and with it what was heard over it."""
-        if self._hearings.get(hearing.replica_id) is hearing:
-            del self._hearings[hearing.replica_id]
+        if self._connections.get(connection.replica_id) is connection:
+            del self._connections[connection.replica_id]
             for watcher in tuple(self._watchers):
-                watcher(hearing.replica_id)
+                watcher(connection.replica_id)
 
     def hears(self, replica_id: str) -> bool:
         """Whether that replica has a channel to this process."""
-        return replica_id in self._hearings
+        return replica_id in self._connections
 
     def newest(self, replica_id: str) -> Heard | None:
         """The replica's last report over its channel, if there is one."""
-        hearing = self._hearings.get(replica_id)
-        return None if hearing is None else hearing.heard
+        connection = self._connections.get(replica_id)
+        return None if connection is None else connection.heard
 
     def watch(self, watcher: Callable[[str], None]) -> None:
         """Have it called, in the listener's thread, with each replica that is heard no more."""

@@ -21,7 +21,7 @@ from serve_app.routing import reports
 from serve_app.routing.attachment import Attachment
 from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key, turn_key
 from serve_app.routing.broadcast import note_running
-from serve_app.routing.score import Fleet, Prompt
+from serve_app.routing.score import Fleet, RoutedPrompt
 from serve_app.types import GenerationRequest, adapters_of
 
 _SYSTEM_TOKENS = 64 * BLOCK_TOKENS
@@ -91,14 +91,14 @@ async def attach(replica: RunningReplica, address: Address) -> None:
     await sent.get_async()
 
 
-def prompt_of(pending: PendingRequest | None) -> Prompt:
+def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
     """The prompt of a call of `EngineReplica.generate` or `.embed`; other calls cost next to nothing."""
     if pending is None:
-        return Prompt(0)
+        return RoutedPrompt(0)
     group, asked = pending.metadata.internal_request_id, _argument(pending)
     if isinstance(asked, GenerationRequest):
         most = math.inf if asked.sampling.max_tokens is None else asked.sampling.max_tokens
-        return Prompt(
+        return RoutedPrompt(
             _key(pending),
             len(asked.given),
             chain(asked.given, asked.content_group),
@@ -111,7 +111,9 @@ def prompt_of(pending: PendingRequest | None) -> Prompt:
     embeds = pending.metadata.call_method == "embed"
     n_tokens = sum(len(text) for text in asked) if embeds else 0
     background = embeds and any(pending.args[3:])
-    return Prompt(_key(pending), 1 + n_tokens, max_tokens=0, group=group, background=background)
+    return RoutedPrompt(
+        _key(pending), 1 + n_tokens, max_tokens=0, group=group, background=background
+    )
 
 
 def _key(pending: PendingRequest) -> int:

@@ -60,7 +60,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RoutedPrompt:
     """The properties of a request that the decision uses."""
 
     key: int
@@ -79,10 +79,10 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Sent:
+class UnreportedRequest:
     """A request that the replica's report does not know of."""
 
-    prompt: Prompt
+    prompt: RoutedPrompt
     at: float
     missing: int
     """Prompt tokens that it found to compute."""
@@ -90,7 +90,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class TTFTForecast:
     """The forecast for a prompt at a replica."""
 
     ttft_s: float
@@ -115,19 +115,19 @@ class ReplicaView:
     at: float = 0.0
     """When the report came."""
     held: set[int] = field(default_factory=set)
-    sent: dict[int, Sent] = field(default_factory=dict)
+    sent: dict[int, UnreportedRequest] = field(default_factory=dict)
 
     def update(self, report: Report, now: float) -> None:
         """Take a new report in; what was sent and is not in it still counts."""
         self.report, self.at = report, now
         self._settle(report.requests, now)
 
-    def book(self, prompt: Prompt, missing: int, now: float) -> None:
+    def book(self, prompt: RoutedPrompt, missing: int, now: float) -> None:
         """Count a request that goes there; the next one with its prefix will find it."""
         oldest = next(iter(self.sent.values()), None)
         if oldest and now - oldest.at > 2 * _FORGET_S:  # rarely, as it takes a while
             self._settle(frozenset(), now)
-        self.sent[prompt.key] = Sent(prompt, now, missing)
+        self.sent[prompt.key] = UnreportedRequest(prompt, now, missing)
         self.held.update(prompt.chain)
 
     def _settle(self, included: Container[int], now: float) -> None:
@@ -140,7 +140,7 @@ class ReplicaView:
         for sent in self.sent.values():
             self.held.update(sent.prompt.chain)
 
-    def forecast(self, prompt: Prompt, now: float) -> Forecast:
+    def forecast(self, prompt: RoutedPrompt, now: float) -> TTFTForecast:
         """The forecast for the prompt there."""
         report = self.report
         prompt_token_s = report.prompt_token_s or _UNMEASURED_S
@@ -169,7 +169,7 @@ class ReplicaView:
         if turns and prompt.turn not in turns:
             turns_s = _ALONE * min(prompt.max_tokens, report.answer_tokens) * token_s
         own_s = missing_s * crowding * len(turns | {prompt.turn})
-        return Forecast(ahead_s + own_s, missing, missing_s, turns_s)
+        return TTFTForecast(ahead_s + own_s, missing, missing_s, turns_s)
 
     def serves(self, turn: int) -> bool:
         """Whether requests with those adapters run or wait there."""
@@ -197,7 +197,7 @@ class Fleet(Generic[ReplicaT]):
         if report is not view.report:
             view.update(report, at)
 
-    def rank(self, prompt: Prompt, now: float) -> list[tuple[ReplicaT, Forecast]]:
+    def rank(self, prompt: RoutedPrompt, now: float) -> list[tuple[ReplicaT, TTFTForecast]]:
         """A sample of the replicas, the one that answers soonest first."""
         replicas = list(self._views)
         sample = self._rng.sample(replicas, min(_STRANGERS, len(replicas)))
@@ -225,7 +225,7 @@ class Fleet(Generic[ReplicaT]):
         found = [replica for replica, view in self._views.items() if view.serves(turn)]
         return self._rng.sample(found, min(_STRANGERS, len(found)))
 
-    def book(self, replica: ReplicaT, prompt: Prompt, missing: int, now: float) -> None:
+    def book(self, replica: ReplicaT, prompt: RoutedPrompt, missing: int, now: float) -> None:
         """The prompt goes there, and nowhere else."""
         for view in self._views.values():
             view.sent.pop(prompt.key, None)

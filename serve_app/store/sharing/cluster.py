@@ -210,7 +210,7 @@ class SharedPieces:
         with self._changing:
             getting = tuple(self._takes)
         try:
-            answer: tracker.Answer = ray.get(
+            answer: tracker.PieceAnswer = ray.get(
                 actor.next.remote(self._key, self._node, getting), timeout=_ANSWER_S
             )
         except Exception as error:

@@ -32,7 +32,7 @@ _QUIET_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PieceAnswer:
     """The piece that a node may fetch."""
 
     is_member: bool
@@ -69,7 +69,7 @@ class TrackerActor:
         self._swarms[key].join(node, path, have, fetching, time.monotonic())
         self._tell()
 
-    async def next(self, key: str, node: str, getting: Sequence[int]) -> Answer:
+    async def next(self, key: str, node: str, getting: Sequence[int]) -> PieceAnswer:
         """See Swarm; waits a moment if there is nothing for this node."""
         self._asked = time.monotonic()
         deadline = self._asked + WAIT_S
@@ -79,15 +79,15 @@ class TrackerActor:
             if now >= self._quiet_until:
                 take = swarm.next(node, getting, now)
                 if take is not None or now >= deadline:
-                    return Answer(True, take)
+                    return PieceAnswer(True, take)
             elif now >= deadline:
-                return Answer(True)
+                return PieceAnswer(True)
             try:
                 async with asyncio.timeout(max(0.0, deadline - now)):
                     await changed.wait()
             except TimeoutError:
                 pass
-        return Answer(False)
+        return PieceAnswer(False)
 
     async def renew(self, key: str, node: str, piece: int) -> None:
         """See Swarm."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from serve_app.channel import frames
 from serve_app.channel.address import Address
 from serve_app.channel.frames import FrameBuffer, Item
-from serve_app.channel.listener import Call, Listener
+from serve_app.channel.listener import IncomingCall, Listener
 from serve_app.channel.sender import Channel, Channels
 from serve_app.errors import CorralError
 from serve_app.types import Accepted, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
@@ -62,7 +62,7 @@ class Seen:
         return text
 
 
-async def read(call: Call) -> Seen:
+async def read(call: IncomingCall) -> Seen:
     """All that comes for a call."""
     seen = Seen()
     try:

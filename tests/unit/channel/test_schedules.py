@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.channel.frames import WELCOME, Hello, frame
-from serve_app.channel.listener import Call, Listener, _Connection
+from serve_app.channel.listener import IncomingCall, Listener, _Connection
 from serve_app.channel.sender import Channel
 from serve_app.errors import ChannelBrokenError
 from serve_app.types import Accepted, TokenDelta
@@ -39,7 +39,7 @@ turns = st.lists(
 class Story:
     """One call: what was pushed for it, and what its reader has seen."""
 
-    call: Call
+    call: IncomingCall
     pushed: str = ""
     ended: bool = False
     seen: list[Accepted | TokenDelta] = field(default_factory=list)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from serve_app import __version__
 from serve_app.cli import live, tools
 from serve_app.cli import serve as server
-from serve_app.cli.config_file import Options
+from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.main import app
 from serve_app.config import schema
 from serve_app.demo_model import BUILTIN_MODEL
@@ -158,9 +158,9 @@ def test_check_names_the_models_or_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Options, Path | None, bool]] = []
+    seen: list[tuple[ServeOptions, Path | None, bool]] = []
 
-    def run(options: Options, config: Path | None, _console: object, *, verbose: bool) -> int:
+    def run(options: ServeOptions, config: Path | None, _console: object, *, verbose: bool) -> int:
         seen.append((options, config, verbose))
         return 3
 
@@ -168,8 +168,8 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     output("serve", "a.gguf", "b.gguf", "--context", "64", "-v", status=3)
     output("serve", "--config", "c.yaml", status=3)
     assert seen == [
-        (Options(models=("a.gguf", "b.gguf"), context=64), None, True),
-        (Options(), Path("c.yaml"), False),
+        (ServeOptions(models=("a.gguf", "b.gguf"), context=64), None, True),
+        (ServeOptions(), Path("c.yaml"), False),
     ]
 
 

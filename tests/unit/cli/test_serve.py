@@ -14,7 +14,7 @@ from rich.console import Console
 
 from serve_app import progress
 from serve_app.cli import chat, config_file, screen, serve, starter
-from serve_app.cli.config_file import Options
+from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
 from serve_app.errors import ConfigError
 from serve_app.progress import Stage
@@ -82,10 +82,10 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path)
         port = other.getsockname()[1]
         config.write_text(f"http_options: {{host: 127.0.0.1, port: {port}}}\napplications: []\n")
         with pytest.raises(ConfigError, match=f"Another program listens on port {port}"):
-            serve.run(Options(), config, Console(file=io.StringIO()), verbose=False)
+            serve.run(ServeOptions(), config, Console(file=io.StringIO()), verbose=False)
     config.write_text("http_options: {host: 192.0.2.77}\napplications: []\n")
     with pytest.raises(ConfigError, match=r"cannot listen on port 8000 of 192\.0\.2\.77"):
-        serve.run(Options(), config, Console(file=io.StringIO()), verbose=False)
+        serve.run(ServeOptions(), config, Console(file=io.StringIO()), verbose=False)
 
 
 def test_replicas_are_counted() -> None:
@@ -254,14 +254,14 @@ def test_markdown_on_a_terminal_is_rendered() -> None:
 
 
 def test_an_answer_is_summed_up() -> None:
-    answer = chat.Answer("text", n_tokens=11, finish="length", first_s=0.5, took_s=2.5)
+    answer = chat.ChatAnswer("text", n_tokens=11, finish="length", first_s=0.5, took_s=2.5)
     assert (
         answer.summary
         == "11 tokens, 5.0 tokens/s, first after 0.50 s, cut off: no room for more tokens"
     )
 
 
-PLAIN = config_file.document(Options())
+PLAIN = config_file.document(ServeOptions())
 (APPLICATION,) = PLAIN["applications"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.channel.listener import Call
+from serve_app.channel.listener import IncomingCall
 from serve_app.channel.sender import Channels
 from serve_app.engine import Engine
 from serve_app.errors import (
@@ -79,7 +79,7 @@ class Replica(EngineReplica.func_or_class):  # type: ignore[misc, name-defined]
 class Asked:
     """A request as an ingress asks for it."""
 
-    call: Call
+    call: IncomingCall
     answer: asyncio.Task[CorralError | None]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.engine.kv_cache.packing import packed
 from serve_app.engine.kv_cache.transfers.hot_prefixes import HotPrefix, Prefix
-from serve_app.replica.kv_transfer import Offer, Tally, TransferTarget, plan_pull, plan_push
+from serve_app.replica.kv_transfer import Offer, TransferTally, TransferTarget, plan_pull, plan_push
 
 A, B, C = (Prefix("ours", packed([n] * 40)) for n in range(3))
 
@@ -77,7 +77,7 @@ def test_what_fits_nobody_is_lost() -> None:
 
 
 def test_the_log_counts_what_was_kept() -> None:
-    tally = Tally("Received", "from")
+    tally = TransferTally("Received", "from")
     tally.add("one", Prefix("", bytes(4 * 1000)), 2**20)
     tally.add("two", Prefix("", bytes(4 * 204)), 2**19)
     tally.add("three", Prefix("", bytes(4 * 99)), 0)  # refused

@@ -37,7 +37,7 @@ def engine() -> Any:
 @asynccontextmanager
 async def ingress() -> AsyncIterator[tuple[Reports, Address]]:
     reports = Reports()
-    listener = Listener(HERE, "127.0.0.1", reports.hearing)
+    listener = Listener(HERE, "127.0.0.1", reports.connection)
     try:
         yield reports, await listener.address()
     finally:

@@ -9,7 +9,7 @@ import pytest
 from serve_app.channel.address import Address
 from serve_app.routing import attachment
 from serve_app.routing.attachment import Attachment
-from serve_app.routing.reports import Hearing, Reports
+from serve_app.routing.reports import ReplicaConnection, Reports
 from tests.unit.channel.harness import settle
 
 ADDRESS = Address("n", "l", "127.0.0.1", 1, "secret")
@@ -23,7 +23,7 @@ class Fleet:
         self.asked: list[str] = []
         self.failing: set[str] = set()
         self.hanging: set[str] = set()
-        self.hearings: dict[str, Hearing] = {}
+        self.connections: dict[str, ReplicaConnection] = {}
 
     async def ask(self, replica: str, address: Address) -> None:
         assert address == ADDRESS
@@ -32,7 +32,7 @@ class Fleet:
             await asyncio.Event().wait()
         if replica in self.failing:
             raise RuntimeError("lost")
-        self.hearings[replica] = self.reports.hearing(replica)
+        self.connections[replica] = self.reports.connection(replica)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ async def test_each_replica_is_asked_once(fleet: Fleet, monkeypatch: pytest.Monk
 
 
 async def test_who_is_attached_already_is_not_asked(fleet: Fleet) -> None:
-    fleet.reports.hearing("a")
+    fleet.reports.connection("a")
     Attachment(fleet.reports, fleet.ask).update(members("a"))
     await settle()
     assert fleet.asked == []
@@ -84,14 +84,14 @@ async def test_who_fails_or_hangs_is_asked_again(fleet: Fleet) -> None:
     assert min(fleet.asked.count(one) for one in "ab") >= 2
     fleet.failing, fleet.hanging = set(), set()
     async with asyncio.timeout(30):
-        while set(fleet.hearings) != {"a", "b"}:  # noqa: ASYNC110
+        while set(fleet.connections) != {"a", "b"}:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def test_a_broken_channel_is_asked_for_again(fleet: Fleet) -> None:
     Attachment(fleet.reports, fleet.ask).update(members("a"))
     await until_asked(fleet, 1)
-    fleet.hearings["a"].end()
+    fleet.connections["a"].end()
     await until_asked(fleet, 2)
     await settle()
     assert fleet.reports.hears("a")
@@ -100,7 +100,7 @@ async def test_a_broken_channel_is_asked_for_again(fleet: Fleet) -> None:
 async def test_one_that_breaks_in_another_thread_is_asked_for_again(fleet: Fleet) -> None:
     Attachment(fleet.reports, fleet.ask).update(members("a"))
     await until_asked(fleet, 1)
-    await asyncio.to_thread(fleet.hearings["a"].end)
+    await asyncio.to_thread(fleet.connections["a"].end)
     await until_asked(fleet, 2)
 
 
@@ -112,7 +112,7 @@ async def test_who_is_no_member_any_more_is_not_asked(fleet: Fleet) -> None:
     kept.update({})
     await settle()
     n_asked = len(fleet.asked)
-    fleet.hearings["b"].end()
+    fleet.connections["b"].end()
     await settle()
     assert len(fleet.asked) == n_asked
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from serve_app.routing.changes import change
-from serve_app.routing.reports import Hearing, Reports
+from serve_app.routing.reports import ReplicaConnection, Reports
 from serve_app.routing.score import Report
 
 FIRST, SECOND = Report(n_live=1, blocks=frozenset([1])), Report(n_live=2, blocks=frozenset([2]))
 
 
-def say(hearing: Hearing, before: Report | None, after: Report) -> None:
+def say(connection: ReplicaConnection, before: Report | None, after: Report) -> None:
     body = change(before, after)
     assert body is not None
-    hearing.take(body)
+    connection.take(body)
 
 
 def newest(reports: Reports) -> Report | None:
@@ -23,26 +23,26 @@ def newest(reports: Reports) -> Report | None:
 def test_the_newest_report_is_read() -> None:
     reports = Reports()
     assert not reports.hears("r")
-    hearing = reports.hearing("r")
+    connection = reports.connection("r")
     assert reports.hears("r")
     assert newest(reports) is None
-    say(hearing, None, FIRST)
-    at = hearing.heard.at if hearing.heard else None
-    say(hearing, FIRST, SECOND)
+    say(connection, None, FIRST)
+    at = connection.heard.at if connection.heard else None
+    say(connection, FIRST, SECOND)
     assert newest(reports) == SECOND
-    assert hearing.heard is not None
+    assert connection.heard is not None
     assert at is not None
-    assert hearing.heard.at >= at
+    assert connection.heard.at >= at
     assert reports.newest("s") is None
 
 
 def test_who_leaves_is_heard_no_more_and_watchers_are_told() -> None:
     reports, left = Reports(), list[str]()
     reports.watch(left.append)
-    hearing = reports.hearing("r")
-    say(hearing, None, FIRST)
-    hearing.end()
-    hearing.end()
+    connection = reports.connection("r")
+    say(connection, None, FIRST)
+    connection.end()
+    connection.end()
     assert not reports.hears("r")
     assert newest(reports) is None
     assert left == ["r"]
@@ -51,9 +51,9 @@ def test_who_leaves_is_heard_no_more_and_watchers_are_told() -> None:
 def test_a_new_connection_begins_anew_and_the_end_of_the_old_one_means_nothing() -> None:
     reports, left = Reports(), list[str]()
     reports.watch(left.append)
-    old = reports.hearing("r")
+    old = reports.connection("r")
     say(old, None, FIRST)
-    new = reports.hearing("r")
+    new = reports.connection("r")
     say(new, None, SECOND)
     old.end()
     assert newest(reports) == SECOND

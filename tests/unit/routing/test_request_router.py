@@ -18,7 +18,7 @@ from serve_app.routing.blocks import chain, request_key, turn_key
 from serve_app.routing.changes import change
 from serve_app.routing.reports import Reports
 from serve_app.routing.request_router import PrefixRouter, attach, prompt_of
-from serve_app.routing.score import Fleet, Prompt, Report
+from serve_app.routing.score import Fleet, Report, RoutedPrompt
 from serve_app.sampling import SamplingParams
 from serve_app.types import AdapterUse, GenerationRequest
 
@@ -34,19 +34,21 @@ SERVED: Any = EngineReplica
         pytest.param(
             "generate",
             (GenerationRequest("a.1", TOKENS, SamplingParams(max_tokens=9)),),
-            Prompt(request_key("a.1"), 70, chain(TOKENS, ""), 9, "http", chain(TOKENS)),
+            RoutedPrompt(request_key("a.1"), 70, chain(TOKENS, ""), 9, "http", chain(TOKENS)),
             id="a prompt and the most that it may get",
         ),
         pytest.param(
             "generate",
             (GenerationRequest("a", TOKENS, cache_group="mine"),),
-            Prompt(request_key("a"), 70, chain(TOKENS, "mine"), math.inf, "http", chain(TOKENS)),
+            RoutedPrompt(
+                request_key("a"), 70, chain(TOKENS, "mine"), math.inf, "http", chain(TOKENS)
+            ),
             id="a prompt",
         ),
         pytest.param(
             "generate",
             (GenerationRequest("a", TOKENS, adapters=(AdapterUse("legal", 0.5),)),),
-            Prompt(
+            RoutedPrompt(
                 request_key("a"),
                 70,
                 chain(TOKENS, "\0legal=0.5"),
@@ -57,20 +59,20 @@ SERVED: Any = EngineReplica
             id="a prompt with an adapter",
         ),
         pytest.param(
-            "embed", (((1, 2), (3,)),), Prompt(KEY, 4, (), 0, "http"), id="texts to embed"
+            "embed", (((1, 2), (3,)),), RoutedPrompt(KEY, 4, (), 0, "http"), id="texts to embed"
         ),
-        pytest.param("explain", ("a",), Prompt(KEY, 1, (), 0, "http"), id="a question"),
-        pytest.param("stats", (), Prompt(KEY, 1, (), 0, "http"), id="no argument"),
+        pytest.param("explain", ("a",), RoutedPrompt(KEY, 1, (), 0, "http"), id="a question"),
+        pytest.param("stats", (), RoutedPrompt(KEY, 1, (), 0, "http"), id="no argument"),
     ],
 )
-def test_calls(method: str, args: tuple[object, ...], seen: Prompt) -> None:
+def test_calls(method: str, args: tuple[object, ...], seen: RoutedPrompt) -> None:
     metadata = SimpleNamespace(call_method=method, internal_request_id="http")
     pending: Any = SimpleNamespace(args=args, metadata=metadata)
     assert prompt_of(pending) == seen
 
 
 def test_nothing_is_known_of_no_call() -> None:
-    assert prompt_of(None) == Prompt(0)
+    assert prompt_of(None) == RoutedPrompt(0)
 
 
 class Replica:
@@ -118,14 +120,14 @@ def test_the_newest_reports_are_heard_before_a_replica_is_chosen(
     router._fleet.update(ids)
     router._hear()
     first, second = Report(n_live=1), Report(n_live=2)
-    hearing = heard.hearing("a")
-    hearing.take(change(None, first) or b"")
+    connection = heard.connection("a")
+    connection.take(change(None, first) or b"")
     router._hear()
     assert [router._fleet[one].report for one in ids] == [first, Report()]
-    assert hearing.heard is not None
-    assert router._fleet[ids[0]].at == hearing.heard.at
-    hearing.take(change(first, second) or b"")
+    assert connection.heard is not None
+    assert router._fleet[ids[0]].at == connection.heard.at
+    connection.take(change(first, second) or b"")
     router._hear()
-    hearing.end()
+    connection.end()
     router._hear()
     assert [router._fleet[one].report for one in ids] == [second, Report()]

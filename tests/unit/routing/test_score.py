@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from serve_app.routing.blocks import chain
-from serve_app.routing.score import Fleet, Prompt, Report
+from serve_app.routing.score import Fleet, Report, RoutedPrompt
 
 IDLE = Report(n_slots=4, prompt_token_s=0.002, token_s=0.005, answer_tokens=100)
 
@@ -18,9 +18,9 @@ def tokens(name: str, n: int) -> list[int]:
     return [rng.randrange(1000) for _ in range(n)]
 
 
-def prompt(key: int, held: list[int], n_own: int = 32) -> Prompt:
+def prompt(key: int, held: list[int], n_own: int = 32) -> RoutedPrompt:
     asked = held + tokens(f"own {key}", n_own)
-    return Prompt(key, len(asked), chain(asked), 100, f"group {key}")
+    return RoutedPrompt(key, len(asked), chain(asked), 100, f"group {key}")
 
 
 def report(**changed: object) -> Report:
@@ -41,7 +41,7 @@ def fleet(*reports: Report | None) -> Fleet[int]:
     return made
 
 
-def send(router: Fleet[int], asked: Prompt, now: float = 0.0) -> int:
+def send(router: Fleet[int], asked: RoutedPrompt, now: float = 0.0) -> int:
     """Route a prompt as the router does; returns its replica."""
     replica, found = router.rank(asked, now)[0]
     router.book(replica, asked, found.missing, now)
@@ -62,7 +62,7 @@ def test_what_all_cache_groups_share_is_found_like_a_prefix_of_ones_own() -> Non
         (chain(asked, "theirs"), 0),
     ]:
         router = fleet(report(blocks=frozenset(held)))
-        prompt = Prompt(1, len(asked), own, shared=shared)
+        prompt = RoutedPrompt(1, len(asked), own, shared=shared)
         assert router[0].forecast(prompt, 0.0).missing == len(asked) - n_found
 
 
@@ -167,8 +167,8 @@ def test_replicas_come_and_go() -> None:
     assert router.rank(prompt(3, SYSTEM), 2.0) == []
 
 
-def adapted(key: int, turn: int) -> Prompt:
-    return Prompt(key, 64, max_tokens=100, group=f"group {key}", turn=turn)
+def adapted(key: int, turn: int) -> RoutedPrompt:
+    return RoutedPrompt(key, 64, max_tokens=100, group=f"group {key}", turn=turn)
 
 
 def test_requests_go_where_their_adapters_are_in_use() -> None:

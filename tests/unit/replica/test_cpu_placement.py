@@ -13,8 +13,8 @@ from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError
 from serve_app.placement.machine import Machine
-from serve_app.placement.place import Place
-from serve_app.replica.settling import Settled, settle_in
+from serve_app.placement.pinning import CorePinning
+from serve_app.replica.cpu_placement import CpuPlacement, place_on_cpus
 from tests.unit.placement.machines import EPYC, FOUR_NODES, LAPTOP, SMALL, machine
 
 FOUR = [((i,), 0) for i in range(4)]
@@ -23,7 +23,7 @@ FOUR = [((i,), 0) for i in range(4)]
 @pytest.fixture(autouse=True)
 def _nothing_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("serve_app.placement.place._pin", lambda cpus: None)
+    monkeypatch.setattr("serve_app.placement.pinning._set_affinity", lambda cpus: None)
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def model(here: Machine, num_cpus: float | None = None, **engine: Any) -> Resolv
     return resolved
 
 
-def cores(settled: Settled) -> tuple[int, ...]:
-    assert settled.place.cores is not None
-    return settled.place.cores
+def cores(placement: CpuPlacement) -> tuple[int, ...]:
+    assert placement.pinning.cores is not None
+    return placement.pinning.cores
 
 
-def release(*places: Place) -> None:
+def release(*places: CorePinning) -> None:
     for place in places:
         assert place.lease is not None
         place.lease.release()
@@ -61,7 +61,7 @@ def release(*places: Place) -> None:
 def test_threads_are_the_least_of_all(
     here: Machine, reserved: float, configured: int | None, threads: int
 ) -> None:
-    assert settle_in(model(here, threads=configured), reserved, here).threads == threads
+    assert place_on_cpus(model(here, threads=configured), reserved, here).threads == threads
 
 
 @pytest.mark.parametrize(
@@ -101,29 +101,29 @@ def test_too_many_threads_stop_the_start(
 
 def test_the_node_may_have_fewer_cores_than_ray_believes(here: Machine) -> None:
     with pytest.raises(ConfigError, match="8 threads on 4 cores, all that this replica may use"):
-        settle_in(model(here, 8, threads=8), 8, here)
+        place_on_cpus(model(here, 8, threads=8), 8, here)
 
 
 def test_allowed_oversubscription_is_warned_of(
     here: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "corral.replica"):
-        settled = settle_in(model(here, threads=8, allow_oversubscription=True), 4, here)
-    assert settled.threads == 8
-    assert settled.place.report == "not pinned to cores: it has more threads than cores"
+        placement = place_on_cpus(model(here, threads=8, allow_oversubscription=True), 4, here)
+    assert placement.threads == 8
+    assert placement.pinning.report == "not pinned to cores: it has more threads than cores"
     assert "8 threads on 4 cores" in caplog.text
 
 
 def test_pinning_can_be_switched_off(here: Machine) -> None:
-    settled = settle_in(model(here, threads=1, pin_cores=False), 1, here)
-    assert settled.place.report == "not pinned to cores: engine.pin_cores is false"
+    placement = place_on_cpus(model(here, threads=1, pin_cores=False), 1, here)
+    assert placement.pinning.report == "not pinned to cores: engine.pin_cores is false"
 
 
 def test_numa_without_nodes_has_no_effect(here: Machine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "corral.replica"):
-        settled = settle_in(model(here, threads=1, numa="distribute"), 1, here)
+        placement = place_on_cpus(model(here, threads=1, numa="distribute"), 1, here)
     assert "engine.numa has no effect" in caplog.text
-    assert cores(settled) == (0,)
+    assert cores(placement) == (0,)
 
 
 @pytest.mark.parametrize(("numa", "pinned"), [("isolate", False), ("numactl", True)])
@@ -131,45 +131,45 @@ def test_threads_that_llama_cpp_places_are_not_pinned(
     tmp_path: Path, numa: str, pinned: bool
 ) -> None:
     here = machine(tmp_path / "root", FOUR_NODES)
-    settled = settle_in(model(here, threads=1, numa=numa), 1, here)
-    assert (settled.place.cores is not None) is pinned
+    placement = place_on_cpus(model(here, threads=1, numa=numa), 1, here)
+    assert (placement.pinning.cores is not None) is pinned
 
 
 def test_two_cores_are_as_they_always_were(tmp_path: Path) -> None:
     here = machine(tmp_path / "root", SMALL)
-    settled = settle_in(model(here), model(here).num_cpus, here)
-    assert (settled.threads, cores(settled)) == (2, (0, 1))
-    assert settled.computing_cpus is None
-    assert settled.place.report == "pinned to cores 0, 1, which no other replica uses"
+    placement = place_on_cpus(model(here), model(here).num_cpus, here)
+    assert (placement.threads, cores(placement)) == (2, (0, 1))
+    assert placement.computing_cpus is None
+    assert placement.pinning.report == "pinned to cores 0, 1, which no other replica uses"
 
 
 def test_each_replica_has_a_node_and_one_that_drains_keeps_its_own(tmp_path: Path) -> None:
     here = machine(tmp_path / "root", EPYC)
     resolved = model(here)
     assert (resolved.n_replicas, resolved.num_cpus) == (2, 128)
-    first, second, third = (settle_in(resolved, 128, here) for _ in range(3))
-    for node, settled in enumerate((first, second)):
+    first, second, third = (place_on_cpus(resolved, 128, here) for _ in range(3))
+    for node, placement in enumerate((first, second)):
         ours = range(64 * node, 64 * node + 64)
-        assert settled.threads == 64
-        assert settled.reason == "one for each physical core of its 128 CPUs"
-        assert cores(settled) == (*ours, *(cpu + 128 for cpu in ours))
-        assert settled.computing_cpus == tuple(ours)
-        assert settled.place.numa_node == node
-    assert "0-63, 128-191 of NUMA node 0" in first.place.report
-    assert third.place.report == "not pinned to cores: fewer than 128 of 256 cores are free"
+        assert placement.threads == 64
+        assert placement.reason == "one for each physical core of its 128 CPUs"
+        assert cores(placement) == (*ours, *(cpu + 128 for cpu in ours))
+        assert placement.computing_cpus == tuple(ours)
+        assert placement.pinning.numa_node == node
+    assert "0-63, 128-191 of NUMA node 0" in first.pinning.report
+    assert third.pinning.report == "not pinned to cores: fewer than 128 of 256 cores are free"
     assert third.threads == 64
-    release(first.place)
-    fourth = settle_in(resolved, 128, here)
+    release(first.pinning)
+    fourth = place_on_cpus(resolved, 128, here)
     assert cores(fourth) == cores(first)
-    release(second.place, fourth.place)
+    release(second.pinning, fourth.pinning)
 
 
 def test_replicas_of_reserved_hyper_threads_share_no_core(tmp_path: Path) -> None:
     here = machine(tmp_path / "root", LAPTOP)
-    first, second = (settle_in(model(here, 4), 4, here) for _ in range(2))
+    first, second = (place_on_cpus(model(here, 4), 4, here) for _ in range(2))
     assert (cores(first), cores(second)) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert (first.threads, first.computing_cpus) == (2, (0, 2))
-    release(first.place, second.place)
+    release(first.pinning, second.pinning)
 
 
 @pytest.mark.parametrize(
@@ -185,24 +185,24 @@ def test_configured_threads_win(
     computing: tuple[int, ...] | None,
 ) -> None:
     here = machine(tmp_path / "root", LAPTOP)
-    settled = settle_in(model(here, num_cpus, threads=threads), num_cpus, here)
-    assert (settled.threads, settled.reason) == (threads, "as configured")
-    assert cores(settled) == expected
-    assert settled.computing_cpus == computing
-    release(settled.place)
+    placement = place_on_cpus(model(here, num_cpus, threads=threads), num_cpus, here)
+    assert (placement.threads, placement.reason) == (threads, "as configured")
+    assert cores(placement) == expected
+    assert placement.computing_cpus == computing
+    release(placement.pinning)
 
 
 def test_a_quota_is_for_threads_anywhere(tmp_path: Path) -> None:
     here = machine(tmp_path / "root", EPYC, files={"sys/fs/cgroup/pod/cpu.max": "650000 100000\n"})
-    settled = settle_in(model(here), model(here).num_cpus, here)
-    assert settled.threads == 6
-    assert settled.reason == "its part of a CPU quota of 6.5 cores, on 256 that others use too"
-    assert settled.place.cores is None
-    assert settled.computing_cpus is None
+    placement = place_on_cpus(model(here), model(here).num_cpus, here)
+    assert placement.threads == 6
+    assert placement.reason == "its part of a CPU quota of 6.5 cores, on 256 that others use too"
+    assert placement.pinning.cores is None
+    assert placement.computing_cpus is None
 
 
 def test_a_replica_larger_than_a_node_says_so(tmp_path: Path) -> None:
     here = machine(tmp_path / "root", FOUR_NODES)
-    settled = settle_in(model(here, 6), 6, here)
-    assert "of several NUMA nodes (no node has 6 free)" in settled.place.report
-    release(settled.place)
+    placement = place_on_cpus(model(here, 6), 6, here)
+    assert "of several NUMA nodes (no node has 6 free)" in placement.pinning.report
+    release(placement.pinning)

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from serve_app.placement.machine import read
-from serve_app.placement.place import Place, settle
+from serve_app.placement.pinning import CorePinning, pin
 from tests.unit.placement.machines import write
 
 MINE = sorted(os.sched_getaffinity(0))
 
 
-def release(place: Place) -> None:
+def release(place: CorePinning) -> None:
     assert place.lease is not None
     place.lease.release()
 
 
 @pytest.mark.parametrize("reserved", [0.0, 0.5, 1.5])
 def test_parts_of_cores_are_not_leased(tmp_path: Path, reserved: float) -> None:
-    place = settle(reserved, tmp_path)
+    place = pin(reserved, tmp_path)
     assert place.cores is None
     assert place.numa_node is None
     assert place.report == (
@@ -39,19 +39,19 @@ def test_cores_that_a_quota_makes_others_use_are_not_leased(tmp_path: Path) -> N
     }.items():
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(text)
-    report = settle(1, tmp_path / "cores", read(root)).report
+    report = pin(1, tmp_path / "cores", read(root)).report
     assert f"a CPU quota of 0.5 cores, on {len(MINE)} cores that others use" in report
 
 
 def test_more_than_there_are(tmp_path: Path) -> None:
-    place = settle(len(MINE) + 1, tmp_path / "cores")
+    place = pin(len(MINE) + 1, tmp_path / "cores")
     assert place.report.endswith(f"fewer than {len(MINE) + 1} of {len(MINE)} cores are free")
     assert sorted(os.sched_getaffinity(0)) == MINE
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    place = settle(1, tmp_path / "file")
+    place = pin(1, tmp_path / "file")
     assert place.cores is None
     assert "leases cannot be kept in" in place.report
 
@@ -59,12 +59,12 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 def test_cores_that_others_have_are_not_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.placement.place._pin", lambda cpus: None)
-    place = settle(len(MINE), tmp_path / "cores")
+    monkeypatch.setattr("serve_app.placement.pinning._set_affinity", lambda cpus: None)
+    place = pin(len(MINE), tmp_path / "cores")
     assert place.cores == tuple(MINE)
-    assert settle(1, tmp_path / "cores").cores is None
+    assert pin(1, tmp_path / "cores").cores is None
     release(place)
-    again = settle(1, tmp_path / "cores")
+    again = pin(1, tmp_path / "cores")
     assert again.cores == (MINE[0],)
     release(again)
 
@@ -77,9 +77,9 @@ def test_cores_that_the_kernel_refuses_are_given_back(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "sched_setaffinity", refuse)
-        assert "the kernel does not allow it" in settle(1, tmp_path / "cores").report
-    monkeypatch.setattr("serve_app.placement.place._pin", lambda cpus: None)
-    place = settle(1, tmp_path / "cores")
+        assert "the kernel does not allow it" in pin(1, tmp_path / "cores").report
+    monkeypatch.setattr("serve_app.placement.pinning._set_affinity", lambda cpus: None)
+    place = pin(1, tmp_path / "cores")
     assert place.cores == (MINE[0],)
     release(place)
 
@@ -88,13 +88,13 @@ PROGRAM = """
 import os, sys, threading
 from pathlib import Path
 from serve_app.placement.machine import read
-from serve_app.placement.place import settle
+from serve_app.placement.pinning import pin
 
 masks, mine = [], os.sched_getaffinity(0)
 settled = threading.Event()
 early = threading.Thread(target=lambda: (settled.wait(), masks.append(os.sched_getaffinity(0))))
 early.start()
-place = settle(1, Path(sys.argv[1]))
+place = pin(1, Path(sys.argv[1]))
 late = threading.Thread(target=lambda: masks.append(os.sched_getaffinity(0)))
 late.start()
 settled.set()
@@ -105,11 +105,11 @@ print(place.report)
 left = threading.Event()
 early = threading.Thread(target=lambda: (left.wait(), masks.append(os.sched_getaffinity(0))))
 early.start()
-place.leave()
+place.undo()
 left.set()
 early.join()
 assert masks[2] == os.sched_getaffinity(0) == mine, (masks, mine)
-again = settle(1, Path(sys.argv[1]))
+again = pin(1, Path(sys.argv[1]))
 assert again.cores == place.cores
 """
 

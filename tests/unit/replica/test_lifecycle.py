@@ -11,8 +11,8 @@ import pytest
 from serve_app.channel.address import Address
 from serve_app.errors import ConfigError, EngineUnavailableError
 from serve_app.placement.residency import Residency
-from serve_app.replica import presence
-from serve_app.replica.presence import Presence
+from serve_app.replica import lifecycle
+from serve_app.replica.lifecycle import ModelLifecycle
 
 ADDRESS = Address("node", "path", "127.0.0.1", 1, "secret")
 
@@ -48,7 +48,7 @@ class Node:
         self.failure: Exception | None = None
         self.ingress_is_gone = False
 
-    def model(self, name: str = "m", keep_alive_s: float = 3600.0) -> Presence[Engine]:
+    def model(self, name: str = "m", keep_alive_s: float = 3600.0) -> ModelLifecycle[Engine]:
         async def load() -> Engine:
             await asyncio.sleep(0)
             if self.failure is not None:
@@ -60,7 +60,7 @@ class Node:
             self.n_left += 1
 
         residency = Residency(self._folder, name, 1)
-        return Presence(name, keep_alive_s, residency, load, left)
+        return ModelLifecycle(name, keep_alive_s, residency, load, left)
 
     @property
     def names(self) -> list[str]:
@@ -73,8 +73,8 @@ class Node:
 
 @pytest.fixture
 async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
-    monkeypatch.setattr(presence, "_LOOK_S", 0.0)
-    monkeypatch.setattr(presence, "_PLACE_S", 0.0)
+    monkeypatch.setattr(lifecycle, "_LOOK_S", 0.0)
+    monkeypatch.setattr(lifecycle, "_PLACE_S", 0.0)
     yield Node(tmp_path / "loaded")
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
@@ -93,7 +93,7 @@ async def some_turns() -> None:
         await asyncio.sleep(0)
 
 
-async def use(model: Presence[Engine]) -> Engine:
+async def use(model: ModelLifecycle[Engine]) -> Engine:
     async with model.present() as engine:
         return engine
 
@@ -101,12 +101,12 @@ async def use(model: Presence[Engine]) -> Engine:
 class Work:
     """A call that a model works on until it may end, or its model is closed."""
 
-    def __init__(self, model: Presence[Engine]) -> None:
+    def __init__(self, model: ModelLifecycle[Engine]) -> None:
         self.may_end = False
         self.has_begun = False
         self.task = asyncio.create_task(self._run(model))
 
-    async def _run(self, model: Presence[Engine]) -> None:
+    async def _run(self, model: ModelLifecycle[Engine]) -> None:
         async with model.present() as engine:
             self.has_begun = True
             await until(lambda: self.may_end or engine.is_closed)
@@ -187,7 +187,7 @@ async def test_a_busy_model_gives_way_after_its_turn_and_its_calls_get_time_to_e
     await some_turns()
     assert a.loaded is not None
     with monkeypatch.context() as soon:
-        soon.setattr(presence, "_TURN_S", 0.0)
+        soon.setattr(lifecycle, "_TURN_S", 0.0)
         await until(lambda: a.loaded is None)
     again = asyncio.create_task(use(a))  # waits behind b
     await some_turns()
@@ -202,8 +202,8 @@ async def test_a_busy_model_gives_way_after_its_turn_and_its_calls_get_time_to_e
 async def test_a_call_that_takes_longer_is_cut_off(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "_TURN_S", 0.0)
-    monkeypatch.setattr(presence, "_END_S", 0.0)
+    monkeypatch.setattr(lifecycle, "_TURN_S", 0.0)
+    monkeypatch.setattr(lifecycle, "_END_S", 0.0)
     a, b = node.model("a"), node.model("b")
     work = Work(a)
     await until(lambda: work.has_begun)

@@ -15,8 +15,8 @@ from serve_app.placement.topology import list_cpus
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The outcome of `settle`."""
+class CorePinning:
+    """The cores that this process is pinned to, if any."""
 
     lease: CoreLease | None
     """The cores that the process is pinned to; None if it runs wherever the kernel puts it."""
@@ -40,21 +40,21 @@ class Place:
         """The NUMA node that has all leased CPUs."""
         return None if self.lease is None else self.lease.numa_node
 
-    def leave(self) -> None:
+    def undo(self) -> None:
         """Give the lease back, and run anywhere again. Not twice."""
         if self.lease is not None:
             self.lease.release()
-            _pin(self.cpus_before)
+            _set_affinity(self.cpus_before)
 
 
-def unpinned(reason: str) -> Place:
-    """Anywhere."""
-    return Place(None, f"not pinned to cores: {reason}")
+def unpinned(reason: str) -> CorePinning:
+    """A process that runs wherever the kernel puts it."""
+    return CorePinning(None, f"not pinned to cores: {reason}")
 
 
-def settle(
+def pin(
     reserved: float, folder: Path, machine: Machine | None = None, *, spread: bool = False
-) -> Place:
+) -> CorePinning:
     """Lease as many CPUs as are reserved for this process and pin all its threads to them; those that
     start later inherit that. Default: of this machine. For `spread`, see `leases.choose`. Memory follows:
     the kernel takes a page from the node of the thread that first touches it. No lease is not an error:
@@ -75,12 +75,12 @@ def settle(
         return unpinned(f"fewer than {reserved:g} of {len(cpus)} cores are free")
     before = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     try:
-        _pin(lease.cpus)
+        _set_affinity(lease.cpus)
     except OSError as error:
         lease.release()
         return unpinned(f"the kernel does not allow it ({error})")
     where = f"{list_cpus(lease.cpus)}{_node(here, lease)}"
-    return Place(lease, f"pinned to cores {where}, which no other replica uses", before)
+    return CorePinning(lease, f"pinned to cores {where}, which no other replica uses", before)
 
 
 def _node(here: Machine, lease: CoreLease) -> str:
@@ -91,7 +91,7 @@ def _node(here: Machine, lease: CoreLease) -> str:
     return f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
 
 
-def _pin(cpus: Iterable[int]) -> None:
+def _set_affinity(cpus: Iterable[int]) -> None:
     """Every thread of this process; sched_setaffinity(2) is for one thread."""
     if not hasattr(os, "sched_setaffinity"):
         raise OSError("it has no affinity masks")

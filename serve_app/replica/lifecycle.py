@@ -43,7 +43,7 @@ class Loaded(Protocol):
 LoadedT = TypeVar("LoadedT", bound=Loaded)
 
 
-class Presence(Generic[LoadedT]):
+class ModelLifecycle(Generic[LoadedT]):
     """One model's. Used in one event loop."""
 
     def __init__(
