@@ -2,7 +2,7 @@
 
 from serve_app.engine.embedding import Texts
 from serve_app.engine.engine import Engine
-from serve_app.engine.metrics.stats import EngineStats, Holdings, SlotStats
+from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats, SlotStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import (
@@ -26,6 +26,7 @@ from serve_app.types import (
 )
 
 __all__ = [
+    "CachedPrefixes",
     "ConfigError",
     "CorralError",
     "DecodeError",
@@ -36,7 +37,6 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "GenerationRequest",
-    "Holdings",
     "InvalidRequestError",
     "PromptTooLongError",
     "QueueFullError",

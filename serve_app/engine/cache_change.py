@@ -198,7 +198,11 @@ class CacheChange:
         logger.info("%s. The change took %.2f s.", self._backend.mode_reason, took_s)
 
     def _pinned_state(self, slot: Slot) -> State | None:
-        return None if slot.id in self._backend.unsettled else self._backend.save(slot.id)
+        return (
+            None
+            if slot.id in self._backend.slots_with_pending_copy
+            else self._backend.save(slot.id)
+        )
 
     def _restore_pinned(self, slot_id: int, state: State | None) -> None:
         try:

@@ -17,7 +17,7 @@ from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.kv_cache.slot_files import SlotFiles
 from serve_app.engine.kv_cache.transfers.transfer import PrefixTransfer
 from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.metrics.stats import EngineStats, Holdings
+from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.pictures.tiles import PlacedTile, expanded
 from serve_app.engine.sequence import Sequence as EngineSequence
@@ -171,9 +171,9 @@ class Engine:
         """See `Latencies.recent`: first tokens' times (`ttft_s`) and gaps between tokens (`itl_s`)."""
         return self._loop.latencies.recent()
 
-    def holdings(self) -> Holdings:
+    def cached_prefixes(self) -> CachedPrefixes:
         """The prefixes that prompts could start from, as of its last step."""
-        return self._loop.holdings
+        return self._loop.cached_prefixes
 
     def check_health(self, now: float | None = None) -> None:
         """Raises EngineFailedError if the decoder thread is dead or hangs in a batch. To be called by one

@@ -29,7 +29,7 @@ from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.published import Published, View
 from serve_app.engine.metrics.request_log import RequestLog
 from serve_app.engine.metrics.snapshot import engine_stats
-from serve_app.engine.metrics.stats import Counts, EngineStats, HeldPrompt, Holdings
+from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.outbox import Outbox
 from serve_app.engine.pictures.encoding import Encoding
@@ -50,7 +50,7 @@ logger = logging.getLogger("corral.engine")
 
 # Requests in the background that may wait or run, for each slot: enough to fill them, and the next ones.
 BACKGROUND_PLACES = 2
-# Requests of which `Holdings` knows that they were taken in.
+# Requests of which `CachedPrefixes` knows that they were taken in.
 _TAKEN_KEPT = 256
 # After so many seconds without work, what idle slots hold is stored ahead.
 _REST_S = 2.0
@@ -119,9 +119,9 @@ class DecoderLoop:
         return self._published.view.stats
 
     @property
-    def holdings(self) -> Holdings:
+    def cached_prefixes(self) -> CachedPrefixes:
         """The prefixes that prompts could start from, as of one of its last steps."""
-        return self._published.view.holdings
+        return self._published.view.cached_prefixes
 
     def explain(self, wanted: str) -> list[RequestRecord]:
         """The records of that request: see `RequestRecord.belongs_to`."""
@@ -470,8 +470,8 @@ class DecoderLoop:
         )
         return View(stats, self._hold(), forecast)
 
-    def _hold(self) -> Holdings:
+    def _hold(self) -> CachedPrefixes:
         requests = (sequence.request for sequence in self._waiting.unordered)
-        waiting = (HeldPrompt(one.content_group, one.given) for one in requests)
+        waiting = (CachedPrompt(one.content_group, one.given) for one in requests)
         used = frozenset(adapters_of(one.request.content_group) for one in self._live)
-        return Holdings((*waiting, *self._cache.prompts), tuple(self._taken), used)
+        return CachedPrefixes((*waiting, *self._cache.prompts), tuple(self._taken), used)

@@ -164,7 +164,7 @@ class Context:
             f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
             "engine.n_slots or engine.n_ctx_slot."
         )
-        self.unsettled: set[int] = set()
+        self.slots_with_pending_copy: set[int] = set()
         """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
         restore them."""
         self._leaving = ctypes.create_string_buffer(2)
@@ -207,7 +207,7 @@ class Context:
         """Whether a sequence's state is all that a copy of it needs, and less than its cells."""
         self._copied: tuple[int, State] | None = None
         """The sequence whose state was copied last, if it has not changed since then."""
-        self.unsettled.clear()
+        self.slots_with_pending_copy.clear()
         self._adapters: tuple[tuple[int, float], ...] = ()
         """Those that llama.cpp has in use, by their addresses."""
         self._views: dict[int, NDArray[np.float32]] = {}
@@ -301,7 +301,7 @@ class Context:
             raise PassLeftError(f"A batch of {n_rows} rows was left.")
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {n_rows} rows.")
-        self.unsettled.clear()
+        self.slots_with_pending_copy.clear()
 
     def use_adapters(self, wanted: Sequence[tuple[Adapter, float]]) -> None:
         """Decode with these adapters, each with its scale, from now on. A change makes llama.cpp build its
@@ -393,7 +393,7 @@ class Context:
         """Drop `n_discard` tokens after the first `n_keep`, and move those behind up. llama.cpp turns
         their keys during the next decode. Only if `can_shift`."""
         self._changes(seq_id)
-        self.unsettled.add(seq_id)
+        self.slots_with_pending_copy.add(seq_id)
         behind = n_keep + n_discard
         llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_keep, behind)
         llama_cpp.llama_memory_seq_add(self._memory, seq_id, behind, -1, -n_discard)
@@ -406,7 +406,7 @@ class Context:
         are made before the next decode.
         """
         n_past = llama_cpp.llama_memory_seq_pos_max(self._memory, source) + 1
-        settled = self.unsettled.isdisjoint((source, target))
+        settled = self.slots_with_pending_copy.isdisjoint((source, target))
         if self._states and settled and n_past <= _FEW_CELLS * self.n_ctx_slot:
             if self._copied is None or self._copied[0] != source:
                 self._copied = source, self.save(source)
@@ -414,7 +414,7 @@ class Context:
             return
         self._changes(target)
         if not self._kv_unified:
-            self.unsettled |= {source, target}
+            self.slots_with_pending_copy |= {source, target}
         self._copy_cells(source, target)
         if self._parts_windows:
             try:

@@ -55,7 +55,7 @@ class Reporting:
                 self._tell(channel, report)
 
     def _report(self) -> Report:
-        return self._reporter.report(self._engine.stats(), self._engine.holdings())
+        return self._reporter.report(self._engine.stats(), self._engine.cached_prefixes())
 
     def _tell(self, channel: Channel, report: Report) -> None:
         body = change(self._said.get(channel), report)

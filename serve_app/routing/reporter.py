@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.engine import EngineStats, Holdings
+from serve_app.engine import CachedPrefixes, EngineStats
 from serve_app.routing.autoscaling import PRESSURE, EngineLoad
 from serve_app.routing.blocks import Inventory, request_key, turn_key
 from serve_app.routing.score import Report
@@ -13,16 +13,16 @@ class Reporter:
 
     def __init__(self) -> None:
         self._inventory = Inventory()
-        self._last: tuple[EngineStats, Holdings, Report] | None = None
+        self._last: tuple[EngineStats, CachedPrefixes, Report] | None = None
 
-    def report(self, stats: EngineStats, holdings: Holdings) -> Report:
+    def report(self, stats: EngineStats, cached_prefixes: CachedPrefixes) -> Report:
         """The same one for the same objects: an engine that rests has nothing new to say."""
         last = self._last
-        if last is None or last[0] is not stats or last[1] is not holdings:
-            last = self._last = stats, holdings, self._made(stats, holdings)
+        if last is None or last[0] is not stats or last[1] is not cached_prefixes:
+            last = self._last = stats, cached_prefixes, self._made(stats, cached_prefixes)
         return last[2]
 
-    def _made(self, stats: EngineStats, holdings: Holdings) -> Report:
+    def _made(self, stats: EngineStats, cached_prefixes: CachedPrefixes) -> Report:
         return Report(
             n_slots=stats.n_slots,
             n_live=stats.running + stats.waiting,
@@ -33,9 +33,9 @@ class Reporter:
             answer_tokens=stats.answer_tokens,
             n_background=stats.background_running + stats.background_waiting,
             background_s=stats.background_backlog_s,
-            blocks=frozenset(self._inventory.blocks(holdings.prompts)),
-            requests=frozenset(request_key(one) for one in holdings.taken),
-            turns=frozenset(map(turn_key, holdings.adapters)),
+            blocks=frozenset(self._inventory.blocks(cached_prefixes.prompts)),
+            requests=frozenset(request_key(one) for one in cached_prefixes.taken),
+            turns=frozenset(map(turn_key, cached_prefixes.adapters)),
         )
 
 

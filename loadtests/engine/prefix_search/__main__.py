@@ -52,7 +52,7 @@ class Bench:
         self._rng = random.Random(0)
         self._shared = self._tokens(n_tokens - _END_TOKENS)
         memory = MemoryUse(0, 0, 0, 4, 0)
-        backend = mock.Mock(unsettled=frozenset(), memory=memory, forgets=False)
+        backend = mock.Mock(slots_with_pending_copy=frozenset(), memory=memory, forgets=False)
         half = self._tokens(_STORED_TOKENS // 2)
         stored = [
             StoredPrefix(token_array(half + self._tokens(_STORED_TOKENS // 2)), b"", "")

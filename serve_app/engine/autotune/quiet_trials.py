@@ -76,7 +76,7 @@ class QuietTrials:
             for slot_id, end in ends.items()
             for i in range(end, end + n_each)
         ]
-        settled, began = not self._backend.unsettled, time.monotonic()
+        settled, began = not self._backend.slots_with_pending_copy, time.monotonic()
         try:
             self._backend.decode(rows)
         except DecodeError:  # nobody waits for it

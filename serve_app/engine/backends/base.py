@@ -326,7 +326,7 @@ class Backend(Protocol):
         tokens then. Raises DecodeError if it cannot; the slot is then in no known state."""
 
     @property
-    def unsettled(self) -> Set[int]:
+    def slots_with_pending_copy(self) -> Set[int]:
         """Slots that the next `decode` will read or write besides, for a copy or a shift: until then, they
         may be neither saved nor restored."""
 

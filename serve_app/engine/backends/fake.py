@@ -124,7 +124,7 @@ class FakeBackend:
         self._held = self._leaving = False
         self.n_waiting = 0
         """Calls that wait in `hold`."""
-        self.unsettled: set[int] = set()
+        self.slots_with_pending_copy: set[int] = set()
         self._texts: dict[int, list[int]] = {}
         self._at_row: dict[int, list[int]] = {}
 
@@ -196,7 +196,7 @@ class FakeBackend:
         if self._n_cells is not None and sum(map(len, self.slots)) + len(rows) > self._n_cells:
             raise CacheFullError("scripted cache is full")
         self._at_row = {}
-        self.unsettled.clear()
+        self.slots_with_pending_copy.clear()
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):
             if token >= 0:
                 self.positions.of(seq_id, position)
@@ -267,7 +267,7 @@ class FakeBackend:
     def copy(self, source: int, target: int) -> None:
         """Copy a slot; without a unified cache, the next decode does it, as in llama.cpp."""
         if not self.mode.kv_unified:
-            self.unsettled |= {source, target}
+            self.slots_with_pending_copy |= {source, target}
         self.slots[target] = list(self.slots[source])
         self.positions.copy(source, target)
 
@@ -276,7 +276,7 @@ class FakeBackend:
         self._expect_settled(seq_id)
         if not self.can_shift:
             raise DecodeError("scripted slots that cannot be shifted")
-        self.unsettled.add(seq_id)
+        self.slots_with_pending_copy.add(seq_id)
         for n_keep, n_discard in cuts:
             del self.slots[seq_id][n_keep : n_keep + n_discard]
 
@@ -302,7 +302,7 @@ class FakeBackend:
         own = self.mode, self.profile
         (self.mode, self.profile), self.other = self.other, own
         self.mode_reason, self.fills_gaps = reason, not self.mode.kv_unified
-        self.unsettled.clear()
+        self.slots_with_pending_copy.clear()
         self.slots = [[] for _ in self.slots]
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
@@ -324,7 +324,7 @@ class FakeBackend:
         return np.array(vectors, np.float32)
 
     def _expect_settled(self, seq_id: int) -> None:
-        if seq_id in self.unsettled:
+        if seq_id in self.slots_with_pending_copy:
             raise AssertionError(f"slot {seq_id} is still to be written by the next decode")
 
     def close(self) -> None:

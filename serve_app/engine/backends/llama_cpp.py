@@ -268,9 +268,9 @@ class LlamaBackend:
         self._positions.cut(seq_id, n_past)
 
     @property
-    def unsettled(self) -> Set[int]:
-        """See Backend.unsettled."""
-        return self._context.unsettled
+    def slots_with_pending_copy(self) -> Set[int]:
+        """See Backend.slots_with_pending_copy."""
+        return self._context.slots_with_pending_copy
 
     def copy(self, source: int, target: int) -> None:
         """See Backend.copy."""

@@ -269,7 +269,7 @@ class OpenVinoBackend:
         self._context.truncate(seq_id, n_past)
 
     @property
-    def unsettled(self) -> Set[int]:
+    def slots_with_pending_copy(self) -> Set[int]:
         """Copies are made at once."""
         return frozenset()
 

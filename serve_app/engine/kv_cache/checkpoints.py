@@ -78,7 +78,7 @@ class Checkpoints:
         n_held = len(slot.idle_tokens) if sequence is None else sequence.n_past
         if n_shared == n_held or (in_place and self._backend.can_cut(slot.id, n_shared)):
             return n_shared
-        if slot.id in self._backend.unsettled:
+        if slot.id in self._backend.slots_with_pending_copy:
             return 0
         found = self.deepest(slot.id, n_shared)
         return 0 if found is None else found.n_tokens

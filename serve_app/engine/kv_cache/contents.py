@@ -49,7 +49,8 @@ class SlotContents:
         slot.n_shared = min(slot.n_shared, choice.n_cached) if choice.in_place else 0
         try:
             if choice.stored and stored is not None:
-                if slot.id in self._backend.unsettled:  # a copy would be of what is written now
+                # A copy would have the state after the next decode.
+                if slot.id in self._backend.slots_with_pending_copy:
                     return self.keep(slot, 0)
                 self.restore(slot, stored)
             elif choice.copy_from is not None:
@@ -61,10 +62,11 @@ class SlotContents:
 
     def _copy(self, source: Slot, slot: Slot, n_cached: int) -> None:
         """Have what another slot has. Raises DecodeError."""
-        unified, unsettled = self._backend.mode.kv_unified, self._backend.unsettled
+        unified = self._backend.mode.kv_unified
+        pending = self._backend.slots_with_pending_copy
         if self.checkpoints.needed and n_cached < source.n_past and not unified:
             # Otherwise, the next decode would copy over what a checkpoint puts back.
-            if not unsettled.isdisjoint((source.id, slot.id)):
+            if not pending.isdisjoint((source.id, slot.id)):
                 raise DecodeError("The slot is still to be written.")
             self._backend.restore(slot.id, self._backend.save(source.id))
         else:
@@ -85,7 +87,7 @@ class SlotContents:
             return n_most
         except DecodeError:
             found = self.checkpoints.deepest(slot.id, n_most)
-        if found is not None and slot.id not in self._backend.unsettled:
+        if found is not None and slot.id not in self._backend.slots_with_pending_copy:
             try:
                 with self._copies.making(self._copies.restores, len(found.state)):
                     self._backend.rewind(slot.id, found.state, found.n_tokens)

@@ -17,7 +17,7 @@ from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable, Wait
 from serve_app.engine.kv_cache.transfers.exchange import PrefixExchange
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
-from serve_app.engine.metrics.stats import HeldPrompt
+from serve_app.engine.metrics.stats import CachedPrompt
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     DecodeError,
@@ -69,15 +69,15 @@ class KVCacheManager:
     @property
     def settled(self) -> bool:
         """Whether the next decode has nothing to do besides."""
-        return not self._backend.unsettled
+        return not self._backend.slots_with_pending_copy
 
     @property
-    def prompts(self) -> list[HeldPrompt]:
+    def prompts(self) -> list[CachedPrompt]:
         """The prefixes that prompts could start from: pinned, in slots, then stored; in each, the
         most recently used first. Nobody changes their tokens any more."""
         slots = sorted(self.table.slots, key=lambda one: (not one.pinned, one.idle, -one.last_used))
         return [
-            *(HeldPrompt(slot.group, slot.prompt) for slot in slots),
+            *(CachedPrompt(slot.group, slot.prompt) for slot in slots),
             *self.memory_tier.prompts,
         ]
 
@@ -181,7 +181,7 @@ class KVCacheManager:
         self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
 
     def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
-        settled = slot.id not in self._backend.unsettled
+        settled = slot.id not in self._backend.slots_with_pending_copy
         return settled and self.memory_tier.wants(slot.group, slot.packed(len(tokens)), n_bytes)
 
     def _may_save(self, n_bytes: int, beside_s: float = 0.0) -> bool:
@@ -204,7 +204,7 @@ class KVCacheManager:
         slot now, and the seconds that this would take."""
         slot = self.table.slots[sequence.slot_id]
         n_bytes = self._contents.n_bytes(slot, slot.n_past)
-        if slot.id in self._backend.unsettled or not self.memory_tier.fits(n_bytes):
+        if slot.id in self._backend.slots_with_pending_copy or not self.memory_tier.fits(n_bytes):
             return 0, 0.0
         return slot.n_past, self.copies.saves.forecast_s(n_bytes)
 
@@ -213,7 +213,11 @@ class KVCacheManager:
         """The idle slot used last of those that could be stored without another prefix giving way."""
         for slot in sorted(self.table.slots, key=lambda slot: -slot.last_used):
             n_bytes = self._contents.n_bytes(slot, len(slot.idle_tokens))
-            free = slot.idle and slot.idle_tokens and slot.id not in self._backend.unsettled
+            free = (
+                slot.idle
+                and slot.idle_tokens
+                and slot.id not in self._backend.slots_with_pending_copy
+            )
             if (
                 free
                 and not slot.spare
@@ -268,7 +272,7 @@ class KVCacheManager:
         slots = self.table.slots
         if slot_id not in range(len(slots)) or slots[slot_id].pinned:
             raise InvalidRequestError(f"There is no slot {slot_id}.", "id_slot")
-        if not slots[slot_id].idle or slot_id in self._backend.unsettled:
+        if not slots[slot_id].idle or slot_id in self._backend.slots_with_pending_copy:
             raise EngineUnavailableError(f"Slot {slot_id} is busy.")
         return slots[slot_id]
 
@@ -291,7 +295,7 @@ class KVCacheManager:
         up, all is to be computed again."""
         slot = self.table.slots[sequence.slot_id]
         try:
-            if slot.id in self._backend.unsettled:
+            if slot.id in self._backend.slots_with_pending_copy:
                 raise DecodeError("The slot is still to be written.")
             self._backend.shift(slot.id, [(n_keep, n_discard)])
         except DecodeError:
@@ -315,7 +319,9 @@ class KVCacheManager:
     def _mark_end(self, slot: Slot) -> None:
         """An idle slot's tokens are to be continued: make a checkpoint of where they end."""
         n_tokens = len(slot.idle_tokens)
-        if slot.id not in self._backend.unsettled and self.checkpoints.is_worth(slot, n_tokens):
+        if slot.id not in self._backend.slots_with_pending_copy and self.checkpoints.is_worth(
+            slot, n_tokens
+        ):
             self._mark(slot, n_tokens)
 
     def _mark(self, slot: Slot, n_tokens: int) -> None:

@@ -11,7 +11,7 @@ from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.checkpoints import Checkpoint, deepest
 from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
-from serve_app.engine.metrics.stats import HeldPrompt
+from serve_app.engine.metrics.stats import CachedPrompt
 
 # The part of a prefix with which its checkpoints make up for it.
 _ENOUGH = 0.75
@@ -38,7 +38,7 @@ class _Kept(NamedTuple):
     """The tier's entry for a prefix."""
 
     entry: Entry
-    prompt: HeldPrompt
+    prompt: CachedPrompt
     """Made once: with many prefixes, that takes longer than to list them."""
 
 
@@ -71,7 +71,7 @@ class MemoryTier:
         self._mirror = mirror
         self._index = PrefixIndex() if index is None else index
         self._entries = OrderedDict[StoredPrefix, _Kept]()  # the least recently used first
-        self._prompts: tuple[HeldPrompt, ...] | None = None
+        self._prompts: tuple[CachedPrompt, ...] | None = None
         self.n_bytes = 0
         """Of all states."""
         for prefix in prefixes:
@@ -89,7 +89,7 @@ class MemoryTier:
         return reversed(self._entries)
 
     @property
-    def prompts(self) -> tuple[HeldPrompt, ...]:
+    def prompts(self) -> tuple[CachedPrompt, ...]:
         """The tokens of each, in the same order."""
         if self._prompts is None:
             self._prompts = tuple(kept.prompt for kept in reversed(self._entries.values()))
@@ -134,7 +134,7 @@ class MemoryTier:
 
     def _keep(self, prefix: StoredPrefix, tokens: bytes) -> None:
         entry = self._index.add(prefix, prefix.group, tokens)
-        self._entries[prefix] = _Kept(entry, HeldPrompt(prefix.group, prefix.tokens))
+        self._entries[prefix] = _Kept(entry, CachedPrompt(prefix.group, prefix.tokens))
         self._index.use(entry)
         self._prompts = None
         self.n_bytes += prefix.n_bytes

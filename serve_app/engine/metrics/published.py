@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from serve_app.engine.metrics.stats import EngineStats, Holdings
+from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.scheduler.backlog import Forecast
 
 _EVERY_S = 0.5
@@ -17,7 +17,7 @@ class View(NamedTuple):
     """The loop at one moment. Immutable."""
 
     stats: EngineStats
-    holdings: Holdings
+    cached_prefixes: CachedPrefixes
     forecast: Forecast
 
 

@@ -175,7 +175,7 @@ class EngineStats:
         )
 
 
-class HeldPrompt(NamedTuple):
+class CachedPrompt(NamedTuple):
     """A prefix that prompts of one cache group could start from."""
 
     group: str
@@ -184,11 +184,11 @@ class HeldPrompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class CachedPrefixes:
     """Where new prompts could start from, at one moment. Immutable: any thread may look for as long as it
     likes."""
 
-    prompts: tuple[HeldPrompt, ...] = ()
+    prompts: tuple[CachedPrompt, ...] = ()
     """The prefixes in the cache, stored, or about to be computed; those worth most first."""
     taken: tuple[str, ...] = ()
     """The requests that were taken in last, which statistics of the same moment include."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from serve_app.engine import EngineStats, Holdings, SlotStats
+from serve_app.engine import CachedPrefixes, EngineStats, SlotStats
 from serve_app.engine.backends.fake import FakeBackend
-from serve_app.engine.metrics.stats import HeldPrompt
+from serve_app.engine.metrics.stats import CachedPrompt
 from serve_app.routing.blocks import chain, request_key, turn_key
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report
@@ -23,8 +23,8 @@ def stats_with(**changed: Any) -> EngineStats:
         return replace(engine.stats(), **changed)
 
 
-def blocks_of(holdings: Holdings) -> set[int]:
-    return set(Reporter().report(stats_with(), holdings).blocks)
+def blocks_of(cached_prefixes: CachedPrefixes) -> set[int]:
+    return set(Reporter().report(stats_with(), cached_prefixes).blocks)
 
 
 def test_an_engine_holds_prompts_that_wait_run_and_have_ended() -> None:
@@ -34,8 +34,8 @@ def test_an_engine_holds_prompts_that_wait_run_and_have_ended() -> None:
         ask(engine, request("ended", texts[0]))
         backend.hold()
         start(engine, *(request(f"{i}", text) for i, text in enumerate(texts[1:])))
-        until(lambda: engine.holdings().taken == ("ended", "0", "1", "2"))
-        held = blocks_of(engine.holdings())
+        until(lambda: engine.cached_prefixes().taken == ("ended", "0", "1", "2"))
+        held = blocks_of(engine.cached_prefixes())
         for text in texts[1:]:
             assert set(chain(list(text.encode()), "")) <= held
 
@@ -45,14 +45,14 @@ def test_what_lost_its_slot_is_held_while_it_is_stored() -> None:
     with running(backend, replace(options(1), n_ctx_slot=256, cache_ram_bytes=9999)) as engine:
         ask(engine, request("a", "a" * 64))
         ask(engine, request("b", "b" * 64))
-        assert {*chain(b"a" * 64, ""), *chain(b"b" * 64, "")} <= blocks_of(engine.holdings())
+        assert {*chain(b"a" * 64, ""), *chain(b"b" * 64, "")} <= blocks_of(engine.cached_prefixes())
 
 
 def test_what_is_pinned_is_held_from_the_start() -> None:
     pinned = tuple(b"be brief" * 8)
     backend = FakeBackend(endless, n_slots=3)
     with running(backend, replace(options(2), n_ctx_slot=256, pinned=(pinned,))) as engine:
-        assert set(chain(pinned)) <= blocks_of(engine.holdings())
+        assert set(chain(pinned)) <= blocks_of(engine.cached_prefixes())
 
 
 def test_what_a_cache_group_began_is_held_for_it_only() -> None:
@@ -62,8 +62,8 @@ def test_what_a_cache_group_began_is_held_for_it_only() -> None:
         ask(engine, request("in a slot", "b" * 64, group="mine"))
         backend.hold()
         start(engine, *(request(f"{i}", "c" * 64, group="mine") for i in range(2)))
-        until(lambda: len(engine.holdings().taken) == 4)
-        held = blocks_of(engine.holdings())
+        until(lambda: len(engine.cached_prefixes().taken) == 4)
+        held = blocks_of(engine.cached_prefixes())
     for letter in b"abc":
         tokens = bytes([letter]) * 64
         assert set(chain(tokens, "mine")) <= held
@@ -82,7 +82,9 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
         token_s=0.005,
         answer_tokens=40.0,
     )
-    said = Reporter().report(stats, Holdings((HeldPrompt("mine", tuple(range(64))),), ("x",)))
+    said = Reporter().report(
+        stats, CachedPrefixes((CachedPrompt("mine", tuple(range(64))),), ("x",))
+    )
     held, taken = frozenset(chain(range(64), "mine")), frozenset([request_key("x")])
     assert said == Report(4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, held, taken)
 
@@ -94,20 +96,20 @@ def test_adapters_are_told_as_long_as_requests_have_them() -> None:
     with running(backend, options(1)) as engine:
         backend.hold()
         (inbox,) = start(engine, asked)
-        until(lambda: engine.holdings().taken == ("a",))
-        said = Reporter().report(engine.stats(), engine.holdings())
+        until(lambda: engine.cached_prefixes().taken == ("a",))
+        said = Reporter().report(engine.stats(), engine.cached_prefixes())
         assert said.turns == {turn_key("\0legal=1.0")}
         backend.resume()
         inbox.wait()
-        until(lambda: not engine.holdings().adapters)
+        until(lambda: not engine.cached_prefixes().adapters)
 
 
 def test_an_engine_that_rests_has_nothing_new_to_say() -> None:
-    reporter, stats, holdings = Reporter(), stats_with(), Holdings((), ("x",))
-    first = reporter.report(stats, holdings)
-    assert reporter.report(stats, holdings) is first
-    assert reporter.report(replace(stats, running=1), holdings) != first
-    assert reporter.report(stats, Holdings()) != first
+    reporter, stats, cached_prefixes = Reporter(), stats_with(), CachedPrefixes((), ("x",))
+    first = reporter.report(stats, cached_prefixes)
+    assert reporter.report(stats, cached_prefixes) is first
+    assert reporter.report(replace(stats, running=1), cached_prefixes) != first
+    assert reporter.report(stats, CachedPrefixes()) != first
 
 
 def test_pressure_counts_only_the_cells_of_running_requests() -> None:

@@ -87,7 +87,7 @@ class ChunkReuse:
         """Cut the chosen slot to these tokens, if it has more of them then than by the choice; returns how
         many. None: nothing was done."""
         slot = choice.slot
-        if not self._applies(sequence) or slot.id in self._backend.unsettled:
+        if not self._applies(sequence) or slot.id in self._backend.slots_with_pending_copy:
             return None
         reuse = self._plan(sequence, slot, tokens)
         if reuse.n_cached <= choice.n_cached:

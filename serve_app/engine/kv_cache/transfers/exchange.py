@@ -12,7 +12,7 @@ from serve_app.engine.kv_cache.packing import Tokens, packed
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import SlotTable
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
-from serve_app.engine.metrics.stats import HeldPrompt
+from serve_app.engine.metrics.stats import CachedPrompt
 
 # Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
 _BEGUN_KEPT = 128
@@ -41,18 +41,18 @@ class PrefixExchange:
         `EngineStats`."""
 
     @property
-    def held(self) -> list[tuple[HeldPrompt, int]]:
+    def held(self) -> list[tuple[CachedPrompt, int]]:
         """The prefixes that prompts could start from now, each with the bytes of its state, saved
         or not."""
         return [
             *(
                 (
-                    HeldPrompt(one.group, one.tokens[: one.n_past]),
+                    CachedPrompt(one.group, one.tokens[: one.n_past]),
                     self._contents.n_bytes(one, one.n_past),
                 )
                 for one in self._table.slots
             ),
-            *((HeldPrompt(one.group, one.tokens), one.n_bytes) for one in self._memory_tier),
+            *((CachedPrompt(one.group, one.tokens), one.n_bytes) for one in self._memory_tier),
         ]
 
     def export_prefix(
@@ -63,7 +63,7 @@ class PrefixExchange:
         slots = [
             one
             for one in self._table.having(group, packed(tokens))
-            if one.group == group and one.id not in self._backend.unsettled
+            if one.group == group and one.id not in self._backend.slots_with_pending_copy
         ]
         found = self._memory_tier.beginning(group, tokens)
         slot = min(slots, key=lambda one: one.n_past, default=None)
@@ -89,7 +89,9 @@ class PrefixExchange:
         empty = [
             slot
             for slot in self._table.slots
-            if slot.idle and not slot.idle_tokens and slot.id not in self._backend.unsettled
+            if slot.idle
+            and not slot.idle_tokens
+            and slot.id not in self._backend.slots_with_pending_copy
         ]
         if n_wanted < len(prefix.tokens) and empty and not self._table.busy:
             prefix = self._cut(empty[0], prefix, n_wanted)

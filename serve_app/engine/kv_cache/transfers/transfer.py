@@ -17,7 +17,7 @@ from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.engine.kv_cache.transfers.hot_prefixes import HotPrefix, Prefix, begun_with
-from serve_app.engine.metrics.stats import HeldPrompt
+from serve_app.engine.metrics.stats import CachedPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
 
@@ -108,5 +108,5 @@ class PrefixTransfer:
         return command.future.result()
 
 
-def _packed(held: HeldPrompt) -> Prefix:
+def _packed(held: CachedPrompt) -> Prefix:
     return Prefix(held.group, packed(held.tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_app.engine import GenerationRequest, Holdings, SamplingParams
+from serve_app.engine import CachedPrefixes, GenerationRequest, SamplingParams
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.slot import Slot
 from tests.unit.engine.harness import Inbox, endless, options, request, running
@@ -12,7 +12,7 @@ from tests.unit.engine.kv_cache.test_slots import busy
 
 
 def test_what_was_published_does_not_change() -> None:
-    seen: list[tuple[Holdings, list[tuple[int, ...]]]] = []
+    seen: list[tuple[CachedPrefixes, list[tuple[int, ...]]]] = []
     backend = FakeBackend(endless, n_slots=2)
     opts = replace(options(2), cache_ram_bytes=600, context_shift=True, n_keep=4)
     with running(backend, opts) as engine:
@@ -20,7 +20,7 @@ def test_what_was_published_does_not_change() -> None:
             prompt = f"{'abc'[i % 3] * 20}{i}\n"
             inbox = Inbox()
             engine.submit_callback(request(str(i), prompt, max_tokens=5 + 4 * i), inbox)
-            held = engine.holdings()
+            held = engine.cached_prefixes()
             seen.append((held, [tuple(one.tokens) for one in held.prompts]))
             if i % 3 == 2:
                 inbox.wait()
@@ -37,7 +37,7 @@ def test_the_last_requests_are_named() -> None:
             params = SamplingParams(max_tokens=1)
             engine.submit_callback(GenerationRequest(str(i), (1, 2), params), inbox)
             inbox.wait()
-        assert engine.holdings().taken == tuple(str(i) for i in range(44, 300))
+        assert engine.cached_prefixes().taken == tuple(str(i) for i in range(44, 300))
 
 
 def test_after_a_context_shift_only_what_is_kept_is_offered() -> None:
