@@ -30,7 +30,7 @@
     |   `-- EngineClosedError     503 engine_closed
     |-- DecodeError               500 decode_failed
     |   |-- CacheFullError        500 decode_failed, if it cannot be helped
-    |   `-- PassLeftError         never over HTTP: nobody waits for it
+    |   `-- DecodeCancelledError  never over HTTP: nobody waits for it
     |-- ConstraintError           500 constraint_failed
     |-- EngineFailedError         500 engine_failed
     |   `-- ChannelBrokenError    500 engine_failed
@@ -398,8 +398,8 @@ class CacheFullError(DecodeError):
     """The KV cache has no room for a batch; nothing was decoded."""
 
 
-class PassLeftError(DecodeError):
-    """A batch was left before its end, as nobody wanted it any more."""
+class DecodeCancelledError(DecodeError):
+    """A batch was cancelled before its end, because nobody waits for it any more."""
 
 
 class ConstraintError(CorralError):

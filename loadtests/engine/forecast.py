@@ -142,9 +142,9 @@ def run(
             run_one = machine.decode if decodes else machine.prefill
             seconds, again_s = run_one(n), run_one(n)
             if decodes:
-                costs.saw_decode(n, n, depth, seconds)
+                costs.observe_decode(n, n, depth, seconds)
             else:
-                costs.saw_prefill(n, depth, seconds)
+                costs.observe_prefill(n, depth, seconds)
             yield Batch(depth, forecast_s, before_s, seconds, again_s)
 
 

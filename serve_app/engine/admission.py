@@ -9,14 +9,14 @@ from collections.abc import Sequence as SequenceOf
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
-from serve_app.engine.kv_cache.slots import Wait
+from serve_app.engine.kv_cache.slots import PrefixPending
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.outbox import Outbox
 from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.anticipation import Anticipation
 from serve_app.engine.scheduler.fair_queue import FairQueue
-from serve_app.engine.scheduler.giving_way import GivingWay
+from serve_app.engine.scheduler.preemption import PreemptionPolicy
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import NO_SLOT, Sequence
 from serve_app.errors import DecodeError
@@ -51,7 +51,7 @@ class Admission:
         self._accounts = accounts
         self._counts = counts
         self._outbox = outbox
-        self._giving_way = GivingWay()
+        self._preemption_policy = PreemptionPolicy()
         self._anticipation = Anticipation(options.n_slots)
         self._paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
@@ -74,7 +74,7 @@ class Admission:
             sequence.n_awaited = 0
         if self._paused or not self._waiting:
             return []
-        self._give_way()
+        self._preempt_fairly()
         n_awaiting, started = 0, list[Sequence]()
         for sequence in self._waiting:
             if not self._cache.table.has_idle:
@@ -84,7 +84,7 @@ class Admission:
             place = self._cache.place(sequence)
             if place is None:
                 continue
-            if isinstance(place, Wait):
+            if isinstance(place, PrefixPending):
                 n_awaiting += 1
                 if (owner := place.slot.sequence) is not None:
                     owner.n_awaited = max(owner.n_awaited, place.n_tokens)
@@ -154,17 +154,19 @@ class Admission:
                 self._preempt(sequence, stored=False)
         self._paused = self._background_paused = False
 
-    def _preempt(self, sequence: Sequence, *, gave_way: bool = False, stored: bool = True) -> None:
+    def _preempt(
+        self, sequence: Sequence, *, for_another: bool = False, stored: bool = True
+    ) -> None:
         """Take its slot away; it waits for another one."""
         self._scheduler.remove(sequence)
         self._cache.preempt(sequence, stored=stored)
-        self._waiting.put_back(sequence, gave_way=gave_way)
+        self._waiting.put_back(sequence, for_another=for_another)
         self.changed = True
         self._counts.preemptions += 1
 
     # -- when somebody else needs a slot ----------------------------------------------------------
 
-    def _step_back(self) -> None:
+    def _preempt_background(self) -> None:
         """Have as many sequences in the background lose their slots as others lack. Their part of
         the cache is stored, unless that takes too long."""
         waiting = self._waiting.unordered
@@ -173,19 +175,19 @@ class Admission:
         behind = [one for one in self._scheduler.running if one.request.background]
         behind = sorted((one for one in behind if not one.finished), key=_admitted)
         for sequence in behind[len(behind) - max(0, min(n_lacking, len(behind))) :]:
-            is_stored = self._giving_way_s(sequence) is not None
-            self._preempt(sequence, gave_way=True, stored=is_stored)
+            is_stored = self._preemption_s(sequence) is not None
+            self._preempt(sequence, for_another=True, stored=is_stored)
 
-    def _give_way(self) -> None:
-        """Have one sequence give way to another client's request, if that is fair and pays; those in the
-        background always do."""
-        self._step_back()
+    def _preempt_fairly(self) -> None:
+        """Preempt one sequence for another client's request, if that is fair and pays; those in the
+        background always."""
+        self._preempt_background()
         if self._accounts.active < 2 or self._cache.table.has_idle:
             return
         running, now = self._scheduler.running, time.monotonic()
-        sequence = self._giving_way.find(self._waiting, running, self._giving_way_s, now)
+        sequence = self._preemption_policy.find(self._waiting, running, self._preemption_s, now)
         if sequence is not None:
-            self._preempt(sequence, gave_way=True)
+            self._preempt(sequence, for_another=True)
 
     def _is_held_back(self, sequence: Sequence) -> bool:
         """Whether the slots that are idle are for others, who will probably be back at once.
@@ -197,7 +199,7 @@ class Admission:
         n_kept = self._anticipation.n_kept(client, running, time.monotonic())
         return self._cache.table.n_idle <= n_kept
 
-    def _giving_way_s(self, sequence: Sequence) -> float | None:
+    def _preemption_s(self, sequence: Sequence) -> float | None:
         """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
         n_kept, save_s = self._cache.would_keep(sequence)
         if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:

@@ -72,13 +72,13 @@ class CacheChange:
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
-    def saw(self, batches: SequenceOf[Batch], n_cells: int) -> None:
+    def observe(self, batches: SequenceOf[Batch], n_cells: int) -> None:
         """A step is going to compute these; `n_cells` are in use, or would be in a unified cache."""
         if self._traffic is None or not batches:
             return
         self._n_steps += 1
         for together in _together(batches):
-            self._traffic.saw(_load(together, n_cells))
+            self._traffic.observe(_load(together, n_cells))
 
     def pays_at_rest(self) -> bool:
         """Whether to change now that nobody is there."""
@@ -111,7 +111,7 @@ class CacheChange:
         return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
 
     def _is_news(self) -> bool:
-        waits = sum(one.waits is not None for one in self._waiting.unordered)
+        waits = sum(one.prefix_pending is not None for one in self._waiting.unordered)
         seen = (len(self._scheduler.running), len(self._waiting), waits, self._n_steps // _EVERY)
         before, self._looked_at = self._looked_at, seen
         return seen != before
@@ -121,8 +121,8 @@ class CacheChange:
         n_tokens = len(sequence.tokens)
         likely = max(1.0, n_answer - sequence.n_generated)
         n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
-        if sequence.waits is not None:
-            n_shared = min(sequence.waits.n_tokens, n_tokens)
+        if sequence.prefix_pending is not None:
+            n_shared = min(sequence.prefix_pending.n_tokens, n_tokens)
             return Alive(n_tokens - n_shared, n_tokens, n_shared, n_left)
         if sequence.state is SequenceState.WAITING:
             return None

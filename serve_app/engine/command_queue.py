@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from serve_app.engine.commands import Command
 from serve_app.engine.embedding import Texts
 from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.scheduler.places import Places, Verdict, may_embed
+from serve_app.engine.scheduler.queue_capacity import QueueCapacity, Verdict, may_embed
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     CorralError,
@@ -43,17 +43,19 @@ class CommandQueue:
 
     Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
     caller's thread. A request that another engine had accepted is never refused for lack of room.
-    See `Places` for which requests are
-    refused when the queue is full.
+    `QueueCapacity` says which requests are refused when the queue is full.
     """
 
     def __init__(
-        self, places: Places, max_wait_s: float | None, background: Places | None = None
+        self,
+        capacity: QueueCapacity,
+        max_wait_s: float | None,
+        background: QueueCapacity | None = None,
     ) -> None:
         """Requests in the background have places of their own, and may wait for as long as they like;
         without any, all are refused."""
         self._changed = threading.Condition()
-        self._places = {False: places, True: background or Places(0, 0)}
+        self._capacities = {False: capacity, True: background or QueueCapacity(0, 0)}
         self._displaced: dict[str, QueueFullError] = {}
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._live: dict[str, RequestRecord] = {}
@@ -67,19 +69,19 @@ class CommandQueue:
         self._aborted: set[str] = set()
         self._deadline: float | None = None
         self._failed = False
-        self._leave: Callable[[bool], None] = lambda leaving: None
+        self._cancel: Callable[[bool], None] = lambda cancelled: None
         self._computed: frozenset[str] = frozenset()
         """Requests of the batch that is being computed."""
-        self._steps_back = False
-        """Whether that is left for whoever comes."""
-        self._leaving = self._told = False
+        self._is_preemptible = False
+        """Whether that batch is cancelled for whoever comes."""
+        self._cancels_all = self._is_cancelled = False
 
     def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
         """Any thread: accept the sequences or say, for each, why not. The forecast is of what was there
         before."""
         with self._changed:
             refusals = [self._accept(sequence, forecast) for sequence in sequences]
-            self._tell()
+            self._update_cancel()
             self._changed.notify()
         return refusals
 
@@ -87,7 +89,7 @@ class CommandQueue:
         """Any thread: accept these texts or say, for each request, why not."""
         with self._changed:
             refusals = [self._accept_texts(request) for request in requests]
-            self._tell()
+            self._update_cancel()
             self._changed.notify()
         return refusals
 
@@ -133,14 +135,14 @@ class CommandQueue:
                 f"A request with the id {sequence.id!r} is already running.", "id"
             )
         request = sequence.request
-        places = self._places[request.background]
+        capacity = self._capacities[request.background]
         if not request.n_failovers:
-            verdict = places.ask(request.account)
+            verdict = capacity.ask(request.account)
             if refusal := self._overload(request, verdict, forecast):
                 return refusal
             if verdict.displaced is not None:
-                self._displace(places, verdict.displaced, forecast)
-        places.take(request.id, request.account, may_be_displaced=not request.n_failovers)
+                self._displace(capacity, verdict.displaced, forecast)
+        capacity.take(request.id, request.account, may_be_displaced=not request.n_failovers)
         if request.background:
             self._background.add(request.id)
         self._live[request.id] = RequestRecord(
@@ -152,7 +154,7 @@ class CommandQueue:
     def _overload(
         self, request: GenerationRequest, verdict: Verdict, forecast: Forecast
     ) -> QueueFullError | None:
-        client, held = request.account, self._places[request.background].held
+        client, held = request.account, self._capacities[request.background].held
         if not verdict.accepted:
             retry_after_s = forecast.place_free_s(client, held, self._submitted)
             return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
@@ -165,15 +167,15 @@ class CommandQueue:
             )
         return None
 
-    def _displace(self, places: Places, request_id: str, forecast: Forecast) -> None:
+    def _displace(self, capacity: QueueCapacity, request_id: str, forecast: Forecast) -> None:
         retry_after_s = forecast.place_free_s(
-            self._account(request_id), places.held, self._submitted
+            self._account(request_id), capacity.held, self._submitted
         )
         self._displaced[request_id] = QueueFullError(
             "All slots and the waiting queue are full, and other clients have fewer requests there.",
             retry_after_s,
         )
-        places.displace(request_id)
+        capacity.displace(request_id)
 
     def _account(self, request_id: str) -> str:
         """Of a live request."""
@@ -190,52 +192,52 @@ class CommandQueue:
         with self._changed:
             if request_id in self._live:
                 self._aborted.add(request_id)
-                self._tell()
+                self._update_cancel()
                 self._changed.notify()
 
-    def leave_with(self, leave: Callable[[bool], None]) -> None:
-        """Decoder thread: how to have a batch left before its end; see `Backend.leave`."""
+    def cancel_with(self, cancel: Callable[[bool], None]) -> None:
+        """Decoder thread: how to cancel the batch that is being computed: `Backend.cancel`."""
         with self._changed:
-            self._leave = leave
-            leave(self._told)
+            self._cancel = cancel
+            cancel(self._is_cancelled)
 
     @contextmanager
     def computing(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """Decoder thread: a batch for these requests, which is left once all of them are aborted; or once
-        somebody comes, if all are in the background."""
+        """Decoder thread: a batch for these requests, which is cancelled once all of them are aborted; or
+        once a request comes, if all are in the background."""
         with self._changed:
             self._computed = frozenset(request_ids)
-            self._steps_back = self._computed <= self._background
-            self._tell()
+            self._is_preemptible = self._computed <= self._background
+            self._update_cancel()
         try:
             yield
         finally:
             with self._changed:
-                self._computed, self._steps_back = frozenset(), False
-                self._tell()
+                self._computed, self._is_preemptible = frozenset(), False
+                self._update_cancel()
 
     def resting(self) -> AbstractContextManager[None]:
-        """Decoder thread: something for nobody, which is left once somebody comes."""
+        """Decoder thread: work for nobody, which is cancelled once a request comes."""
         return self.computing(())
 
-    def _tell(self) -> None:
-        """Say whether a batch is to be left, if that has changed. With the lock."""
-        unwanted = self._leaving or (bool(self._computed) and self._computed <= self._aborted)
-        unwanted = unwanted or (self._steps_back and self._somebody_has_come())
-        if unwanted != self._told:
-            self._told = unwanted
-            self._leave(unwanted)
+    def _update_cancel(self) -> None:
+        """Cancel the batch, or allow batches again, if that has changed. With the lock."""
+        unwanted = self._cancels_all or (bool(self._computed) and self._computed <= self._aborted)
+        unwanted = unwanted or (self._is_preemptible and self._somebody_has_come())
+        if unwanted != self._is_cancelled:
+            self._is_cancelled = unwanted
+            self._cancel(unwanted)
 
     def _somebody_has_come(self) -> bool:
         return any(not one.request.background for one in self._submitted) or any(
             not one.background for one in self._texts
         )
 
-    def leave(self) -> None:
-        """Any thread: leave the batch that is being computed, and all that come."""
+    def cancel(self) -> None:
+        """Any thread: cancel the batch that is being computed, and all that come."""
         with self._changed:
-            self._leaving = True
-            self._tell()
+            self._cancels_all = True
+            self._update_cancel()
 
     def drain(self, deadline: float) -> None:
         """Any thread: take no new work; the rest must be over by the deadline."""
@@ -276,7 +278,7 @@ class CommandQueue:
         with self._changed:
             for sequence in sequences:
                 request = sequence.request
-                self._places[request.background].started(sequence.id, request.account)
+                self._capacities[request.background].started(sequence.id, request.account)
                 self._displaced.pop(sequence.id, None)
 
     def forget(self, request_id: str) -> None:
@@ -284,8 +286,8 @@ class CommandQueue:
         too late for it must not hit the next request of that id."""
         with self._changed:
             if request_id in self._live:
-                places = self._places[request_id in self._background]
-                places.leave(request_id, self._account(request_id))
+                capacity = self._capacities[request_id in self._background]
+                capacity.leave(request_id, self._account(request_id))
                 del self._live[request_id]
                 self._background.discard(request_id)
             self._aborted.discard(request_id)

@@ -16,10 +16,10 @@ from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.autotune.sampling_costs import SamplingCosts
 from serve_app.engine.backends.adapters import EngineAdapters
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.batch_runner import BatchRunner
 from serve_app.engine.cache_change import CacheChange
 from serve_app.engine.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.commands import Command
-from serve_app.engine.computing import Computing
 from serve_app.engine.drafts.drafter import Drafter
 from serve_app.engine.embedding import EmbeddingQueue, Texts
 from serve_app.engine.health import Progress
@@ -36,7 +36,7 @@ from serve_app.engine.pictures.encoding import Encoding
 from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.backlog import Backlog
 from serve_app.engine.scheduler.fair_queue import FairQueue
-from serve_app.engine.scheduler.places import Places
+from serve_app.engine.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
@@ -72,9 +72,9 @@ class DecoderLoop:
         self._options = options
         n_places = options.n_slots + options.max_waiting
         self._command_queue = CommandQueue(
-            Places(n_places, options.n_slots),
+            QueueCapacity(n_places, options.n_slots),
             options.max_wait_s,
-            Places(BACKGROUND_PLACES * options.n_slots, options.n_slots),
+            QueueCapacity(BACKGROUND_PLACES * options.n_slots, options.n_slots),
         )
         self._accounts = Accounts()
         self._waiting = FairQueue(self._cost, self._accounts)
@@ -150,7 +150,7 @@ class DecoderLoop:
         """Refuse new requests; those not done after `timeout_s` end with an error. Wait for it."""
         self._command_queue.drain(time.monotonic() + timeout_s)
         self._thread.join(timeout_s)
-        self._command_queue.leave()
+        self._command_queue.cancel()
         self._thread.join()
 
     # -- decoder thread ---------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class DecoderLoop:
     def _run(self, open_backend: Callable[[], Backend], opened: Future[Backend]) -> None:
         try:
             backend = self._backend = open_backend()
-            self._command_queue.leave_with(backend.leave)
+            self._command_queue.cancel_with(backend.cancel)
             self._set_up(backend)
         except BaseException as error:
             opened.set_exception(error)
@@ -188,7 +188,7 @@ class DecoderLoop:
             self._change_cache()
         with self._command_queue.resting():
             self._cache.store_ahead()
-        self._computing.use_adapters(())
+        self._runner.use_adapters(())
         self._quiet_trials.step()
         self._published.refresh()
 
@@ -217,7 +217,7 @@ class DecoderLoop:
             speculate=options.speculate and backend.can_rewind,
             n_ctx_slot=options.n_ctx_slot,
             mixed=backend.mode.mixes,
-            leaves=backend.can_rewind,
+            cancellable=backend.can_rewind,
             proposer=self._drafter,
         )
         self._cache, self._disk_tier = open_cache(backend, costs, options)
@@ -233,7 +233,7 @@ class DecoderLoop:
             self._counts,
             self._outbox,
         )
-        self._computing = Computing(
+        self._runner = BatchRunner(
             options,
             backend,
             self._cache,
@@ -294,15 +294,15 @@ class DecoderLoop:
         batches = self._scheduler.schedule(began, n_cells, ends, beside_s)
         if self._drafter is not None:
             self._charge_drafts(self._drafter)
-        self._cache_change.saw(batches, n_cells)
+        self._cache_change.observe(batches, n_cells)
         counts = self._counts
         n_prompt, n_generated = counts.prompt_tokens, counts.generated_tokens
         sample_s = counts.sample_s
         for planned in batches:
-            if not self._computing.attempt(planned):
+            if not self._runner.attempt(planned):
                 break
         else:
-            self._scheduler.took(batches, time.monotonic() - began)
+            self._scheduler.observe(batches, time.monotonic() - began)
         self._cache.copies.stepped()
         self._counts.steps += bool(batches)
         self._flush()
@@ -334,7 +334,7 @@ class DecoderLoop:
         self.step()
 
     def _change_cache(self) -> None:
-        self._computing.use_adapters(())  # the new context has none
+        self._runner.use_adapters(())  # the new context has none
         self._cache_change.carry_out()
         options = self._options
         self._quiet_trials = QuietTrials(
@@ -346,7 +346,7 @@ class DecoderLoop:
         """See EngineAdapters.free."""
         if any(key == one.key for live in self._live for one in live.request.adapters):
             return False
-        self._computing.use_adapters(())
+        self._runner.use_adapters(())
         self._backend.free_adapter(key)
         return True
 

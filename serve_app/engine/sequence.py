@@ -31,7 +31,7 @@ from serve_app.types import (
 )
 
 if TYPE_CHECKING:
-    from serve_app.engine.kv_cache.slots import Wait
+    from serve_app.engine.kv_cache.slots import PrefixPending
 
 Sink = Callable[[TokenDelta], None]
 """Takes a sequence's deltas, on the decoder thread; must neither block nor raise."""
@@ -88,8 +88,8 @@ class Sequence:
         self.n_exact: int | None = None
         """After a context shift: how many first tokens are in the cache as if they had been computed
         anew, for others to start from."""
-        self.waits: Wait | None = None
-        """The reason to wait that it got when a slot was free."""
+        self.prefix_pending: PrefixPending | None = None
+        """The prefix of another sequence that it waits for, though a slot was free."""
         self.slot_id = NO_SLOT
         self.state = SequenceState.WAITING
         self.spent_s = 0.0
@@ -97,8 +97,8 @@ class Sequence:
         self.expected_s = 0.0
         self.sampling_cost = SamplingCost()
         """The time that picking a token takes with parameters of its kind."""
-        self.gave_way = False
-        """Whether it waits because another client's request got its slot."""
+        self.preempted = False
+        """Whether it waits because it was preempted for another client's request."""
         self.proposer = NgramProposer()
         self.trace = Trace()
         self._sampler: Sampler | None = None
@@ -130,7 +130,7 @@ class Sequence:
         return next((one for one in self.tiles if one.start <= n_past < one.end), None)
 
     @property
-    def waits_to_see(self) -> bool:
+    def awaits_picture(self) -> bool:
         """Whether it gets on only when a picture is encoded."""
         tile = self.tile
         return tile is not None and tile.embeddings is None

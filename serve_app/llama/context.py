@@ -17,7 +17,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.errors import CacheFullError, ConfigError, DecodeError, PassLeftError
+from serve_app.errors import CacheFullError, ConfigError, DecodeCancelledError, DecodeError
 from serve_app.llama import library
 from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
 from serve_app.llama.model import Model
@@ -40,12 +40,12 @@ _FEW_CELLS = 1 / 4
 _CELL_PADDING = 256
 # Bytes for which somebody who comes waits while a state is saved that nobody asked for.
 _TOUCHED = 2**24
-# What llama_decode returns when it finds no cells, having changed nothing; and when it was to leave.
-_CACHE_FULL, _LEFT = 1, 2
-# What llama.cpp asks after each node of a graph whether to leave the pass, with a pointer: `strlen`. Of an
+# What llama_decode returns when it finds no cells, having changed nothing; and when it was cancelled.
+_CACHE_FULL, _CANCELLED = 1, 2
+# What llama.cpp asks after each node of a graph whether to cancel the pass, with a pointer: `strlen`. Of an
 # empty text it says 0, of one of one byte 1, whose low byte is C's true. So a byte in memory is the flag,
 # and nothing of Python runs in a pass: a callback of ctypes would take the GIL a thousand times a step.
-_LEAVES = ctypes.cast(ctypes.CDLL(None).strlen, llama_cpp.ggml_abort_callback)
+_IS_CANCELLED = ctypes.cast(ctypes.CDLL(None).strlen, llama_cpp.ggml_abort_callback)
 _POOLINGS: dict[Pooling, int] = {
     "none": llama_cpp.LLAMA_POOLING_TYPE_NONE,
     "rank": llama_cpp.LLAMA_POOLING_TYPE_RANK,
@@ -105,7 +105,7 @@ def adapter_fingerprint(path: Path) -> bytes:
 
 
 class Context:
-    """Decodes batches of rows. Only one thread, always the same, may use it; any may call `leave`.
+    """Decodes batches of rows. Only one thread, always the same, may use it; any may call `cancel`.
 
     The KV cache is split or unified. Split, each of `n_seq_max` sequences has `n_ctx_slot` cells, and no
     sequence can take another's room. Unified, all sequences share `n_ctx` cells, and those with a
@@ -167,7 +167,7 @@ class Context:
         self.slots_with_pending_copy: set[int] = set()
         """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
         restore them."""
-        self._leaving = ctypes.create_string_buffer(2)
+        self._cancelled = ctypes.create_string_buffer(2)
         self._make(flash_attn=flash_attn, kv_unified=kv_unified)
 
     def _make(self, *, flash_attn: bool, kv_unified: bool) -> None:
@@ -214,7 +214,7 @@ class Context:
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
         self._batch_threads = 0  # none that are known
         llama_cpp.llama_set_abort_callback(
-            self.pointer, _LEAVES, ctypes.c_void_p(ctypes.addressof(self._leaving))
+            self.pointer, _IS_CANCELLED, ctypes.c_void_p(ctypes.addressof(self._cancelled))
         )
         self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
         for i in range(self._n_batch):
@@ -253,8 +253,8 @@ class Context:
 
         Rows should be ordered by sequence id: with a split cache, llama.cpp computes runs of consecutive
         ids together. Raises CacheFullError, and changes nothing, if there are no cells for them; and
-        PassLeftError after `leave(True)`. That and another DecodeError may leave some of them in the cache,
-        for the caller to `truncate`.
+        DecodeCancelledError after `cancel(True)`. After it and any other DecodeError, some rows
+        may be in the cache, for the caller to `truncate`.
         """
         if not 0 < len(rows) <= self._n_batch:  # llama.cpp would abort the whole process
             raise DecodeError(
@@ -297,8 +297,8 @@ class Context:
         status = llama_cpp.llama_decode(self.pointer, batch)
         if status == _CACHE_FULL:
             raise CacheFullError(f"The KV cache has no room for {n_rows} tokens more.")
-        if status == _LEFT:
-            raise PassLeftError(f"A batch of {n_rows} rows was left.")
+        if status == _CANCELLED:
+            raise DecodeCancelledError(f"A batch of {n_rows} rows was cancelled.")
         if status != 0:
             raise DecodeError(f"llama_decode returned {status} for a batch of {n_rows} rows.")
         self.slots_with_pending_copy.clear()
@@ -330,10 +330,10 @@ class Context:
             llama_cpp.llama_set_n_threads(self.pointer, threads.one_row, n)
             self._batch_threads = n
 
-    def leave(self, leaving: bool) -> None:
+    def cancel(self, cancelled: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end after the node of the graph that
         is being computed; or, with False, have them compute again."""
-        self._leaving[0] = bytes([leaving])
+        self._cancelled[0] = bytes([cancelled])
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
@@ -436,11 +436,13 @@ class Context:
         if self._copied is not None and self._copied[0] == seq_id:
             self._copied = None
 
-    def save(self, seq_id: int, behind: bytes = b"", *, leaves: bool = False) -> memoryview:
+    def save(self, seq_id: int, behind: bytes = b"", *, cancellable: bool = False) -> memoryview:
         """A sequence's cached tokens as llama.cpp's sequence state, to be used with the same model and the
         same cache formats, with so many bytes `behind` it. Not as `bytes`: that copy would take ten times
-        as long as llama.cpp does. With `leaves`, raises PassLeftError after `leave(True)`."""
-        return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE, behind, leaves=leaves)
+        as long as llama.cpp does. With `cancellable`, raises DecodeCancelledError after `cancel(True)`."""
+        return self._save(
+            seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE, behind, cancellable=cancellable
+        )
 
     def checkpoint(self, seq_id: int) -> memoryview:
         """Of that, what `truncate` could not have back: the last window of layers that have one, and the
@@ -448,11 +450,11 @@ class Context:
         return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
     def _save(
-        self, seq_id: int, flags: int, behind: bytes = b"", *, leaves: bool = False
+        self, seq_id: int, flags: int, behind: bytes = b"", *, cancellable: bool = False
     ) -> memoryview:
         size = llama_cpp.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
         buffer = np.empty(size + len(behind), np.uint8)
-        if leaves:
+        if cancellable:
             self._touch(buffer)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n_written = llama_cpp.llama_state_seq_get_data_ext(
@@ -465,8 +467,8 @@ class Context:
     def _touch(self, buffer: NDArray[np.uint8]) -> None:
         """Have the system's memory for a buffer, which takes longer than to fill it, and can be left."""
         for start in range(0, buffer.size, _TOUCHED):
-            if self._leaving[0] != b"\0":
-                raise PassLeftError("A state was not saved.")
+            if self._cancelled[0] != b"\0":
+                raise DecodeCancelledError("A state was not saved.")
             buffer[start : start + _TOUCHED : mmap.PAGESIZE] = 0
 
     def restore(self, seq_id: int, state: State) -> None:

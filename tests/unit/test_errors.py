@@ -48,7 +48,7 @@ EXAMPLES: list[CorralError] = [
     errors.DecodeError("status 1"),
     errors.ConstraintError("nothing fits"),
     errors.CacheFullError("no room for 3 tokens more"),
-    errors.PassLeftError("left"),
+    errors.DecodeCancelledError("left"),
     errors.EngineFailedError("failed"),
     errors.ChannelBrokenError("gone"),
     errors.StorageFullError("full"),

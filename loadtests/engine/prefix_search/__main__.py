@@ -31,7 +31,7 @@ from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
-from serve_app.engine.kv_cache.slots import SlotTable, Wait
+from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
 from serve_app.engine.sequence import Sequence
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class Bench:
 
         def search() -> None:
             if running:
-                assert isinstance(self._cache.place(waiting), Wait)
+                assert isinstance(self._cache.place(waiting), PrefixPending)
             assert self._cache.prompts
 
         gc.collect(0)  # a new prompt costs the collector something once, which is no step's

@@ -22,7 +22,7 @@ class Speed:
     seconds: float = _FIRST_GUESS_S
     n_bytes: float = 1.0
 
-    def took(self, n_bytes: int, seconds: float) -> None:
+    def observe(self, n_bytes: int, seconds: float) -> None:
         """Learn from one."""
         self.seconds = _OLDER * self.seconds + seconds
         self.n_bytes = _OLDER * self.n_bytes + n_bytes
@@ -49,7 +49,7 @@ class CopyBudget:
         began = time.monotonic()
         yield
         seconds = time.monotonic() - began
-        speed.took(n_bytes, seconds)
+        speed.observe(n_bytes, seconds)
         self.spent_s += seconds
 
     def stepped(self) -> None:

@@ -202,7 +202,7 @@ class CostModel:
         parts = self._known_split(tuple(range(n_rows)), n_past)
         return sum(self.decode_s(part, n_past) for part in parts)
 
-    def saw_decode(self, n_sequences: int, n_rows: int, n_past: float, seconds: float) -> None:
+    def observe_decode(self, n_sequences: int, n_rows: int, n_past: float, seconds: float) -> None:
         """Learn from a batch over decoding sequences, one row of each or with drafts."""
         if n_rows == n_sequences:
             self._decode.learn(n_rows, n_past, seconds)
@@ -220,7 +220,7 @@ class CostModel:
             self._splits.clear()
             self._retried.clear()
 
-    def saw_prefill(self, n_rows: int, n_past: float, seconds: float) -> None:
+    def observe_prefill(self, n_rows: int, n_past: float, seconds: float) -> None:
         """Learn from a batch of the kind that `prefill_s` predicts."""
         self._prefill.learn(n_rows, n_past, seconds)
 

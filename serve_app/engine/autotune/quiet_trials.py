@@ -91,6 +91,6 @@ class QuietTrials:
 
     def _learn(self, kind: str, n_slots: int, n_each: int, depth: float, seconds: float) -> None:
         if kind == "prefill":
-            self._costs.saw_prefill(n_each, depth, seconds)
+            self._costs.observe_prefill(n_each, depth, seconds)
         else:
-            self._costs.saw_decode(n_slots, n_slots * n_each, depth, seconds)
+            self._costs.observe_decode(n_slots, n_slots * n_each, depth, seconds)

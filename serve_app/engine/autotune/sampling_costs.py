@@ -20,7 +20,7 @@ class SamplingCost:
         self.token_s = 0.0
         """Seconds for each token; 0 before the first."""
 
-    def saw(self, n_tokens: int, seconds: float) -> None:
+    def observe(self, n_tokens: int, seconds: float) -> None:
         """So many tokens were picked in this time."""
         if not n_tokens:
             return

@@ -103,7 +103,7 @@ class Traffic:
         self._add_up()
         return self._own.seconds - (1 + _LEAST_GAIN) * self._other.seconds
 
-    def saw(self, load: Load) -> None:
+    def observe(self, load: Load) -> None:
         """A step computed that. Takes hardly any time if the step before did, too."""
         if load != self._load:
             self._add_up()

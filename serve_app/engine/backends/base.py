@@ -1,6 +1,6 @@
 """The backend protocol: what the engine needs of a model. `llama_cpp` is the real one, `fake` is scripted.
 
-Except for `Vocabulary`, which is immutable, and `leave`, everything is used by the decoder thread alone.
+Except for `Vocabulary`, which is immutable, and `cancel`, everything is used by the decoder thread alone.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Backend(Protocol):
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for
-        these rows; PassLeftError if it was told to `leave`, and another DecodeError if they cannot be
+        these rows; DecodeCancelledError after `cancel(True)`, and another DecodeError if they cannot be
         decoded, with some of them in the cache, for the caller to `truncate`; any other exception means
         that the backend is broken."""
 
@@ -300,10 +300,10 @@ class Backend(Protocol):
         """Like `decode`, for rows of one slot that are those of one tile from its `first` token on:
         `embeddings` are computed in the places of their tokens."""
 
-    def leave(self, leaving: bool) -> None:
-        """Any thread: have the `decode` that runs, and those to come, end early with PassLeftError; or,
-        with False, have them compute again. The same holds for a `save` that leaves. A backend that could
-        not forget half of a pass need not."""
+    def cancel(self, cancelled: bool) -> None:
+        """Any thread: have the `decode` that runs, and those to come, end early with
+        DecodeCancelledError; or, with False, have them compute again. The same holds for a `cancellable`
+        `save`. A backend that could not forget half of a pass need not."""
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -338,9 +338,9 @@ class Backend(Protocol):
         those behind the positions before theirs. Raises DecodeError if it cannot; the slot is then in no
         known state."""
 
-    def save(self, seq_id: int, *, leaves: bool = False) -> State:
-        """The slot's cached tokens as a state that `restore` takes. One that `leaves` raises PassLeftError
-        if it was told to `leave`."""
+    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
+        """The slot's cached tokens as a state that `restore` takes. With `cancellable`, raises
+        DecodeCancelledError after `cancel(True)`."""
 
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot what it was when the state was saved, of this slot or another one, whatever

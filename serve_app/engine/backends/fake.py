@@ -22,7 +22,7 @@ from serve_app.engine.backends.base import (
     State,
 )
 from serve_app.engine.options import KernelsName
-from serve_app.errors import CacheFullError, DecodeError, InvalidRequestError, PassLeftError
+from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError, InvalidRequestError
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.positions import Positions
@@ -121,7 +121,7 @@ class FakeBackend:
         self._break_after = break_after
         self._n_cells = n_cells
         self._changed = threading.Condition()
-        self._held = self._leaving = False
+        self._held = self._cancelled = False
         self.n_waiting = 0
         """Calls that wait in `hold`."""
         self.slots_with_pending_copy: set[int] = set()
@@ -136,23 +136,23 @@ class FakeBackend:
         """Let decoding go on."""
         self._set(held=False)
 
-    def leave(self, leaving: bool) -> None:
-        """See Backend.leave; a `decode` that was held waits no longer, and its rows stay in the slots."""
-        self._set(leaving=leaving)
+    def cancel(self, cancelled: bool) -> None:
+        """See Backend.cancel; a `decode` that was held waits no longer, and its rows stay in the slots."""
+        self._set(cancelled=cancelled)
 
-    def _set(self, *, held: bool | None = None, leaving: bool | None = None) -> None:
+    def _set(self, *, held: bool | None = None, cancelled: bool | None = None) -> None:
         with self._changed:
             self._held = self._held if held is None else held
-            self._leaving = self._leaving if leaving is None else leaving
+            self._cancelled = self._cancelled if cancelled is None else cancelled
             self._changed.notify_all()
 
     def _wait(self) -> bool:
-        """Until it may run; whether it is to leave instead."""
+        """Until it may run; whether it is cancelled instead."""
         with self._changed:
             self.n_waiting += 1
-            self._changed.wait_for(lambda: self._leaving or not self._held)
+            self._changed.wait_for(lambda: self._cancelled or not self._held)
             self.n_waiting -= 1
-            return self._leaving
+            return self._cancelled
 
     def check_adapters(self, adapters: Adapters) -> None:
         """It has those of `adapter_ids`."""
@@ -207,7 +207,7 @@ class FakeBackend:
             if wants_logits:
                 self._at_row[i] = list(slot)
         if left:
-            raise PassLeftError("left")
+            raise DecodeCancelledError("cancelled")
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
 
@@ -280,11 +280,11 @@ class FakeBackend:
         for n_keep, n_discard in cuts:
             del self.slots[seq_id][n_keep : n_keep + n_discard]
 
-    def save(self, seq_id: int, *, leaves: bool = False) -> bytes:
+    def save(self, seq_id: int, *, cancellable: bool = False) -> bytes:
         """The slot's tokens, four bytes each."""
         self._expect_settled(seq_id)
-        if leaves and self._wait():
-            raise PassLeftError("The state was not saved.")
+        if cancellable and self._wait():
+            raise DecodeCancelledError("The state was not saved.")
         tokens = struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
         return tokens + self.positions.packed(seq_id)
 

@@ -233,9 +233,9 @@ class LlamaBackend:
         positions = self._positions.take(seq_id, index - first, tile, first, len(rows))
         self._context.decode_tile(seq_id, embeddings, positions, causal=tile.causal)
 
-    def leave(self, leaving: bool) -> None:
-        """See Backend.leave. Recurrent layers could not forget half of a pass: theirs are computed."""
-        self._context.leave(leaving and self.can_rewind)
+    def cancel(self, cancelled: bool) -> None:
+        """See Backend.cancel. Recurrent layers could not forget half of a pass: theirs are computed."""
+        self._context.cancel(cancelled and self.can_rewind)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -292,9 +292,9 @@ class LlamaBackend:
         for n_keep, n_discard in cuts:
             self._context.shift(seq_id, n_keep, n_discard)
 
-    def save(self, seq_id: int, *, leaves: bool = False) -> State:
+    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
         """See Backend.save."""
-        return self._context.save(seq_id, self._positions.packed(seq_id), leaves=leaves)
+        return self._context.save(seq_id, self._positions.packed(seq_id), cancellable=cancellable)
 
     @property
     def _layout(self) -> Layout:

@@ -242,9 +242,9 @@ class OpenVinoBackend:
         """See Backend.decode."""
         self._context.decode(rows)
 
-    def leave(self, leaving: bool) -> None:
-        """See Backend.leave."""
-        self._context.leave(leaving)
+    def cancel(self, cancelled: bool) -> None:
+        """See Backend.cancel."""
+        self._context.cancel(cancelled)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -297,9 +297,9 @@ class OpenVinoBackend:
         """See Backend.embed."""
         return self._context.embed(rows)
 
-    def save(self, seq_id: int, *, leaves: bool = False) -> State:
+    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
         """See Backend.save."""
-        return self._context.save(seq_id, leaves=leaves)
+        return self._context.save(seq_id, cancellable=cancellable)
 
     def restore(self, seq_id: int, state: State) -> None:
         """See Backend.restore."""

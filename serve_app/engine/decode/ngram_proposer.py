@@ -58,7 +58,7 @@ class NgramProposer:
         """Tokens that a batch over so many drafted ones, and the one before them, is worth."""
         return float(sum(self.acceptance**n for n in range(n_drafted + 1)))
 
-    def fared(self, n_drafted: int, n_accepted: int) -> None:
+    def record(self, n_drafted: int, n_accepted: int) -> None:
         """Learn from a draft of which the first `n_accepted` were right; the rest went unseen."""
         for _ in range(n_accepted):
             self.acceptance += _NEWEST * (1 - self.acceptance)

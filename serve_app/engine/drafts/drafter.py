@@ -177,9 +177,9 @@ class Drafter:
             return None
         seconds = self._clock() - began
         if not wanted:
-            self._costs.saw_prefill(len(rows), n_past, seconds)
+            self._costs.observe_prefill(len(rows), n_past, seconds)
         else:
-            self._costs.saw_decode(len(wanted), len(rows), n_past, seconds)
+            self._costs.observe_decode(len(wanted), len(rows), n_past, seconds)
         self.spent += [(one, seconds / len(sequences)) for one in sequences]
         return found
 
@@ -192,13 +192,13 @@ class Drafter:
 
     # -- afterwards -------------------------------------------------------------------------------
 
-    def fared(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
+    def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
         """Of a draft of so many tokens, the first `n_accepted` were right. Whether it was one of these."""
         window = self._windows[sequence.slot_id]
         if window.proposed != n_drafted or window.rate is None:
             return False
         window.proposed = 0
-        window.rate.fared(n_drafted, n_accepted)
+        window.rate.record(n_drafted, n_accepted)
         self.allowance.changes(n_accepted * window.token_s)
         return True
 

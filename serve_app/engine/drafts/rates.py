@@ -56,7 +56,7 @@ class CommonRate:
         self.acceptance += _FORGOTTEN * (_FIRST_GUESS - self.acceptance)
         return SequenceRate(self)
 
-    def saw(self, right: bool) -> None:
+    def record(self, right: bool) -> None:
         """One proposed token was right, or was not."""
         self.acceptance += _NEWEST_OF_ALL * (right - self.acceptance)
 
@@ -73,11 +73,11 @@ class SequenceRate:
         """Tokens that a batch over so many proposed ones, and the one before them, is worth."""
         return float(sum(self.acceptance**n for n in range(n_drafted + 1)))
 
-    def fared(self, n_drafted: int, n_accepted: int) -> None:
+    def record(self, n_drafted: int, n_accepted: int) -> None:
         """Learn from a draft of which the first `n_accepted` were right; the rest went unseen."""
         for right in [True] * n_accepted + [False] * (n_accepted < n_drafted):
             self.acceptance += _NEWEST * (right - self.acceptance)
-            self._common.saw(right)
+            self._common.record(right)
 
     def unused(self) -> None:
         """A step had no draft for it. It becomes what all have, no better: where drafts are always wrong,

@@ -29,11 +29,11 @@ class SlotContents:
         marks = sum(len(one.state) for one in self.checkpoints.of(slot.id))
         return self._backend.memory.state_bytes(n_tokens) + marks
 
-    def save(self, slot: Slot, tokens: TokenArray, *, leaves: bool = False) -> StoredPrefix:
-        """All that a slot has: these tokens. For `leaves`, see `Backend.save`."""
+    def save(self, slot: Slot, tokens: TokenArray, *, cancellable: bool = False) -> StoredPrefix:
+        """All that a slot has: these tokens. For `cancellable`, see `Backend.save`."""
         memory = self._backend.memory
         with self._copies.making(self._copies.saves, memory.state_bytes(len(tokens))):
-            state = self._backend.save(slot.id, leaves=leaves)
+            state = self._backend.save(slot.id, cancellable=cancellable)
         return StoredPrefix(tokens, state, slot.group, self.checkpoints.of(slot.id))
 
     def restore(self, slot: Slot, prefix: StoredPrefix) -> None:

@@ -14,16 +14,16 @@ from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import TokenArray, token_array
 from serve_app.engine.kv_cache.shifts.chunk_reuse import ChunkReuse
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import SlotTable, Wait
+from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
 from serve_app.engine.kv_cache.transfers.exchange import PrefixExchange
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.metrics.stats import CachedPrompt
 from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
+    DecodeCancelledError,
     DecodeError,
     EngineUnavailableError,
     InvalidRequestError,
-    PassLeftError,
 )
 
 
@@ -83,22 +83,22 @@ class KVCacheManager:
 
     # -- coming and going -------------------------------------------------------------------------
 
-    def place(self, sequence: Sequence) -> Place | Wait | None:
+    def place(self, sequence: Sequence) -> Place | PrefixPending | None:
         """Put a sequence into an idle slot, with the longest prefix of its cache group there,
         unless it should wait for one that is being computed. Tokens that lose their place are
         stored first.
 
         While others generate, what would keep them waiting for too long is neither restored nor stored;
         None if it is only too much for this step."""
-        if sequence.waits is not None and self.table.lasts(sequence.waits):
-            return sequence.waits
+        if sequence.prefix_pending is not None and self.table.lasts(sequence.prefix_pending):
+            return sequence.prefix_pending
         group, tokens = sequence.request.content_group, sequence.packed(sequence.n_reusable)
         n_stored, stored = self._restorable(group, tokens)
         wanted = self._chunk_reuse.wanted(sequence, tokens)
         background = sequence.request.background
         choice = self.table.choose(group, tokens, n_stored, wanted, background=background)
-        sequence.waits = choice if isinstance(choice, Wait) else None
-        if isinstance(choice, Wait):
+        sequence.prefix_pending = choice if isinstance(choice, PrefixPending) else None
+        if isinstance(choice, PrefixPending):
             if self.checkpoints.needed and choice.slot.sequence is not None:
                 choice.slot.sequence.stop_at(choice.n_tokens)
             return choice
@@ -176,8 +176,8 @@ class KVCacheManager:
         if self._is_worth_saving(slot, tokens, n_bytes) and self._may_save(n_bytes, beside_s):
             self._put(slot, tokens)
 
-    def _put(self, slot: Slot, tokens: TokenArray, *, leaves: bool = False) -> None:
-        prefix = self._contents.save(slot, tokens, leaves=leaves)
+    def _put(self, slot: Slot, tokens: TokenArray, *, cancellable: bool = False) -> None:
+        prefix = self._contents.save(slot, tokens, cancellable=cancellable)
         self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
 
     def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
@@ -232,8 +232,8 @@ class KVCacheManager:
         that comes meanwhile does not wait for it."""
         slot = self.behind
         if slot is not None:
-            with contextlib.suppress(PassLeftError):
-                self._put(slot, slot.idle_tokens, leaves=True)
+            with contextlib.suppress(DecodeCancelledError):
+                self._put(slot, slot.idle_tokens, cancellable=True)
 
     def store_all(self) -> None:
         """Save what every idle slot has and is not spare, the least used first."""

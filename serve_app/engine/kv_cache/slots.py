@@ -34,7 +34,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class PrefixPending:
     """A prompt should start later."""
 
     slot: Slot
@@ -142,7 +142,7 @@ class SlotTable:
         wanted: int = -1,
         *,
         background: bool = False,
-    ) -> Choice | Wait:
+    ) -> Choice | PrefixPending:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
         Its first `n_stored` tokens can also be had from outside the slots. Slots of other cache
         groups count as empty.
@@ -190,16 +190,18 @@ class SlotTable:
             for n, slot in zip(cached, self.slots, strict=True)
         ]
 
-    def _wait(self, comer: Slot, shared: list[int], coming: list[int], n_most: int) -> Wait:
+    def _wait(
+        self, comer: Slot, shared: list[int], coming: list[int], n_most: int
+    ) -> PrefixPending:
         until = coming[comer.id] - self._min_copy
         comers = tuple(slot for slot in self.slots if coming[slot.id] > until)
         grows = any(
             shared[slot.id] == slot.n_tokens < n_most for slot in self.slots if slot.sequence
         )
         version = -1 if grows else self.index.version
-        return Wait(comer, coming[comer.id], until, comers, version)
+        return PrefixPending(comer, coming[comer.id], until, comers, version)
 
-    def lasts(self, wait: Wait) -> bool:
+    def lasts(self, wait: PrefixPending) -> bool:
         """Whether `choose` would say the same again."""
         return wait.version == self.index.version and all(
             slot.n_past <= wait.until for slot in wait.comers

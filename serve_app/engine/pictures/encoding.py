@@ -172,7 +172,7 @@ class Encoding:
         def pause() -> bool:
             nonlocal elsewhere_s, looked, allowed_s
             now = time.monotonic()
-            self._nodes.took(now - looked)
+            self._nodes.observe(now - looked)
             looked = now
             if now + self._nodes.next_s < self._piece_began + allowed_s:
                 return True
@@ -203,7 +203,7 @@ class Encoding:
         if not any(one.n_generated for one in running):
             return _CALM_S
         left_s = _MARGIN * (self._max_stall_s or _UNBOUNDED_S) - step_s
-        if any(one.n_pending > 1 and not one.waits_to_see for one in running):
+        if any(one.n_pending > 1 and not one.awaits_picture for one in running):
             left_s *= _BESIDE_PROMPTS
         return max(left_s, _LEAST_S)
 

@@ -24,7 +24,7 @@ class NodeTimes:
         self._times = self._known.setdefault(tile, [])
         self._n_looks = 0
 
-    def took(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """It was so long until this look."""
         if self._n_looks < len(self._times):
             self._times[self._n_looks] += _WEIGHT * (seconds - self._times[self._n_looks])

@@ -81,7 +81,7 @@ class AdapterTurns:
         adapters."""
         return self.switch_s if before != self._current else 0.0
 
-    def saw(self, n_rows: int, seconds: float, *, switched: bool) -> None:
+    def observe(self, n_rows: int, seconds: float, *, switched: bool) -> None:
         """A batch took so long; whether it had other adapters than the one before. The price is what it
         took longer than the next one of as many rows: a forecast knows nothing of adapters."""
         if switched:

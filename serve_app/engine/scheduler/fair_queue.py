@@ -71,7 +71,7 @@ class FairQueue:
             ahead = ahead_s.get(client, 0.0)
             ahead_s[client] = ahead + sequence.outstanding_s
             due_s = self._accounts[client] + ahead
-            is_new = sequence.gave_way or not (
+            is_new = sequence.preempted or not (
                 sequence.trace.admitted is not None or request.n_failovers
             )
             rank = _Rank(
@@ -97,11 +97,11 @@ class FairQueue:
             sequence.expected_s = self._cost(sequence.n_prompt, most) + sampling_s
             self._waiting.append(sequence)
 
-    def put_back(self, sequence: Sequence, *, gave_way: bool = False) -> None:
+    def put_back(self, sequence: Sequence, *, for_another: bool = False) -> None:
         """It lost its slot, and waits for another one: before everybody new because the cache was full, or
-        when its client's turn comes, if it gave way to another client."""
+        when its client's turn comes, if it was preempted `for_another` client."""
         self._running.remove(sequence)
-        sequence.gave_way = gave_way
+        sequence.preempted = for_another
         self._waiting.append(sequence)
 
     def admit(self, sequence: Sequence) -> None:

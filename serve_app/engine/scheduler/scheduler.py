@@ -55,7 +55,7 @@ class Scheduler:
 
     Background requests advance while there is nothing else. Beside others, only its decoding
     sequences do, as many as cost these next to nothing; where all is in the background nobody waits
-    between two tokens, and a batch that takes long can be left (`leaves`): prompts may take
+    between two tokens, and a batch that takes long can be cancelled (`cancellable`): prompts may take
     longer then, the longer nobody came. Unless they share batches, decoding ones wait for the prompts, so
     that they are as many as possible.
 
@@ -75,11 +75,11 @@ class Scheduler:
         speculate: bool = False,
         n_ctx_slot: int = 0,
         mixed: bool = False,
-        leaves: bool = False,
+        cancellable: bool = False,
         proposer: Proposer | None = None,
     ) -> None:
         """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
-        Without anything measured or without a bound, only `n_batch` limits the prompts. `leaves` says
+        Without anything measured or without a bound, only `n_batch` limits the prompts. `cancellable` says
         whether a batch in the background ends when somebody comes. `proposer` drafts besides lookup, which
         `speculate` turns on: its passes run while a step is planned."""
         self._n_batch = n_batch
@@ -95,7 +95,7 @@ class Scheduler:
                 max_stall_s=max_stall_s,
             )
         self._mixed = mixed
-        self._leaves = leaves
+        self._cancellable = cancellable
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
         self._beside_s = 0.0
@@ -170,7 +170,9 @@ class Scheduler:
             self._n_prompting = max(1, len(prompting))
         else:
             self._n_prompting = 1
-        self._in_background = self._leaves and all(one.request.background for one in self._served)
+        self._in_background = self._cancellable and all(
+            one.request.background for one in self._served
+        )
         decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = self._catch_up_s()
@@ -191,7 +193,7 @@ class Scheduler:
         """Another kind of cache is there: see `mixed` above."""
         self._mixed = mixed
 
-    def took(self, batches: list[Batch], seconds: float) -> None:
+    def observe(self, batches: list[Batch], seconds: float) -> None:
         """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
         both = any(one.decodes for one in batches) and any(one.prefills for one in batches)
         if self._max_stall_s is not None and both and not self._in_background:
@@ -251,7 +253,7 @@ class Scheduler:
     @property
     def _prompts(self) -> list[Sequence]:
         """Whoever's turn it is."""
-        return [one for one in self._together if one.n_pending > 1 and not one.waits_to_see]
+        return [one for one in self._together if one.n_pending > 1 and not one.awaits_picture]
 
     def _without_held(self, now: float) -> list[Sequence]:
         """The sequences that may have the next turn: those with finished prompts wait while
@@ -326,7 +328,7 @@ class Scheduler:
 
     @property
     def _ready_prompts(self) -> list[Sequence]:
-        return [one for one in self._served if one.n_pending > 1 and not one.waits_to_see]
+        return [one for one in self._served if one.n_pending > 1 and not one.awaits_picture]
 
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""

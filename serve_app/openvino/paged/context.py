@@ -12,7 +12,7 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 
-from serve_app.errors import ConfigError, DecodeError, PassLeftError
+from serve_app.errors import ConfigError, DecodeCancelledError, DecodeError
 from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.openvino.paged import numbers, shifts
@@ -51,7 +51,7 @@ class Pass:
 
 
 class PagedContext:
-    """Decodes batches of rows. Only one thread, always the same, may use it; any may call `leave`.
+    """Decodes batches of rows. Only one thread, always the same, may use it; any may call `cancel`.
 
     Sequences share blocks of `BLOCK` tokens where they are copies of each other. Raises ConfigError if the
     model cannot be compiled.
@@ -98,7 +98,7 @@ class PagedContext:
         self._texts = BlockTables(n_texts, range(n_blocks, n_blocks + n_text_blocks))
         self._outputs: dict[int, int] = {}
         self._logits: NDArray[np.float32] = np.empty((0, model.n_vocab), np.float32)
-        self._leaving = threading.Event()
+        self._cancelled = threading.Event()
 
     @staticmethod
     def _cache(request: openvino.InferRequest, port: Any, n_blocks: int) -> NDArray[Any]:
@@ -138,8 +138,8 @@ class PagedContext:
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass; blocks for its length, without the GIL. Raises CacheFullError, and changes
-        nothing, if there are no blocks for them; PassLeftError after `leave(True)`, and another DecodeError
-        if they cannot be computed: the cache is then as it was."""
+        nothing, if there are no blocks for them; DecodeCancelledError after `cancel(True)`, and another
+        DecodeError if they cannot be computed: the cache is then as it was."""
         made = self._entered(rows, self._tables, SAMPLED)
         self._logits = self._run(made, LOGITS)
         self._outputs = made.outputs
@@ -199,8 +199,8 @@ class PagedContext:
         return found.reshape(-1, found.shape[-1])
 
     def _infer(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        if self._leaving.is_set():
-            raise PassLeftError("The pass was left.")
+        if self._cancelled.is_set():
+            raise DecodeCancelledError("The pass was cancelled.")
         request = self._request
         assert request is not None
         for name, values in inputs.items():
@@ -208,8 +208,8 @@ class PagedContext:
         try:
             request.infer()
         except RuntimeError as error:
-            if self._leaving.is_set():
-                raise PassLeftError("The pass was left.") from None
+            if self._cancelled.is_set():
+                raise DecodeCancelledError("The pass was cancelled.") from None
             raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -217,15 +217,15 @@ class PagedContext:
             for cache in self._caches.values():
                 cache[copy.target] = cache[copy.source]
 
-    def leave(self, leaving: bool) -> None:
+    def cancel(self, cancelled: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end early; or, with False, have them
         compute again."""
-        if leaving:
-            self._leaving.set()
+        if cancelled:
+            self._cancelled.set()
             if (request := self._request) is not None:
                 request.cancel()
         else:
-            self._leaving.clear()
+            self._cancelled.clear()
 
     def close(self) -> None:
         """Free the compiled model and the cache. Idempotent."""
@@ -279,15 +279,15 @@ class PagedContext:
                 cells = shifts.turned_back(cells, n_before[n_stay:], self._frequencies)
             cache[new] = shifts.blocks_of(cells)
 
-    def save(self, seq_id: int, *, leaves: bool = False) -> memoryview:
-        """The sequence's tokens as a state: its length and its blocks, layer by layer. With `leaves`,
-        raises PassLeftError after `leave(True)`."""
+    def save(self, seq_id: int, *, cancellable: bool = False) -> memoryview:
+        """The sequence's tokens as a state: its length and its blocks, layer by layer. With `cancellable`,
+        raises DecodeCancelledError after `cancel(True)`."""
         blocks, length = self._tables.blocks(seq_id), self._tables.length(seq_id)
         state = np.empty(_LENGTH + len(blocks) * self.block_bytes, np.uint8)
         state[:_LENGTH] = np.frombuffer(length.to_bytes(_LENGTH, "little"), np.uint8)
         for cache, saved in self._layers(len(blocks), state):
-            if leaves and self._leaving.is_set():
-                raise PassLeftError("A state was not saved.")
+            if cancellable and self._cancelled.is_set():
+                raise DecodeCancelledError("A state was not saved.")
             np.take(cache, blocks, axis=0, out=saved, mode="clip")  # "raise" copies twice
             if length % BLOCK:
                 saved[-1, :, length % BLOCK :] = 0  # another sequence may have had that block

@@ -17,7 +17,7 @@ from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
 from serve_app.engine.health import Progress
 from serve_app.engine.scheduler.accounts import Accounts
-from serve_app.engine.scheduler.places import may_embed
+from serve_app.engine.scheduler.queue_capacity import may_embed
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import (
     DecodeError,

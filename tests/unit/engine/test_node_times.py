@@ -14,7 +14,7 @@ def encoded(times: NodeTimes, tile: Tile, *seconds: float) -> list[float]:
     found = []
     for one in seconds:
         found.append(times.next_s)
-        times.took(one)
+        times.observe(one)
     return found
 
 

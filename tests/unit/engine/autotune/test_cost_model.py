@@ -119,18 +119,18 @@ def test_nothing_measured_costs_nothing() -> None:
     assert model.decode_s(4) == model.prefill_s(100, 100) == model.prompt_token_s == 0.0
     assert model.chunk(100, 0, within_s=0.1) == 100
     assert model.smallest_chunk(100) == 100
-    model.saw_decode(4, 4, 0, 1.0)
-    model.saw_prefill(4, 0, 1.0)
+    model.observe_decode(4, 4, 0, 1.0)
+    model.observe_prefill(4, 0, 1.0)
     assert model.curve() == {"decode_ms": {}, "prefill_ms": {}, "verify_ms": {}}
 
 
 def test_it_learns_what_batches_really_take() -> None:
     model = CostModel(MEASURED)
     for _ in range(200):
-        model.saw_decode(4, 4, 0, 0.1)
-        model.saw_decode(1, 1, 0, 0.02)
-        model.saw_decode(1, 2, 0, 0.06)
-        model.saw_prefill(32, 1000, 0.86)
+        model.observe_decode(4, 4, 0, 0.1)
+        model.observe_decode(1, 1, 0, 0.02)
+        model.observe_decode(1, 2, 0, 0.06)
+        model.observe_prefill(32, 1000, 0.86)
     assert model.decode_s(4) == pytest.approx(0.1, rel=0.05)
     assert model.decode_s(1) == pytest.approx(0.02, rel=0.05)
     assert model.verify_s(1, 1, 0) == pytest.approx(0.06, rel=0.05)
@@ -140,7 +140,7 @@ def test_it_learns_what_batches_really_take() -> None:
 def test_a_machine_that_gets_slower_is_slower_at_what_was_not_seen() -> None:
     model = CostModel(MEASURED)
     for _ in range(30):
-        model.saw_decode(4, 4, 0, 0.1)
+        model.observe_decode(4, 4, 0, 0.1)
     assert model.decode_s(4) == pytest.approx(0.1, rel=0.02)
     assert model.decode_s(1) > 1.3 * 0.02
     assert model.prefill_s(128, 0) > 1.3 * 0.38
@@ -149,15 +149,15 @@ def test_a_machine_that_gets_slower_is_slower_at_what_was_not_seen() -> None:
 def test_a_hiccup_counts_little_and_a_wrong_measurement_is_forgotten() -> None:
     model = CostModel(MEASURED)
     for _ in range(20):
-        model.saw_decode(4, 4, 0, 0.05)
-    model.saw_decode(4, 4, 0, 50.0)
+        model.observe_decode(4, 4, 0, 0.05)
+    model.observe_decode(4, 4, 0, 50.0)
     assert 0.05 < model.decode_s(4) < 0.06
     for _ in range(5):
-        model.saw_decode(4, 4, 0, 0.05)
+        model.observe_decode(4, 4, 0, 0.05)
     assert model.decode_s(4) == pytest.approx(0.05, rel=0.02)
     wrong = CostModel(Profile({4: 9.0}, {16: 9.0}))
     for _ in range(200):
-        wrong.saw_decode(4, 4, 0, 0.05)
+        wrong.observe_decode(4, 4, 0, 0.05)
     assert wrong.decode_s(4) == pytest.approx(0.05, rel=0.01)
 
 
@@ -171,7 +171,7 @@ def test_what_was_badly_measured_and_is_seldom_tried_is_soon_known() -> None:
         parts = model.split(slots, 0)
         split.append(len(parts) == 4)
         for n in parts:
-            model.saw_decode(n, n, 0, true_s[n])
+            model.observe_decode(n, n, 0, true_s[n])
     assert not any(split[60:])
 
 
@@ -184,7 +184,7 @@ def test_a_batch_is_split_where_two_rows_cost_more_than_two_batches() -> None:
     eight = tuple(range(8))
     assert [model.split(eight, 0), model.split(eight, 0)] == [(8,), (8,)]
     for _ in range(64):
-        model.saw_decode(1, 1, 0, 0.02)
+        model.observe_decode(1, 1, 0, 0.02)
     assert model.split((4, 5), 0) == (2,)
 
 

@@ -48,9 +48,9 @@ class Machine:
             found.append(abs(forecast / seconds - 1))
             seconds *= rng.choice((3, 10)) if rng.random() < self.hiccups else 1
             if decodes:
-                model.saw_decode(n, n, n_past, seconds)
+                model.observe_decode(n, n, n_past, seconds)
             else:
-                model.saw_prefill(n, n_past, seconds)
+                model.observe_prefill(n, n_past, seconds)
         return found
 
 
@@ -101,5 +101,5 @@ def test_a_hiccup_of_the_measurement_is_no_reason_never_to_try() -> None:
     assert model.split(tuple(range(12)), 0) == (12,)
     model.split(tuple(range(8)), 0)
     for _ in range(20):
-        model.saw_decode(8, 8, 0, 0.08)
+        model.observe_decode(8, 8, 0, 0.08)
     assert model.decode_s(8) == pytest.approx(0.08, rel=0.05)

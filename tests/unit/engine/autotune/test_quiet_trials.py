@@ -56,7 +56,7 @@ def test_what_has_no_room_is_left_out() -> None:
 def test_an_engine_that_is_closed_does_not_wait_for_them() -> None:
     backend, costs = FakeBackend(endless, n_slots=4), CostModel(DOUBTFUL)
     quiet, before_s = trials(backend, costs), costs.decode_s(2)
-    backend.leave(True)
+    backend.cancel(True)
     quiet.step()
     assert not quiet
     assert backend.slots == [[]] * 4

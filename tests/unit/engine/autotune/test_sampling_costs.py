@@ -15,7 +15,7 @@ DEFAULT = SamplingParams()
 def seen(*seconds: float) -> float:
     cost = SamplingCost()
     for one in seconds:
-        cost.saw(2, 2 * one)
+        cost.observe(2, 2 * one)
     return cost.token_s
 
 
@@ -33,7 +33,7 @@ def test_one_hiccup_is_not_believed() -> None:
 
 def test_nothing_is_learned_where_nothing_was_picked() -> None:
     cost = SamplingCost()
-    cost.saw(0, 9.0)
+    cost.observe(0, 9.0)
     assert cost.token_s == 0
 
 
@@ -51,6 +51,6 @@ def test_nothing_is_learned_where_nothing_was_picked() -> None:
 )
 def test_what_takes_another_time_is_learned_apart(other: SamplingParams) -> None:
     costs = SamplingCosts()
-    costs.of(other).saw(1, 0.01)
+    costs.of(other).observe(1, 0.01)
     assert costs.of(DEFAULT).token_s == 0
     assert costs.of(replace(other, seed=5, max_tokens=3)).token_s == 0.01

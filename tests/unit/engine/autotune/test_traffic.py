@@ -33,16 +33,16 @@ def test_regret_is_what_the_other_kind_would_have_saved() -> None:
     """16 with 1000 tokens in common: 0.026 + 16 * 0.01 s a step; with the other kind 0.026 + 16 * 0.003."""
     traffic = Traffic(OWN, SHARING)
     for _ in range(10):
-        traffic.saw(Load(16, 1000, n_cells=1000))
+        traffic.observe(Load(16, 1000, n_cells=1000))
     assert traffic.regret_s() == pytest.approx(10 * (0.186 - 1.1 * 0.074), rel=0.02)
 
 
 def test_prompts_and_decoding_sequences_are_one_batch_of_a_unified_cache() -> None:
     traffic = Traffic(OWN, SHARING)
-    traffic.saw(Load(1, 0, ((63, 0),)))
+    traffic.observe(Load(1, 0, ((63, 0),)))
     assert traffic.regret_s() == 0  # 0.64 s, and apart 0.63 + 0.011: noise
     apart = Traffic((SPLIT, Profile({1: 0.2}, ROWS)), (UNIFIED, Profile({1: 0.2}, ROWS)))
-    apart.saw(Load(1, 0, ((63, 0),)))
+    apart.observe(Load(1, 0, ((63, 0),)))
     assert apart.regret_s() == pytest.approx(0.83 - 1.1 * 0.64)
 
 
@@ -59,8 +59,8 @@ def test_a_machine_that_was_busy_while_one_kind_was_measured_says_nothing() -> N
     for own, other in ((1.25, 1.0), (1.0, 1.25)):
         traffic = Traffic((SPLIT, busy(own)), (UNIFIED, busy(other)))
         for _ in range(100):
-            traffic.saw(Load(16, 200, n_cells=3200))
-        traffic.saw(Load(prompts=((512, 0),)))
+            traffic.observe(Load(16, 200, n_cells=3200))
+        traffic.observe(Load(prompts=((512, 0),)))
         assert traffic.regret_s() == 0
         assert traffic.saves_s(coming(16, 0, 128), 0, 16) < 0
 
@@ -68,19 +68,19 @@ def test_a_machine_that_was_busy_while_one_kind_was_measured_says_nothing() -> N
 def test_cells_of_others_count_in_a_unified_cache() -> None:
     """What was shared before is forgotten when prompts of their own take longer there."""
     traffic = Traffic(OWN, SHARING)
-    traffic.saw(Load(16, 1000, n_cells=1000))
+    traffic.observe(Load(16, 1000, n_cells=1000))
     assert traffic.regret_s() > 0
     for _ in range(3):
-        traffic.saw(Load(16, 1000, n_cells=16_000))
+        traffic.observe(Load(16, 1000, n_cells=16_000))
     assert traffic.regret_s() == 0
 
 
 def test_what_was_long_ago_counts_less() -> None:
     traffic, step = Traffic(OWN, SHARING), Load(16, 1000, n_cells=1000)
     for _ in range(20_000):
-        traffic.saw(step)
+        traffic.observe(step)
     one = Traffic(OWN, SHARING)
-    one.saw(step)
+    one.observe(step)
     assert traffic.regret_s() == pytest.approx(60 / 0.186 * one.regret_s(), rel=0.05)
 
 
@@ -89,13 +89,13 @@ def test_alike_steps_count_as_if_added_up_one_by_one() -> None:
     loads += [Load(2, 64, n_cells=128)] * 20
     at_once, one_by_one = Traffic(OWN, SHARING), Traffic(OWN, SHARING)
     for load in loads:
-        at_once.saw(load)
-        one_by_one.saw(load)
+        at_once.observe(load)
+        one_by_one.observe(load)
         one_by_one.regret_s()
     assert at_once.regret_s() == pytest.approx(one_by_one.regret_s())
     assert at_once.regret_s() > 0
     for _ in range(2000):
-        at_once.saw(Load(16, 1000, n_cells=16_000))
+        at_once.observe(Load(16, 1000, n_cells=16_000))
     assert at_once.regret_s() == 0
 
 
@@ -123,14 +123,14 @@ def test_more_requests_than_slots_take_turns() -> None:
 def test_after_a_change_the_other_kind_is_the_own_one() -> None:
     traffic = Traffic(OWN, SHARING)
     for _ in range(10):
-        traffic.saw(Load(16, 1000, n_cells=1000))
+        traffic.observe(Load(16, 1000, n_cells=1000))
     reason = traffic.turn(at_rest=True)
     assert reason == (
         "unified KV cache, flash attention on: by the traffic of late, 1.8 s of work with split KV cache, "
         "flash attention on, and 0.7 s so"
     )
     assert traffic.regret_s() == 0
-    traffic.saw(Load(16, 1000, n_cells=16_000))
+    traffic.observe(Load(16, 1000, n_cells=16_000))
     assert traffic.regret_s() > 0
 
 
@@ -139,8 +139,8 @@ def test_in_a_split_cache_each_prompts_attention_is_for_itself() -> None:
     deep = {1: 0.51, 16: 0.66, 64: 0.7, 512: 5.2}
     split = Profile({1: 0.01}, ROWS, {}, 1000, {}, deep)
     traffic = Traffic((SPLIT, split), (UNIFIED, split))
-    traffic.saw(Load(prompts=((32, 1000.0),) * 16, n_cells=1000))
+    traffic.observe(Load(prompts=((32, 1000.0),) * 16, n_cells=1000))
     assert traffic.regret_s() > 1
     same = Traffic((SPLIT, split), (UNIFIED, split))
-    same.saw(Load(prompts=((512, 1000.0),), n_cells=1000))
+    same.observe(Load(prompts=((512, 1000.0),), n_cells=1000))
     assert same.regret_s() == 0

@@ -9,7 +9,7 @@ from serve_app.engine import (
 )
 from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.scheduler.places import Places
+from serve_app.engine.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
     Inbox,
@@ -123,8 +123,8 @@ FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
 
 
 def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
-    command_queue, said = CommandQueue(Places(3, 0), None), list[bool]()
-    command_queue.leave_with(said.append)
+    command_queue, said = CommandQueue(QueueCapacity(3, 0), None), list[bool]()
+    command_queue.cancel_with(said.append)
     sequences = [EngineSequence(request(name), Inbox()) for name in "abc"]
     assert command_queue.submit(sequences, FORECAST) == [None] * 3
     command_queue.take(0.0)
@@ -139,13 +139,13 @@ def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
         assert said.pop()
     with command_queue.computing(["b", "c"]):
         assert said.pop(), "they were aborted since the step began"
-    command_queue.leave()
+    command_queue.cancel()
     with command_queue.computing(["d"]):
         assert said.pop(), "the engine is being closed"
 
 
 def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
-    command_queue = CommandQueue(Places(1, 0), None)
+    command_queue = CommandQueue(QueueCapacity(1, 0), None)
     first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
     assert command_queue.submit([first], FORECAST) == [None]
     command_queue.take(0.0)

@@ -14,7 +14,7 @@ from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.embedding import Texts
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.scheduler.places import Places
+from serve_app.engine.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import QueueFullError
 from serve_app.types import FinishReason, GenerationRequest
@@ -123,8 +123,8 @@ def test_a_pass_in_the_background_is_left_when_somebody_comes() -> None:
 
 
 def test_only_what_nobody_waits_for_is_left() -> None:
-    command_queue, said = CommandQueue(Places(9, 0), None, Places(9, 0)), list[bool]()
-    command_queue.leave_with(said.append)
+    command_queue, said = CommandQueue(QueueCapacity(9, 0), None, QueueCapacity(9, 0)), list[bool]()
+    command_queue.cancel_with(said.append)
 
     def submit(one: GenerationRequest) -> None:
         assert command_queue.submit([EngineSequence(one, Inbox())], FORECAST) == [None]

@@ -135,9 +135,9 @@ class Watched(Traffic):
         super().__init__((SPLIT, FAST), (UNIFIED, SLOW))
         self.loads: list[Load] = []
 
-    def saw(self, load: Load) -> None:
+    def observe(self, load: Load) -> None:
         self.loads.append(load)
-        super().saw(load)
+        super().observe(load)
 
 
 def test_steps_of_the_same_streams_are_alike() -> None:

@@ -120,7 +120,7 @@ DEAR_DRAFT = 1.3e-3
 def test_one_finds_out_whether_it_is_better_than_one_thinks(
     guess: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CostModel, "saw_decode", lambda *batch: None)  # times stay as they are
+    monkeypatch.setattr(CostModel, "observe_decode", lambda *batch: None)  # times stay as they are
     made = FakeBackend(alphabet, n_slots=1)
     made.profile = Profile({1: DEAR[1]}, {16: DEAR[16]}, {n: DEAR[n] for n in (2, 4, 8, 16)})
     passes = dict.fromkeys((1, 2, 16), DEAR_DRAFT)

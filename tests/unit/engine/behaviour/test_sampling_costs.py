@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine import computing
+from serve_app.engine import batch_runner
 from serve_app.engine import loop as decoder
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
@@ -26,7 +26,7 @@ class Clock:
 def test_measured_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes only while the dear one's tokens are picked: 100 s for each."""
     clock = Clock()
-    for module in (decoder, computing):
+    for module in (decoder, batch_runner):
         monkeypatch.setattr(module, "time", clock)
 
     def script(tokens: Sequence[int]) -> int:

@@ -61,10 +61,10 @@ def test_the_rate_follows_how_drafts_fare() -> None:
     proposer = NgramProposer()
     assert proposer.expected(2) == pytest.approx(1 + 0.5 + 0.25)
     for _ in range(50):
-        proposer.fared(3, 3)
+        proposer.record(3, 3)
     assert proposer.expected(3) > 3.9
     for _ in range(50):
-        proposer.fared(3, 0)
+        proposer.record(3, 0)
     assert proposer.expected(3) < 1.01
     for _ in range(1000):
         proposer.unused()

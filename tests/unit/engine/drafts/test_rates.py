@@ -17,17 +17,17 @@ def test_what_a_draft_is_worth() -> None:
 def test_right_and_wrong_tokens_move_the_rate() -> None:
     rate = CommonRate().begin()
     for _ in range(50):
-        rate.fared(3, 3)
+        rate.record(3, 3)
     assert rate.acceptance > 0.99
     for _ in range(50):
-        rate.fared(3, 0)
+        rate.record(3, 0)
     assert rate.acceptance < 0.01
 
 
 def test_tokens_behind_a_wrong_one_tell_nothing() -> None:
     one, other = CommonRate().begin(), CommonRate().begin()
-    one.fared(2, 1)
-    other.fared(7, 1)
+    one.record(2, 1)
+    other.record(7, 1)
     assert one.acceptance == other.acceptance
 
 
@@ -35,7 +35,7 @@ def test_a_new_sequence_is_expected_to_be_as_the_others_were() -> None:
     common = CommonRate()
     first = common.begin()
     for _ in range(300):
-        first.fared(1, 0)
+        first.record(1, 0)
     assert common.begin().acceptance < 0.1
 
 
@@ -43,7 +43,7 @@ def test_what_the_others_were_is_forgotten_with_new_sequences() -> None:
     common = CommonRate()
     first = common.begin()
     for _ in range(300):
-        first.fared(1, 0)
+        first.record(1, 0)
     assert [common.begin() for _ in range(100)][-1].acceptance > 0.65
 
 

@@ -217,9 +217,9 @@ class Noting(FakeBackend):
         self.done.append(("copy", source, target))
         super().copy(source, target)
 
-    def save(self, seq_id: int, *, leaves: bool = False) -> bytes:
+    def save(self, seq_id: int, *, cancellable: bool = False) -> bytes:
         self.done.append(("save", seq_id))
-        return super().save(seq_id, leaves=leaves)
+        return super().save(seq_id, cancellable=cancellable)
 
     def restore(self, seq_id: int, state: State) -> None:
         self.done.append(("restore", seq_id, len(state)))

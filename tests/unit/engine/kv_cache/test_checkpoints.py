@@ -13,7 +13,7 @@ from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import SlotTable, Wait
+from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
 from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.errors import DecodeError
 from serve_app.types import GenerationRequest
@@ -177,7 +177,7 @@ def test_who_waits_for_a_prefix_gets_it_though_others_wait_for_more() -> None:
         Sequence(GenerationRequest("b", (*CHAT[:n], *range(900, 950))), lambda delta: None)
         for n in (200, 250)
     ]
-    assert all(isinstance(cache.place(one), Wait) for one in waiting)
+    assert all(isinstance(cache.place(one), PrefixPending) for one in waiting)
     cache.compute(first)
     assert cache.lengths(0) == [200, 250, 292]
     for one, n_cached in zip(waiting, (200, 250), strict=True):

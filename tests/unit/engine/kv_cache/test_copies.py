@@ -39,8 +39,8 @@ class SlowBackend(FakeBackend):
         super().__init__(lambda tokens: 1, n_slots=n_slots)
         self.clock = clock
 
-    def save(self, seq_id: int, *, leaves: bool = False) -> bytes:
-        state = super().save(seq_id, leaves=leaves)
+    def save(self, seq_id: int, *, cancellable: bool = False) -> bytes:
+        state = super().save(seq_id, cancellable=cancellable)
         self.clock.now += BYTE_S * len(state)
         return state
 
@@ -60,7 +60,7 @@ class Cache(KVCacheManager):
             SlowBackend(n_slots, clock), table, MemoryTier(10_000, index=index), max_stall_s
         )
         for speed in (self.copies.saves, self.copies.restores):
-            speed.took(1_000_000, 1_000_000 * BYTE_S)
+            speed.observe(1_000_000, 1_000_000 * BYTE_S)
 
     def fill(self, slot_id: int, first: int, n_tokens: int) -> list[int]:
         """Have tokens in an idle slot."""
@@ -185,7 +185,7 @@ def test_slots_that_are_emptied_in_one_step_are_saved_as_long_as_there_is_time(
 
 def test_a_hiccup_is_forgotten() -> None:
     budget = CopyBudget(0.25)
-    budget.saves.took(1_000_000, 10.0)
+    budget.saves.observe(1_000_000, 10.0)
     n_refused = 0
     while not budget.allows(budget.saves, 1_000_000):
         n_refused += 1
@@ -202,9 +202,9 @@ def test_a_first_copy_is_tried_before_anything_was_measured() -> None:
 
 def test_the_speed_is_that_of_large_copies() -> None:
     speed = Speed()
-    speed.took(100_000_000, 0.1)
-    speed.took(100, 0.001)
+    speed.observe(100_000_000, 0.1)
+    speed.observe(100, 0.001)
     assert speed.forecast_s(100_000_000) == pytest.approx(0.1, rel=0.05)
     for _ in range(20):
-        speed.took(100_000_000, 0.2)
+        speed.observe(100_000_000, 0.2)
     assert speed.forecast_s(100_000_000) == pytest.approx(0.2, rel=0.05)

@@ -10,7 +10,7 @@ from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
 from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
-from serve_app.errors import PassLeftError
+from serve_app.errors import DecodeCancelledError
 from tests.unit.engine.harness import (
     ask,
     continuation,
@@ -169,12 +169,12 @@ def test_who_comes_does_not_wait_for_a_save_that_nobody_asked_for() -> None:
     class Holding(FakeBackend):
         n_left = 0
 
-        def save(self, seq_id: int, *, leaves: bool = False) -> bytes:
-            if leaves and not self.n_left:
+        def save(self, seq_id: int, *, cancellable: bool = False) -> bytes:
+            if cancellable and not self.n_left:
                 self.hold()
             try:
-                return super().save(seq_id, leaves=leaves)
-            except PassLeftError:
+                return super().save(seq_id, cancellable=cancellable)
+            except DecodeCancelledError:
                 self.n_left += 1
                 raise
             finally:

@@ -13,7 +13,7 @@ from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import SlotTable, Wait
+from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
 from serve_app.engine.sequence import Sequence
 from serve_app.types import SHARED_GROUP, GenerationRequest
 
@@ -185,8 +185,8 @@ class Workload:
         group, tokens = sequence.request.cache_group, list(sequence.tokens)
         n_stored, stored = self.tier.longest(group, tokens)
         choice = self.table.choose(group, tokens, n_stored)
-        if isinstance(choice, Wait):
-            sequence.waits = choice
+        if isinstance(choice, PrefixPending):
+            sequence.prefix_pending = choice
             return
         if choice.stored and stored is not None:
             self.tier.used(stored)
@@ -260,10 +260,17 @@ class Workload:
         assert tier.wants(group, prompt, 1) == compared.wants(group, prompt)
         assert tier.beginning(group, prompt) is compared.beginning(group, prompt)
         for one in self.waiting:
-            if one.waits is not None and table.lasts(one.waits) and table.has_idle:
+            if (
+                one.prefix_pending is not None
+                and table.lasts(one.prefix_pending)
+                and table.has_idle
+            ):
                 n_stored, _ = tier.longest(one.request.cache_group, one.tokens)
                 with self.by_comparison():
-                    assert table.choose(one.request.cache_group, one.tokens, n_stored) == one.waits
+                    assert (
+                        table.choose(one.request.cache_group, one.tokens, n_stored)
+                        == one.prefix_pending
+                    )
         if table.has_idle:
             found = table.choose(group, prompt, n_stored)
             having = table.having(group, packed(prompt))
@@ -307,7 +314,7 @@ def test_what_nobody_has_any_more_is_not_in_the_index(n_slots: int) -> None:
     for i in range(100):
         sequence = Sequence(GenerationRequest("a", (i, 1, 2, i)), lambda delta: None)
         choice = table.choose("", [i, 1, 2, i])
-        assert not isinstance(choice, Wait)
+        assert not isinstance(choice, PrefixPending)
         table.occupy(choice.slot, sequence)
         sequence.advance(3)
         table.release(choice.slot)

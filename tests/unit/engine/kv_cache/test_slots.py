@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import common_prefix, token_array
-from serve_app.engine.kv_cache.slots import Choice, SlotTable, Wait
+from serve_app.engine.kv_cache.slots import Choice, PrefixPending, SlotTable
 from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.engine.sequence import Sequence
 from serve_app.llama.vision.tiles import Tile
@@ -111,7 +111,7 @@ def test_prefixes_of_other_slots(
             slot.idle_tokens, slot.last_used = token_array(state), len(state)
     choice = slots.choose("", prompt)
     if isinstance(expected, int):
-        assert choice == Wait(slots.slots[0], expected)
+        assert choice == PrefixPending(slots.slots[0], expected)
         return
     assert isinstance(choice, Choice)
     source = None if choice.copy_from is None else choice.copy_from.id
@@ -123,7 +123,7 @@ def test_who_waits_need_not_be_asked_again_before_something_changes() -> None:
     slots.occupy(slots.slots[0], owner)
     prompt = [*range(11)]
     wait = slots.choose("", prompt)
-    assert isinstance(wait, Wait)
+    assert isinstance(wait, PrefixPending)
     for owner.n_past in range(8):
         assert slots.lasts(wait)
         assert slots.choose("", prompt) == wait
@@ -136,7 +136,7 @@ def test_who_waits_is_asked_again_when_the_slot_is_lost() -> None:
     slots, owner = SlotTable(2, min_copy=3), busy([*range(10)], 0)
     slots.occupy(slots.slots[0], owner)
     wait = slots.choose("", [*range(11)])
-    assert isinstance(wait, Wait)
+    assert isinstance(wait, PrefixPending)
     slots.release(slots.slots[0])
     assert not slots.lasts(wait)
 
@@ -146,8 +146,8 @@ def test_who_waits_is_asked_again_while_somebody_may_generate_more_of_its_prompt
     slots.occupy(slots.slots[0], owner)
     for n_tokens in (3, 4, 5):
         wait = slots.choose("", [1, 2, 3, 4, 5, 6, 7])
-        assert wait == Wait(slots.slots[0], n_tokens)
-        assert isinstance(wait, Wait)
+        assert wait == PrefixPending(slots.slots[0], n_tokens)
+        assert isinstance(wait, PrefixPending)
         assert not slots.lasts(wait)
         owner.tokens.append(n_tokens + 1)
 
@@ -198,8 +198,8 @@ def test_slots_of_other_cache_groups_hold_nothing(
         else:
             slot.group, slot.idle_tokens, slot.last_used = group, token_array(one), age
     choice = slots.choose(MINE, [1, 2, 3, 4, 5])
-    if isinstance(choice, Wait):
-        assert choice == Wait(slots.slots[0], expected)  # type: ignore[arg-type]
+    if isinstance(choice, PrefixPending):
+        assert choice == PrefixPending(slots.slots[0], expected)  # type: ignore[arg-type]
         return
     source = None if choice.copy_from is None else choice.copy_from.id
     assert (choice.slot.id, choice.n_cached, source) == expected

@@ -38,8 +38,8 @@ def priced(max_stall_s: float | None, switch_s: float) -> AdapterTurns:
     """Turns whose switches were seen to take so long."""
     turns = AdapterTurns(max_stall_s)
     for _ in range(4):
-        turns.saw(4, 0.05 + switch_s, switched=True)
-        turns.saw(4, 0.05, switched=False)
+        turns.observe(4, 0.05 + switch_s, switched=True)
+        turns.observe(4, 0.05, switched=False)
     assert turns.switch_s == pytest.approx(switch_s)
     return turns
 
@@ -85,19 +85,19 @@ def test_the_price_is_measured_in_turns_of_two_steps() -> None:
 
 def test_the_price_is_what_a_batch_takes_longer_than_the_next_one_like_it() -> None:
     turns = AdapterTurns(0.25)
-    turns.saw(4, 0.09, switched=True)
-    turns.saw(5, 0.01, switched=False)
+    turns.observe(4, 0.09, switched=True)
+    turns.observe(5, 0.01, switched=False)
     assert turns.switch_s == 0
-    turns.saw(4, 0.09, switched=True)
-    turns.saw(4, 0.07, switched=False)
-    turns.saw(4, 0.01, switched=False)
+    turns.observe(4, 0.09, switched=True)
+    turns.observe(4, 0.07, switched=False)
+    turns.observe(4, 0.01, switched=False)
     assert turns.switch_s == pytest.approx(0.02)
-    turns.saw(4, 0.11, switched=True)
-    turns.saw(4, 0.07, switched=False)
+    turns.observe(4, 0.11, switched=True)
+    turns.observe(4, 0.07, switched=False)
     assert turns.switch_s == pytest.approx(0.03)
     for _ in range(20):
-        turns.saw(4, 0.06, switched=True)
-        turns.saw(4, 0.07, switched=False)
+        turns.observe(4, 0.06, switched=True)
+        turns.observe(4, 0.07, switched=False)
     assert turns.switch_s == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine.scheduler.anticipation import EXPECTED_S, Anticipation
-from tests.unit.engine.scheduler.test_giving_way import sequence
+from tests.unit.engine.scheduler.test_preemption import sequence
 
 
 @pytest.mark.parametrize(

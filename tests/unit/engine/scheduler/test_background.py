@@ -35,9 +35,11 @@ def decoding(slot_id: int) -> Sequence:
     return one
 
 
-def scheduler(decode_s: dict[int, float], *sequences: Sequence, leaves: bool = True) -> Scheduler:
+def scheduler(
+    decode_s: dict[int, float], *sequences: Sequence, cancellable: bool = True
+) -> Scheduler:
     costs = CostModel(Profile(decode_s=decode_s, prefill_s=PROMPTS))
-    made = Scheduler(256, costs, 0.25, leaves=leaves)
+    made = Scheduler(256, costs, 0.25, cancellable=cancellable)
     for one in sequences:
         made.add(one)
     made.schedule(NOW)  # nobody is new any more
@@ -91,7 +93,7 @@ def test_where_prompts_and_tokens_share_a_batch_neither_waits() -> None:
 
 def test_where_a_pass_cannot_be_left_they_keep_to_the_bound() -> None:
     pair = behind(decoding(0)), behind(running(1, 300))
-    bounded = scheduler(DEAR, *pair, leaves=False).schedule(NOW)
+    bounded = scheduler(DEAR, *pair, cancellable=False).schedule(NOW)
     ((_, _), (slot_id, n_rows)) = served(bounded)
     assert slot_id == 1
     assert n_rows < 64

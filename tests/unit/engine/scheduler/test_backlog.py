@@ -33,7 +33,7 @@ def test_prompts_and_answers_take_what_was_measured() -> None:
 
 def test_what_sampling_takes_comes_on_top() -> None:
     dear = waiting(101, 50)
-    dear.sampling_cost.saw(1, 0.03)
+    dear.sampling_cost.observe(1, 0.03)
     assert seconds(Backlog(COSTS, n_slots=4), dear) == pytest.approx(0.5 + 50 * (0.02 + 0.03))
 
 

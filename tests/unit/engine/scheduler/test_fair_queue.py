@@ -59,7 +59,7 @@ def test_who_comes_goes_before_one_that_gave_way_and_has_slots_and_as_much_due()
     running = [admit(waiting), admit(waiting)]
     for one in running:
         waiting.charge(one, one.expected_s)  # so that nothing more is expected of them
-    waiting.put_back(running[1], gave_way=True)
+    waiting.put_back(running[1], for_another=True)
     waiting.extend([sequence("b0")])
     assert names(waiting) == "b0 a1 a2"
 
@@ -129,7 +129,7 @@ def test_who_gave_way_waits_for_its_clients_turn_before_its_other_requests() -> 
     first, second = admit(waiting), admit(waiting)
     waiting.extend([sequence("b0")])
     assert (waiting.due_s("a"), waiting.due_s("a", without=second)) == (20, 10)
-    waiting.put_back(second, gave_way=True)
+    waiting.put_back(second, for_another=True)
     assert names(waiting) == "b0 a1 a2"
     waiting.charge(first, 4)
     assert waiting.due_s("a") == 10, "of what it was to cost"
@@ -183,6 +183,6 @@ def test_everybody_is_served_and_nobody_gets_far_ahead(
 
 def test_dear_samplers_count_before_they_were_paid() -> None:
     first, second = sequence("a0"), sequence("a1")
-    first.sampling_cost.saw(1, 15.0)
+    first.sampling_cost.observe(1, 15.0)
     waiting = queue(first, second, sequence("b0"), sequence("b1"))
     assert admit_all(waiting) == "a0 b0 b1 a1"

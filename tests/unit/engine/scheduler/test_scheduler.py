@@ -275,7 +275,7 @@ def test_what_embeddings_took_is_taken_from_prompts() -> None:
 
 def dear(sequence: Sequence, token_s: float) -> Sequence:
     """The same, with samplers that take so long."""
-    sequence.sampling_cost.saw(1, token_s)
+    sequence.sampling_cost.observe(1, token_s)
     return sequence
 
 
@@ -417,10 +417,10 @@ def test_the_margin_follows_what_steps_take() -> None:
     made = stalling(0.1, stream, prompt)
     assert served(made.schedule(NOW)) == [(0, 1), (1, 32)]
     for _ in range(300):
-        made.took(made.schedule(NOW), 0.05)
+        made.observe(made.schedule(NOW), 0.05)
     assert served(made.schedule(NOW)) == [(0, 1), (1, 64)]
     for _ in range(30):
-        made.took(made.schedule(NOW), 0.2)
+        made.observe(made.schedule(NOW), 0.2)
     assert served(made.schedule(NOW)) == [(0, 1), (1, 28)]
 
 
@@ -430,7 +430,7 @@ def test_a_decode_batch_is_split_where_that_is_faster() -> None:
     for slot in range(2):
         made.add(streaming(slot))
     assert [served([one]) for one in made.schedule(NOW)] == [[(0, 1), (1, 1)]]  # tried now and then
-    costs.saw_decode(2, 2, 0, 0.07)
+    costs.observe_decode(2, 2, 0, 0.07)
     assert [served([one]) for one in made.schedule(NOW)] == [[(0, 1)], [(1, 1)]]
 
 

@@ -25,9 +25,9 @@ from serve_app.engine.sequence import SequenceState
 from serve_app.errors import (
     CacheFullError,
     CorralError,
+    DecodeCancelledError,
     DecodeError,
     EngineFailedError,
-    PassLeftError,
 )
 from serve_app.types import Adapters, FinishReason, Sampled
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("corral.engine")
 _MAX_FAILED_STEPS = 3
 
 
-class Computing:
+class BatchRunner:
     """Decodes a batch, samples what follows, and gives it to the sequences. Decoder thread only."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Computing:
             self._forward(planned)
         except CacheFullError as error:
             return self._make_room(planned, error)
-        except PassLeftError:
+        except DecodeCancelledError:
             return self._forget(planned)
         except DecodeError:
             return self._retry_one_by_one(planned)
@@ -98,14 +98,14 @@ class Computing:
                 self._command_queue.computing(chunk.sequence.id for chunk in plan.chunks),
             ):
                 self._decode(plan)
-        except PassLeftError:
+        except DecodeCancelledError:
             self._charge(plan, time.monotonic() - began)
             raise
         finally:
             for slot_id, end in plan.fillers:
                 self._backend.truncate(slot_id, end)
         decoded = time.monotonic()
-        self._adapter_turns.saw(len(plan.rows), decoded - began, switched=switches)
+        self._adapter_turns.observe(len(plan.rows), decoded - began, switched=switches)
         if settled and not switches and not any(chunk.scored for chunk in plan.chunks):
             self._learn(plan, decoded - began)
         self._counts.batches += 1
@@ -147,9 +147,9 @@ class Computing:
         depth = self._costs.attended(plan.depth, plan.n_cells)
         if not plan.prefills:
             n_sequences = len(plan.chunks) + len(plan.fillers)
-            self._costs.saw_decode(n_sequences, len(plan.rows), depth, seconds)
+            self._costs.observe_decode(n_sequences, len(plan.rows), depth, seconds)
         elif len(plan.chunks) == 1 or self._backend.mode.mixes:
-            self._costs.saw_prefill(len(plan.rows), depth, seconds)
+            self._costs.observe_prefill(len(plan.rows), depth, seconds)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | CorralError:
         """See `sample`: its client is charged for grammars and log-probabilities, too."""
@@ -158,7 +158,7 @@ class Computing:
         seconds = time.monotonic() - began
         self._waiting.charge(chunk.sequence, seconds)
         if not (chunk.scored or isinstance(sampled, CorralError)):
-            chunk.sequence.sampling_cost.saw(len(sampled), seconds)
+            chunk.sequence.sampling_cost.observe(len(sampled), seconds)
         return sampled
 
     def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
@@ -196,13 +196,13 @@ class Computing:
         sequence, n_right = chunk.sequence, min(n_taken, n_confirmed)
         sequence.advance(n_right)
         self._counts.drafts += 1
-        if self._drafter is not None and self._drafter.fared(
+        if self._drafter is not None and self._drafter.record(
             sequence, len(chunk.draft), n_confirmed
         ):
             self._counts.proposed_tokens += len(chunk.draft)
             self._counts.accepted_proposed_tokens += n_right
         else:
-            sequence.proposer.fared(len(chunk.draft), n_confirmed)
+            sequence.proposer.record(len(chunk.draft), n_confirmed)
         self._counts.drafted_tokens += len(chunk.draft)
         self._counts.accepted_tokens += n_right
         self._cache.drop_rows(sequence)
@@ -215,7 +215,7 @@ class Computing:
         return False
 
     def _forget(self, plan: Batch) -> bool:
-        """The batch was left, as nobody waits for it: some of its rows may be in the cache. The next step
+        """The batch was cancelled, as nobody waits for it: some rows may be in the cache. The next step
         ends its sequences, or serves who has come first."""
         for chunk in plan.chunks:
             self._cache.drop_rows(chunk.sequence)
@@ -234,7 +234,7 @@ class Computing:
                 self._forward(alone)
             except CacheFullError as error:
                 return self._make_room(alone, error)
-            except PassLeftError:
+            except DecodeCancelledError:
                 return self._forget(alone)
             except DecodeError as error:
                 logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, error)

@@ -1,4 +1,4 @@
-"""Passes that are left before their end, with llama.cpp and a tiny model."""
+"""Decodes that are cancelled before their end, with llama.cpp and a tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_app.engine import (
 )
 from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.errors import PassLeftError
+from serve_app.errors import DecodeCancelledError
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 
@@ -61,12 +61,12 @@ def test_what_a_left_pass_computed_is_dropped_again(context: Context) -> None:
     expected = context.logits(39).copy()
     context.truncate(0, 0)
     context.decode(prompt(1, 8))
-    context.leave(True)
-    with pytest.raises(PassLeftError):
+    context.cancel(True)
+    with pytest.raises(DecodeCancelledError):
         context.decode([*prompt(0, 40), (5, 8, 1, True)])
-    with pytest.raises(PassLeftError):
+    with pytest.raises(DecodeCancelledError):
         context.decode(prompt(0, 1))
-    context.leave(False)
+    context.cancel(False)
     context.truncate(0, 0)
     context.truncate(1, 8)
     context.decode(prompt(0, 40))
@@ -86,7 +86,7 @@ class AbortingBackend(LlamaBackend):
             self.engines[0].abort("long")
         try:
             super().decode(rows)
-        except PassLeftError:
+        except DecodeCancelledError:
             self.n_left += 1
             raise
 

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.scheduler.places import Places, Verdict
+from serve_app.engine.scheduler.queue_capacity import QueueCapacity, Verdict
 
 ACCEPTED, REFUSED = Verdict(True), Verdict(False)
 
 
-def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1) -> Places:
+def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1) -> QueueCapacity:
     """Requests are `a0 b0 a1`, of the client that their letter names; those of `running` have a slot."""
-    places = Places(n_places, n_extra)
+    capacity = QueueCapacity(n_places, n_extra)
     for request_id in taken.split():
-        places.take(request_id, request_id[0])
+        capacity.take(request_id, request_id[0])
     for request_id in running.split():
-        places.started(request_id, request_id[0])
-    return places
+        capacity.started(request_id, request_id[0])
+    return capacity
 
 
 @pytest.mark.parametrize(
@@ -47,29 +47,29 @@ def test_who_gets_a_place(taken: str, running: str, client: str, verdict: Verdic
 
 
 def test_extra_places_end() -> None:
-    places = filled("a0 a1", "a0 a1", n_places=2, n_extra=1)
-    assert places.ask("b") == ACCEPTED
-    places.take("b0", "b")
-    assert places.ask("c") == REFUSED
+    capacity = filled("a0 a1", "a0 a1", n_places=2, n_extra=1)
+    assert capacity.ask("b") == ACCEPTED
+    capacity.take("b0", "b")
+    assert capacity.ask("c") == REFUSED
 
 
 def test_one_that_gets_a_slot_in_the_same_moment_keeps_its_place() -> None:
-    places = filled("a0 a1 a2 a3 a4 a5")
-    places.displace("a5")
-    places.take("b0", "b")
-    assert places.held == {"a": 5, "b": 1}
-    places.started("a5", "a")
-    assert places.held == {"a": 6, "b": 1}
-    assert places.ask("c") == Verdict(True, "a4")
-    places.leave("a5", "a")
-    assert places.held == {"a": 5, "b": 1}
+    capacity = filled("a0 a1 a2 a3 a4 a5")
+    capacity.displace("a5")
+    capacity.take("b0", "b")
+    assert capacity.held == {"a": 5, "b": 1}
+    capacity.started("a5", "a")
+    assert capacity.held == {"a": 6, "b": 1}
+    assert capacity.ask("c") == Verdict(True, "a4")
+    capacity.leave("a5", "a")
+    assert capacity.held == {"a": 5, "b": 1}
 
 
 def test_what_another_engine_began_is_not_displaced() -> None:
-    places = Places(2, 0)
+    capacity = QueueCapacity(2, 0)
     for name in ("a0", "a1"):
-        places.take(name, "a", may_be_displaced=False)
-    assert places.ask("b") == REFUSED
+        capacity.take(name, "a", may_be_displaced=False)
+    assert capacity.ask("b") == REFUSED
 
 
 @given(
@@ -79,8 +79,8 @@ def test_what_another_engine_began_is_not_displaced() -> None:
     )
 )
 def test_places_are_bounded_and_never_lost(events: list[tuple[str, int]]) -> None:
-    """`leave` ends any live request, `end` the one displaced first."""
-    places = Places(4, 2)
+    """`cancel` ends any live request, `end` the one displaced first."""
+    capacity = QueueCapacity(4, 2)
     live: dict[str, str] = {}
     ending: list[str] = []
     running: set[str] = set()
@@ -88,32 +88,32 @@ def test_places_are_bounded_and_never_lost(events: list[tuple[str, int]]) -> Non
         client, request_id = "abcdef"[number], f"{'abcdef'[number]}{n}"
         chosen = list(live)[number % len(live)] if live else None
         if event == "arrive":
-            had, verdict = dict(places.held), places.ask(client)
+            had, verdict = dict(capacity.held), capacity.ask(client)
             if client not in had and max(had.values(), default=0) >= 2 and sum(had.values()) < 6:
                 assert verdict.accepted, "who has nothing is not refused beside who has several"
             if verdict.displaced is not None:
                 assert verdict.displaced in live
                 assert verdict.displaced not in running
                 assert verdict.displaced not in ending
-                places.displace(verdict.displaced)
+                capacity.displace(verdict.displaced)
                 ending.append(verdict.displaced)
             if verdict.accepted:
-                places.take(request_id, client)
+                capacity.take(request_id, client)
                 live[request_id] = client
-                assert places.held[client] <= max(places.held.values())
+                assert capacity.held[client] <= max(capacity.held.values())
         elif event == "start" and chosen is not None and len(running) < 2:
-            places.started(chosen, live[chosen])
+            capacity.started(chosen, live[chosen])
             running.add(chosen)
             ending = [one for one in ending if one != chosen]
         elif event == "leave" and chosen is not None:
-            places.leave(chosen, live.pop(chosen))
+            capacity.leave(chosen, live.pop(chosen))
             running.discard(chosen)
             ending = [one for one in ending if one != chosen]
         elif event == "end" and ending:
             displaced = ending.pop(0)
-            places.leave(displaced, live.pop(displaced))
-        assert sum(places.held.values()) == len(live) - len(ending)
+            capacity.leave(displaced, live.pop(displaced))
+        assert sum(capacity.held.values()) == len(live) - len(ending)
         assert len(live) - len(ending) <= 4 + 2 + 2
     for request_id, client in live.items():
-        places.leave(request_id, client)
-    assert not places.held
+        capacity.leave(request_id, client)
+    assert not capacity.held

@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.fair_queue import FairQueue
-from serve_app.engine.scheduler.giving_way import GivingWay
+from serve_app.engine.scheduler.preemption import PreemptionPolicy
 from serve_app.engine.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest
@@ -47,7 +47,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.accounts = Accounts()
         self.waiting = FairQueue(lambda n_prompt, n: TOKEN_S * (n_prompt + n), self.accounts)
-        self.giving_way = GivingWay()
+        self.policy = PreemptionPolicy()
 
     def arrive(self, *names: str, n_tokens: int = 100) -> None:
         self.waiting.extend(sequence(name, n_tokens) for name in names)
@@ -58,11 +58,11 @@ class Simulation:
 
     def step(self) -> None:
         if len(self.running) == self.n_slots:
-            loser = self.giving_way.find(self.waiting, self.running, self.cost_s, self.now)
+            loser = self.policy.find(self.waiting, self.running, self.cost_s, self.now)
             if loser is not None:
                 self.n_preempted += 1
                 self.running.remove(loser)
-                self.waiting.put_back(loser, gave_way=True)
+                self.waiting.put_back(loser, for_another=True)
                 assert next(iter(self.waiting)) is not loser, "it would get its slot again"
         for one in self.waiting:
             if len(self.running) == self.n_slots:
@@ -200,26 +200,26 @@ def table(running: str, waiting: str) -> tuple[FairQueue, list[Sequence]]:
 )
 def test_who_gives_way(running: str, waiting: str, gives_way: str | None) -> None:
     queue, made = table(running, waiting)
-    found = GivingWay().find(queue, made, free, 0.0)
+    found = PreemptionPolicy().find(queue, made, free, 0.0)
     assert (found.id if found else None) == gives_way
 
 
 def test_urgent_ones_and_those_that_take_too_long_keep_their_slots() -> None:
     queue, made = table("a0*1 a1*1 a2*1 b0", "b1")
-    assert GivingWay().find(queue, made, lambda one: None, 0.0) is None
+    assert PreemptionPolicy().find(queue, made, lambda one: None, 0.0) is None
     slow = {"a2": None, "a1": 0.1}
-    found = GivingWay().find(queue, made, lambda one: slow.get(one.id, 0.0), 0.0)
+    found = PreemptionPolicy().find(queue, made, lambda one: slow.get(one.id, 0.0), 0.0)
     assert found is made[1]
     queue.extend([sequence("c0", priority=1)])
     urgent, all_run = table("a0*1 a1*1", "")
     urgent.extend([sequence("c0", priority=1)])
-    assert GivingWay().find(urgent, all_run, free, 0.0) is None
+    assert PreemptionPolicy().find(urgent, all_run, free, 0.0) is None
 
 
 def test_the_next_one_gives_way_later() -> None:
     queue, made = table("a0*1 a1*1 a2*1 a3*1", "b0 b1")
     queue.charge(made[0], 1.0)
-    giving_way = GivingWay()
-    assert giving_way.find(queue, made, lambda one: 0.1, now=10.0) is made[3]
-    assert giving_way.find(queue, made, lambda one: 0.1, now=10.8) is None
-    assert giving_way.find(queue, made, lambda one: 0.1, now=10.95) is made[3]
+    policy = PreemptionPolicy()
+    assert policy.find(queue, made, lambda one: 0.1, now=10.0) is made[3]
+    assert policy.find(queue, made, lambda one: 0.1, now=10.8) is None
+    assert policy.find(queue, made, lambda one: 0.1, now=10.95) is made[3]

@@ -1,4 +1,4 @@
-"""Which running sequence gives its slot to another one. Pure: no model, no threads, no clock."""
+"""The running sequence that is preempted for another one. Pure: no model, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Sequence as SequenceOf
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.sequence import Sequence
 
-# After one gave way, the next one may so many times later as that took: slots change hands for a tenth of
+# After a preemption, the next one may so many times later as that took: slots change hands for a tenth of
 # the decoder's time at most.
 _PAUSE = 9
 # A client with but one slot more than the one that waits keeps it until it has had so many seconds more.
 _QUANTUM_S = 2.0
 
 
-class GivingWay:
-    """Finds who has to give way, one at a time.
+class PreemptionPolicy:
+    """Chooses the sequences to preempt, one at a time.
 
     A client that has at least two slots more than the one whose request is next gives one of them
     back, unless it has less due all the same: then the other has had more for its slots. With one
     slot more, it does so when it is ahead by a quantum, so that clients take turns where slots are
     fewer than they. Slots so get equal, and nobody gives back what it would get again at once.
-    Background requests give way only to each other here; for all others they step back unasked.
+    Background requests are preempted only for each other here; for all others always.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class GivingWay:
         cost_s: Callable[[Sequence], float | None],
         now: float,
     ) -> Sequence | None:
-        """The sequence that gives way to the first one that waits; None if nobody does. `cost_s` is what
+        """The sequence to preempt for the first one that waits; None if there is none. `cost_s` is what
         it takes to store one and to have it back, None if it must not be stored. All slots are taken."""
         first = next(iter(waiting), None)
         if first is None or now < self._quiet_until:
@@ -63,7 +63,7 @@ class GivingWay:
         running: SequenceOf[Sequence],
         cost_s: Callable[[Sequence], float | None],
     ) -> tuple[Sequence, float] | None:
-        """The client's sequence that may give way and came last, and what that costs."""
+        """The client's newest sequence that may be preempted, and what that costs."""
         may = [
             one
             for one in running

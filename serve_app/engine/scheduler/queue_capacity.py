@@ -21,7 +21,7 @@ class Verdict:
     """The request that is to end."""
 
 
-class Places:
+class QueueCapacity:
     """The places of requests that wait or run. `n_places` in all, and up to `n_extra` more, one each for
     clients that hold none.
 
