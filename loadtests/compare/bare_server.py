@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,10 @@ from serve_app.config import schema
 from serve_app.engine import Engine
 from serve_app.folders import cache_folder
 from serve_app.ingress.api import PREPARATIONS, build_api
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers.pool import WorkerPool
-from serve_app.ingress.workers.zygote import ModelFile
 from serve_app.llama.vision.senses import NO_SENSES, senses
 from serve_app.progress import nowhere
-from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.store.models import locate
 
 
@@ -50,31 +49,21 @@ def serve(file: Path) -> None:
     )
     engine = Engine.load(path, options)  # as the replica does it
     try:
-        pooling = options.embedding_pooling
-        tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
         found = senses(options.projector) if options.projector else NO_SENSES
-        served = ServedModel(
-            model.id,
-            model.options.n_ctx_slot,
-            tokenizer,
-            LocalClient(engine),
-            model.aliases,
-            model.tags,
-            model.defaults.over(tokenizer.recommended),
-            sees=found.sees,
-            hears=found.hears,
-        )
-        file_of = ModelFile(
-            served.id,
-            served.n_ctx_slot,
+        read = partial(
+            ModelInfo.open,
             path,
-            model.aliases,
+            model.id,
+            options.n_ctx_slot,
+            options.embedding_pooling,
             model.defaults,
-            pooling,
+            aliases=model.aliases,
+            tags=model.tags,
             sees=found.sees,
             hears=found.hears,
         )
-        workers = WorkerPool([file_of], PREPARATIONS)
+        served = read().served_by(LocalClient(engine))
+        workers = WorkerPool([read], PREPARATIONS)
         api = build_api({served.id: served}, access(config.ingress), workers)
         listen(api, **http_options)
     finally:

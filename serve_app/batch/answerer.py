@@ -29,10 +29,9 @@ from serve_app.ingress.batch.asking import Told, ask
 from serve_app.ingress.batch.run import prefix_of
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.request_context import Caller
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.progress import nowhere
-from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.cpu_placement import place_on_cpus
 from serve_app.store.models import locate
 from serve_app.store.sharing.cluster import ClusterSharing
@@ -82,16 +81,15 @@ class Answerer:
             profile_folder=cache_folder() / "profiles",
         )
         self._engine = Engine.load(path, options)
-        tokenizer = Tokenizer(vocabulary_file(path), model.defaults.chat_template)
-        served = ServedModel(
+        info = ModelInfo.open(
+            vocabulary_file(path),
             model.id,
             options.n_ctx_slot,
-            tokenizer,
-            LocalClient(self._engine),
-            ("*",),  # requests may have been written for another server
-            model.tags,
-            model.defaults.over(tokenizer.recommended),
+            defaults=model.defaults,
+            aliases=("*",),  # requests may have been written for another server
+            tags=model.tags,
         )
+        served = info.served_by(LocalClient(self._engine))
         self._app = build_api({model.id: served}, Access(allow_anonymous=True))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="corral-lines", daemon=True).start()

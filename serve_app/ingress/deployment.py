@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.open_requests import OpenRequests
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.responses.runs import Runs
@@ -30,11 +32,9 @@ from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.versions.metrics import VersionMetrics
 from serve_app.ingress.workers.pool import WorkerPool
-from serve_app.ingress.workers.zygote import ModelFile
-from serve_app.llama.vision.senses import NO_SENSES, Senses
+from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.logs import forward_to_serve
-from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.routing import reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
 from serve_app.store.loaded_adapters import LoadedAdapters
@@ -45,34 +45,21 @@ from serve_app.store.version_weights import VersionWeights
 logger = logging.getLogger("corral.ingress")
 
 
-def _served(
-    model: ResolvedModel,
-    path: Path,
-    handle: DeploymentHandle[Any],
-    listener: Listener,
-    adapters: AdapterControl,
-    senses: Senses,
-) -> ServedModel:
-    pooling = model.options.embedding_pooling
-    tokenizer = Tokenizer(path, model.defaults.chat_template, pooling)
-    if not tokenizer.has_template:
-        logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
-    return ServedModel(
-        id=model.name,
-        n_ctx_slot=model.options.n_ctx_slot,
-        tokenizer=tokenizer,
-        engine=HandleClient(
-            handle,
-            tokenizer.vocabulary_key,
-            listener,
-            model.max_load_s,
-            model.name,
-            adapters,
-            stands_by=model.standby is not None,
-        ),
+def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
+    """A function that reads the model's vocabulary, here or in the process of the workers. Raises
+    ConfigError."""
+    senses = NO_SENSES
+    if model.projector is not None:
+        senses = senses_of(vocabulary(model.projector, model.downloads))
+    return partial(
+        ModelInfo.open,
+        path,
+        model.name,
+        model.options.n_ctx_slot,
+        model.options.embedding_pooling,
+        model.defaults,
         aliases=model.aliases,
         tags=model.tags,
-        defaults=model.defaults.over(tokenizer.recommended),
         adapters=numbered(model),
         sees=senses.sees,
         hears=senses.hears,
@@ -81,26 +68,21 @@ def _served(
     )
 
 
-def _senses(model: ResolvedModel) -> Senses:
-    """Raises ConfigError."""
-    if model.projector is None:
-        return NO_SENSES
-    return senses_of(vocabulary(model.projector, model.downloads))
-
-
-def _file(model: ResolvedModel, path: Path, senses: Senses) -> ModelFile:
-    """The model, as workers know it."""
-    return ModelFile(
+def _client(
+    model: ResolvedModel,
+    info: ModelInfo,
+    handle: DeploymentHandle[Any],
+    listener: Listener,
+    adapters: AdapterControl,
+) -> HandleClient:
+    return HandleClient(
+        handle,
+        info.tokenizer.vocabulary_key,
+        listener,
+        model.max_load_s,
         model.name,
-        model.options.n_ctx_slot,
-        path,
-        model.aliases,
-        model.defaults,
-        model.options.embedding_pooling,
-        numbered(model),
-        sees=senses.sees,
-        hears=senses.hears,
-        version=model.version,
+        adapters,
+        stands_by=model.standby is not None,
     )
 
 
@@ -153,10 +135,11 @@ class Ingress:
             await asyncio.to_thread(vocabulary, model.source, model.downloads, ClusterSharing())
             for model in models
         ]
-        senses = [await asyncio.to_thread(_senses, model) for model in models]
-        files = [_file(*one) for one in zip(models, paths, senses, strict=True)]
-        self._workers = WorkerPool(files, PREPARATIONS)
-        served = zip(models, paths, handles, senses, strict=True)
+        readers = [
+            await asyncio.to_thread(_reader, model, path)
+            for model, path in zip(models, paths, strict=True)
+        ]
+        self._workers = WorkerPool(readers, PREPARATIONS)
         listener = await _listener()
         self._models: dict[str, ServedModel] = {}
         app, others = serve.get_replica_context().app_name, OtherIngresses()
@@ -167,8 +150,12 @@ class Ingress:
             LoadedAdapters(app),
             others,
         )
-        for model, path, handle, found in served:
-            self._models[model.name] = _served(model, path, handle, listener, self._adapters, found)
+        for model, read, handle in zip(models, readers, handles, strict=True):
+            info = read()
+            if not info.tokenizer.has_template:
+                logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
+            client = _client(model, info, handle, listener, self._adapters)
+            self._models[model.name] = info.served_by(client)
         on_demand = [model.name for model in models if model.is_on_demand]
         self._versions = VersionControl(
             self._models, on_demand, VersionWeights(app), others, VersionMetrics().update

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.errors import ModelNotFoundError
 from serve_app.ingress.openai.answers import ModelCard, ModelMeta, ModelStatus, VersionCard
 from serve_app.ingress.versions.choice import chosen, shares
+from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
     Accepted,
@@ -100,37 +102,63 @@ class EngineClient(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedModel:
-    """One model."""
+class ModelInfo:
+    """A model under one of its clients' names, and what every process of an ingress knows of it."""
 
     id: str
     n_ctx_slot: int
+    """Tokens that one request may have."""
     tokenizer: Tokenizer
-    engine: EngineClient
     aliases: Sequence[str] = ()
-    """Its other names; `*` is all that no model has."""
+    """Other names; `*` is all that no model has."""
     tags: Sequence[str] = ()
     defaults: ModelDefaults = NO_DEFAULTS
     """The defaults of requests."""
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
-    """LoRA adapters that it has, each with its scale where it is asked for by its name."""
+    """The model's LoRA adapters, each with its scale where it is asked for by its name."""
     used: Adapters = ()
-    """Those that its requests have, if they do not say."""
+    """Adapters of requests that do not say which they want."""
     sees: bool = False
-    """Whether it has a projector for pictures, ..."""
+    """Whether the model has a projector for pictures."""
     hears: bool = False
-    """... and for sounds."""
+    """Whether the model has a projector for sounds."""
     is_on_demand: bool = False
-    """Whether it is loaded when somebody asks for it."""
+    """Whether the model is loaded when somebody asks for it."""
     version: Version | None = None
-    """If there are several under one name: this one, with the weight that it has now."""
+    """The version, with its present weight, if there are several under one name."""
 
-    def adapted(self, adapter: AdapterUse) -> ServedModel:
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        name: str,
+        n_ctx_slot: int,
+        pooling: EmbeddingPooling | None = None,
+        defaults: ModelDefaults = NO_DEFAULTS,
+        **fields: Any,
+    ) -> Self:
+        """Read a model's vocabulary. `pooling` takes the place of the file's, the defaults that of what the
+        file recommends, and `fields` are any others. Raises ConfigError."""
+        tokenizer = Tokenizer(path, defaults.chat_template, pooling)
+        own = defaults.over(tokenizer.recommended)
+        return cls(name, n_ctx_slot, tokenizer, defaults=own, **fields)
+
+    def adapted(self, adapter: AdapterUse) -> Self:
         """The model with one of its adapters, under a name of its own."""
-        return dataclasses.replace(
-            self, id=adapted_name(self.id, adapter), aliases=(), used=active([adapter])
-        )
+        name = f"{self.id}:{adapter.id}"
+        return dataclasses.replace(self, id=name, aliases=(), used=active([adapter]))
+
+    def served_by(self, engine: EngineClient) -> ServedModel:
+        """The model with the client of its engines."""
+        return ServedModel(**vars(self), engine=engine)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel(ModelInfo):
+    """A model with the client of its engines, in an ingress."""
+
+    engine: EngineClient = dataclasses.field(kw_only=True)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
     def cards(self) -> list[ModelCard]:
@@ -204,35 +232,7 @@ def present_shares(versions: Iterable[ServedModel]) -> dict[str, float]:
     return shares({one.id: one.version.present_weight for one in versions if one.version})
 
 
-class Named(Protocol):
-    """A model with other names besides its id."""
-
-    @property
-    def id(self) -> str:
-        """Its name."""
-
-    @property
-    def aliases(self) -> Sequence[str]:
-        """`*` is all that no model has."""
-
-    @property
-    def adapters(self) -> NumberedAdapters:
-        """Its LoRA adapters."""
-
-    @property
-    def version(self) -> Version | None:
-        """See ServedModel."""
-
-    def adapted(self, adapter: AdapterUse) -> Self:
-        """The model with one of them, under a name of its own."""
-
-
-M = TypeVar("M", bound=Named)
-
-
-def adapted_name(model_id: str, adapter: AdapterUse) -> str:
-    """Clients' name for a model with one of its adapters."""
-    return f"{model_id}:{adapter.id}"
+M = TypeVar("M", bound=ModelInfo)
 
 
 def active(adapters: Iterable[AdapterUse]) -> Adapters:
@@ -240,7 +240,7 @@ def active(adapters: Iterable[AdapterUse]) -> Adapters:
     return tuple(sorted(one for one in adapters if one.scale != 0))
 
 
-def family(model: Named) -> str:
+def family(model: ModelInfo) -> str:
     """The name that a model has together with its other versions."""
     return model.id if model.version is None else model.version.model
 

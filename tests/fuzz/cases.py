@@ -102,7 +102,7 @@ def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
         path, EngineOptions(n_slots=4, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     )
     try:
-        model = ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
+        model = ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))
         yield build_api({"m": model}, Access(allow_anonymous=True, anonymous_admin=True))
     finally:
         engine.close(timeout_s=0)

@@ -14,8 +14,8 @@ from serve_app.ingress.embeddings.protocol import (
 )
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.preparation import mixed_tokens
-from serve_app.ingress.model_registry import find
-from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.ingress.model_registry import ModelInfo, find
+from serve_app.ingress.workers.worker import Models
 
 Texts = tuple[tuple[int, ...], ...]
 
@@ -75,7 +75,7 @@ def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
     return model.id, checked(model, texts, "documents"), asked.top_n, asked.is_tei
 
 
-def _tokens(model: KnownModel, text: str | list[int | str]) -> tuple[int, ...]:
+def _tokens(model: ModelInfo, text: str | list[int | str]) -> tuple[int, ...]:
     return (
         model.tokenizer.encode(text)
         if isinstance(text, str)
@@ -83,7 +83,7 @@ def _tokens(model: KnownModel, text: str | list[int | str]) -> tuple[int, ...]:
     )
 
 
-def check_makes_embeddings(model: KnownModel) -> None:
+def check_makes_embeddings(model: ModelInfo) -> None:
     """Raises NotSupportedError for a model that ranks instead, and InvalidRequestError for one that has no
     single vector for a text."""
     if model.tokenizer.pooling == "none":
@@ -95,7 +95,7 @@ def check_makes_embeddings(model: KnownModel) -> None:
     check_does_not_rank(model)
 
 
-def check_does_not_rank(model: KnownModel) -> None:
+def check_does_not_rank(model: ModelInfo) -> None:
     """Raises NotSupportedError for a model that ranks, and has no vectors."""
     if model.tokenizer.reranks:
         raise NotSupportedError(
@@ -103,7 +103,7 @@ def check_does_not_rank(model: KnownModel) -> None:
         )
 
 
-def checked(model: KnownModel, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
+def checked(model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
     """Raises TextTooLongError, or InvalidRequestError for too many tokens in all."""
     if not all(texts):
         raise InvalidRequestError("Input content cannot be empty", field)

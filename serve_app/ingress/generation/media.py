@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 
 from serve_app.errors import InvalidRequestError, MediaError, PicturesWantedError
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers import pictures, sounds
-from serve_app.ingress.workers.worker import KnownModel
 from serve_app.types import MEDIUM, SAMPLE_RATE, Medium
 
 _PICTURE, _SOUND = "Picture", "Sound"
@@ -29,7 +29,7 @@ class Marks:
         return f"{self._secret}<{self._n - 1}>"
 
 
-def check(model: KnownModel, is_sound: bool, field: str) -> None:
+def check(model: ModelInfo, is_sound: bool, field: str) -> None:
     """Raises MediaError for what a model has no projector for."""
     if is_sound and not model.hears:
         raise MediaError(
@@ -43,7 +43,7 @@ def check(model: KnownModel, is_sound: bool, field: str) -> None:
 
 
 def placed(
-    model: KnownModel, prompt: tuple[int, ...], urls: Sequence[str], field: str
+    model: ModelInfo, prompt: tuple[int, ...], urls: Sequence[str], field: str
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     """The prompt with MEDIUM in the place of -1 for the first picture or sound, -2 for the second and so
     on, and these in the prompt's order. Raises InvalidRequestError."""
@@ -57,7 +57,7 @@ def placed(
     return tokens, tuple(found[number] for number in numbers)
 
 
-def read(model: KnownModel, urls: Sequence[str], field: str) -> list[Medium]:
+def read(model: ModelInfo, urls: Sequence[str], field: str) -> list[Medium]:
     """The pictures and sounds at these URLs. Raises InvalidRequestError that names the bad one,
     PicturesWantedError for all that are to be fetched, and MediaError like `check`."""
     if len(urls) > pictures.MAX_PICTURES:

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
 from serve_app.ingress.generation import media
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
-from serve_app.ingress.model_registry import active
+from serve_app.ingress.model_registry import ModelInfo, active
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
-from serve_app.ingress.workers.worker import KnownModel
 from serve_app.prompt import grammars
 from serve_app.sampling import ReasoningBudget, SamplingParams
 from serve_app.types import Adapters, Medium, Size
@@ -71,7 +70,7 @@ class Chat:
 
 
 def generation(
-    model: KnownModel,
+    model: ModelInfo,
     params: GenerationParams,
     prompts: Sequence[tuple[int, ...]],
     n: int,
@@ -116,7 +115,7 @@ def generation(
     )
 
 
-def _adapters(model: KnownModel, params: GenerationParams) -> Adapters:
+def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:
     """By what the request says, or its model's name. Raises InvalidRequestError for those that the model
     does not have."""
     if params.lora is None:
@@ -143,7 +142,7 @@ class PromptLength:
     """Of its pictures and sounds: only an engine knows how many tokens these are."""
 
 
-def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
+def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
     """The engine's parameters. Of a token that `logit_bias` names twice, the last counts. Raises
     InvalidRequestError."""
     found = params.sampling(model.defaults)
@@ -158,7 +157,7 @@ def sampling(model: KnownModel, params: GenerationParams) -> SamplingParams:
     return dataclasses.replace(found, logit_bias=tuple(bias.items()))
 
 
-def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
+def chat(model: ModelInfo, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
     prompt, found = chat_with_media(model, body, prompt_field)
     sampling = _with_calls(model, body, prompt)
@@ -173,7 +172,7 @@ def chat(model: KnownModel, body: ChatCompletionRequest, n: int, prompt_field: s
 
 
 def _reasoning(
-    model: KnownModel, body: ChatCompletionRequest, prompt: tuple[int, ...]
+    model: ModelInfo, body: ChatCompletionRequest, prompt: tuple[int, ...]
 ) -> ReasoningBudget | None:
     """The bound of the answer's reasoning, if the request or the model's defaults set one."""
     defaults, message = model.defaults, body.reasoning_budget_message
@@ -186,7 +185,7 @@ def _reasoning(
 
 
 def chat_with_media(
-    model: KnownModel, body: ChatCompletionRequest, prompt_field: str
+    model: ModelInfo, body: ChatCompletionRequest, prompt_field: str
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     """The prompt that asks for the chat's next turn, with MEDIUM in the places of its pictures and sounds,
     and these. Raises InvalidRequestError, and MediaError for what the model neither sees nor hears."""
@@ -197,7 +196,7 @@ def chat_with_media(
     return media.placed(model, chat_prompt(model, body), urls, prompt_field)
 
 
-def length(model: KnownModel, body: ChatCompletionRequest, prompt_field: str) -> PromptLength:
+def length(model: ModelInfo, body: ChatCompletionRequest, prompt_field: str) -> PromptLength:
     """How long the prompt would be. Raises InvalidRequestError."""
     try:
         prompt, found = chat_with_media(model, body, prompt_field)
@@ -207,21 +206,21 @@ def length(model: KnownModel, body: ChatCompletionRequest, prompt_field: str) ->
     return PromptLength(model.id, len(prompt) - len(found), sizes)
 
 
-def chat_prompt(model: KnownModel, body: ChatCompletionRequest) -> tuple[int, ...]:
+def chat_prompt(model: ModelInfo, body: ChatCompletionRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. The first medium is -1 there, the second -2. Raises
     InvalidRequestError."""
     prompt, prefill = _rendered(model, body, model.tokenizer.encode_chat)
     return (*prompt, *model.tokenizer.tokenize(prefill, False, False)) if prefill else prompt
 
 
-def chat_text(model: KnownModel, body: ChatCompletionRequest) -> str:
+def chat_text(model: ModelInfo, body: ChatCompletionRequest) -> str:
     """The same as text. Raises InvalidRequestError."""
     prompt, prefill = _rendered(model, body, model.tokenizer.render_chat)
     return prompt + prefill
 
 
 def _rendered(
-    model: KnownModel, body: ChatCompletionRequest, render: Callable[..., T]
+    model: ModelInfo, body: ChatCompletionRequest, render: Callable[..., T]
 ) -> tuple[T, str]:
     """The tokenizer's result for the chat, and the beginning of the answer."""
     turns, prefill = _prefill(body)
@@ -277,7 +276,7 @@ def _has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _with_calls(
-    model: KnownModel, body: ChatCompletionRequest, prompt: Sequence[int]
+    model: ModelInfo, body: ChatCompletionRequest, prompt: Sequence[int]
 ) -> SamplingParams:
     """The sampling parameters, with what calls must be like, if the request says so."""
     params = sampling(model, body)

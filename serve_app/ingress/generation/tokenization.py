@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
-from serve_app.ingress.workers.worker import KnownModel
+from serve_app.ingress.model_registry import ModelInfo
 
 MAX_TEXT_CHARS = 3 * 2**18
 """Characters of one prompt or text: llama.cpp takes some forty bytes for each while it tokenizes."""
 
 
 def tokenize_checked(
-    model: KnownModel,
+    model: ModelInfo,
     field: str,
     n_chars: int,
     encode: Callable[..., tuple[int, ...]],
@@ -25,7 +25,7 @@ def tokenize_checked(
     return encode(*args)
 
 
-def refuse_far_too_long(model: KnownModel, field: str, n_chars: int) -> None:
+def refuse_far_too_long(model: ModelInfo, field: str, n_chars: int) -> None:
     """Raises PromptTooLongError for so many characters if they cannot fit, however they are tokenized, and
     InvalidRequestError for more than MAX_TEXT_CHARS."""
     n_least = model.tokenizer.least_tokens(n_chars)
@@ -41,7 +41,7 @@ def refuse_huge(field: str, n_chars: int) -> None:
         raise InvalidRequestError(message, field)
 
 
-def refuse_unknown_tokens(model: KnownModel, field: str, tokens: Iterable[int]) -> None:
+def refuse_unknown_tokens(model: ModelInfo, field: str, tokens: Iterable[int]) -> None:
     """Raises InvalidRequestError for token ids that the model does not have."""
     n_vocab = model.tokenizer.n_vocab
     if any(token not in range(n_vocab) for token in tokens):

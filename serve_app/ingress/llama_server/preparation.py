@@ -29,9 +29,9 @@ from serve_app.ingress.llama_server.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
-from serve_app.ingress.model_registry import find
+from serve_app.ingress.model_registry import ModelInfo, find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest
-from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.ingress.workers.worker import Models
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Medium
 
@@ -64,9 +64,7 @@ def completion(models: Models, body: bytes) -> Completion:
     return _completion(model, asked, prompts, is_batch=asked.is_batch)
 
 
-def _with_media(
-    model: KnownModel, asked: MediaPrompt
-) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
+def _with_media(model: ModelInfo, asked: MediaPrompt) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     media.check(model, model.hears, "prompt")
     texts = asked.prompt_string.split(MEDIA_MARKER)
     if len(texts) - 1 != len(asked.multimodal_data):
@@ -92,7 +90,7 @@ def infill(models: Models, body: bytes) -> Completion:
 
 
 def _completion(
-    model: KnownModel,
+    model: ModelInfo,
     asked: LlamaParams,
     prompts: list[tuple[int, ...]],
     *,
@@ -112,7 +110,7 @@ def _completion(
     )
 
 
-def _with_triggers(model: KnownModel, asked: LlamaParams) -> SamplingParams:
+def _with_triggers(model: ModelInfo, asked: LlamaParams) -> SamplingParams:
     """The engine's parameters. A word that is a token of its own is that token, as at llama-server."""
     found = preparation.sampling(model, asked)
     encode = model.tokenizer.tokenize
@@ -132,7 +130,7 @@ def _with_triggers(model: KnownModel, asked: LlamaParams) -> SamplingParams:
     return replace(found, preserved_tokens=ids) if ids else found
 
 
-def mixed_tokens(model: KnownModel, prompt: str | list[int | str], field: str) -> tuple[int, ...]:
+def mixed_tokens(model: ModelInfo, prompt: str | list[int | str], field: str) -> tuple[int, ...]:
     """Texts among token ids are tokenized where they stand; only one at the beginning gets a BOS."""
     parts: list[int | str] = [prompt] if isinstance(prompt, str) else prompt
     refuse_unknown_tokens(model, field, [part for part in parts if isinstance(part, int)])
@@ -146,7 +144,7 @@ def mixed_tokens(model: KnownModel, prompt: str | list[int | str], field: str) -
     return tuple(tokens)
 
 
-def _infill_prompt(model: KnownModel, asked: InfillRequest) -> tuple[int, ...]:
+def _infill_prompt(model: ModelInfo, asked: InfillRequest) -> tuple[int, ...]:
     """Other files come before the texts; of those, the beginning is left out, if it would leave less than a
     quarter of the context for the answer."""
     texts = asked.input_prefix, asked.input_suffix, asked.prompt

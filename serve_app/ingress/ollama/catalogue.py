@@ -14,10 +14,11 @@ from typing import Any
 
 from gguf import LlamaFileType
 
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.ollama import names
 from serve_app.ingress.ollama.serving import timestamp
 from serve_app.ingress.workers.bodies import Bodies
-from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.ingress.workers.worker import Models
 
 Json = dict[str, Any]
 
@@ -133,7 +134,7 @@ def describe(models: Models, nothing: bytes) -> list[Description]:
     return [_described(model) for model in models.values()]
 
 
-def _described(model: KnownModel) -> Description:
+def _described(model: ModelInfo) -> Description:
     file = model.tokenizer.model
     metadata = {
         name: value_of(name, text)
@@ -167,7 +168,7 @@ def value_of(name: str, text: str) -> str | int | float | bool:
     return text
 
 
-def _capabilities(model: KnownModel) -> list[str]:
+def _capabilities(model: ModelInfo) -> list[str]:
     """In Ollama's words."""
     tokenizer = model.tokenizer
     if tokenizer.reranks:

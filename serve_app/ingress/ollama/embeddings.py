@@ -12,9 +12,10 @@ from serve_app.ingress.embeddings.preparation import Texts, check_makes_embeddin
 from serve_app.ingress.embeddings.serving import Vectors, normalized
 from serve_app.ingress.generation.tokenization import refuse_huge
 from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.ollama import names
 from serve_app.ingress.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.ingress.workers.worker import Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def embeddings(models: Models, body: bytes) -> Asked:
     return Asked(model.id, asked.model or names.displayed(model.id), texts)
 
 
-def _texts(model: KnownModel, texts: list[str], field: str, *, cut: bool) -> Texts:
+def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Texts:
     check_makes_embeddings(model)
     if not texts:
         return ()
@@ -79,7 +80,7 @@ def _texts(model: KnownModel, texts: list[str], field: str, *, cut: bool) -> Tex
     return checked(model, found, field)
 
 
-def _cut(model: KnownModel, tokens: tuple[int, ...]) -> tuple[int, ...]:
+def _cut(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
     """As many as the model takes; one that ends every text stays."""
     most = model.n_ctx_slot
     if len(tokens) <= most:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from serve_app.ingress import model_registry
 
-M = TypeVar("M", bound=model_registry.Named)
+M = TypeVar("M", bound=model_registry.ModelInfo)
 
 _DEFAULT_TAG = ":latest"
 _DEFAULT_PLACES = ("registry.ollama.ai/", "library/")

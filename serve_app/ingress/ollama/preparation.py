@@ -13,6 +13,7 @@ from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.ollama import messages, names
 from serve_app.ingress.ollama.protocol import (
     GenerationRequest,
@@ -22,7 +23,7 @@ from serve_app.ingress.ollama.protocol import (
 )
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
-from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.ingress.workers.worker import Models
 from serve_app.types import Medium
 
 _NUM_KEEP = 4
@@ -111,28 +112,28 @@ def show(models: Models, body: bytes) -> str:
     return names.find(models, asked.name if asked.model is None else asked.model).id
 
 
-def _load(model: KnownModel, asked: GenerationRequest) -> Load:
+def _load(model: ModelInfo, asked: GenerationRequest) -> Load:
     return Load(model.id, _name(model, asked), "unload" if asked.unloads else "load")
 
 
-def _name(model: KnownModel, asked: GenerationRequest) -> str:
+def _name(model: ModelInfo, asked: GenerationRequest) -> str:
     """As it was asked, if it was."""
     return names.displayed(model.id) if asked.model is None else asked.model
 
 
-def _asked(model: KnownModel, asked: GenerationRequest, found: Chat, *, context: bool) -> Asked:
+def _asked(model: ModelInfo, asked: GenerationRequest, found: Chat, *, context: bool) -> Asked:
     shows_thinking = asked.think is not False
     return Asked(_name(model, asked), found, shows_thinking, asked.logprobs, context)
 
 
-def _check_thinking(model: KnownModel, asked: GenerationRequest) -> None:
+def _check_thinking(model: ModelInfo, asked: GenerationRequest) -> None:
     """Raises InvalidRequestError, in Ollama's words, which clients look for."""
     if asked.think and not model.tokenizer.thinks:
         raise InvalidRequestError(f'"{_name(model, asked)}" does not support thinking', "think")
 
 
 def _last_turns(
-    model: KnownModel,
+    model: ModelInfo,
     asked: GenerationRequest,
     request: ChatCompletionRequest,
     turns: Sequence[ChatMessage],
@@ -156,7 +157,7 @@ def _last_turns(
     return from_(starts[min(found, len(starts) - 1)]) if starts else request
 
 
-def _room(model: KnownModel, asked: GenerationRequest) -> int:
+def _room(model: ModelInfo, asked: GenerationRequest) -> int:
     """Tokens that a prompt may have that is cut."""
     for_answer = max(1, model.n_ctx_slot // _ANSWERS_SHARE)
     return model.n_ctx_slot - min(asked.options.max_tokens or for_answer, for_answer)
@@ -172,7 +173,7 @@ def _asking(asked: OllamaGenerateRequest) -> ChatMessage:
 
 
 def _after_context(
-    model: KnownModel, asked: OllamaGenerateRequest, prompt: tuple[int, ...]
+    model: ModelInfo, asked: OllamaGenerateRequest, prompt: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The prompt as the conversation's next turn. The tokens that begin a text are there already."""
     if not asked.context:
@@ -184,7 +185,7 @@ def _after_context(
     return (*asked.context, *prompt)
 
 
-def _infill(model: KnownModel, asked: OllamaGenerateRequest) -> Chat:
+def _infill(model: ModelInfo, asked: OllamaGenerateRequest) -> Chat:
     if not model.tokenizer.can_infill:
         raise InvalidRequestError(f'"{_name(model, asked)}" does not support insert', "suffix")
     texts = asked.prompt, asked.suffix
@@ -195,7 +196,7 @@ def _infill(model: KnownModel, asked: OllamaGenerateRequest) -> Chat:
 
 
 def _untemplated(
-    model: KnownModel,
+    model: ModelInfo,
     asked: GenerationRequest,
     params: GenerationParams,
     prompt: tuple[int, ...],

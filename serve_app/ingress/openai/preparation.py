@@ -8,9 +8,9 @@ from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import find
+from serve_app.ingress.model_registry import ModelInfo, find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
-from serve_app.ingress.workers.worker import KnownModel, Models
+from serve_app.ingress.workers.worker import Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def input_tokens(models: Models, body: bytes) -> PromptLength:
     return preparation.length(model, asked, "messages")
 
 
-def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...]]:
+def _prompts(model: ModelInfo, asked: CompletionRequest) -> list[tuple[int, ...]]:
     if asked.suffix:
         before, after = str(asked.prompt), asked.suffix
         n_chars, encode = len(before) + len(after), model.tokenizer.encode_infill
@@ -71,14 +71,14 @@ def _prompts(model: KnownModel, asked: CompletionRequest) -> list[tuple[int, ...
     return [_prompt(model, prompt) for prompt in asked.prompts]
 
 
-def _prompt(model: KnownModel, prompt: str | list[int]) -> tuple[int, ...]:
+def _prompt(model: ModelInfo, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return tokenize_checked(model, "prompt", len(prompt), model.tokenizer.encode, prompt)
     refuse_unknown_tokens(model, "prompt", prompt)
     return tuple(prompt)
 
 
-def _echoes(model: KnownModel, asked: CompletionRequest) -> list[str]:
+def _echoes(model: ModelInfo, asked: CompletionRequest) -> list[str]:
     return [
         prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
         for prompt in asked.prompts

@@ -18,11 +18,11 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.http import request_context
-from serve_app.ingress.model_registry import NumberedAdapters
+from serve_app.ingress.model_registry import ModelInfo, NumberedAdapters
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
 from serve_app.ingress.workers.worker import CPU_S, Changes, Models, Work
-from serve_app.ingress.workers.zygote import ModelFile, Start
+from serve_app.ingress.workers.zygote import Start
 
 logger = logging.getLogger("corral.ingress")
 
@@ -76,13 +76,14 @@ class WorkerPool:
 
     def __init__(
         self,
-        models: Sequence[ModelFile],
+        models: Sequence[Callable[[], ModelInfo]],
         modules: Sequence[str],
         *,
         n_quick: int = 2,
         n_slow: int = 2,
     ) -> None:
-        """The zygote starts now, and imports these modules; workers start when they are needed."""
+        """The zygote starts now. It imports the modules, and calls `models` to read vocabularies. Workers
+        start when they are needed."""
         self._start = Start(tuple(models), tuple(modules))
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()

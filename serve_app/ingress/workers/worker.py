@@ -12,17 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
-from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.http import request_model
-from serve_app.ingress.model_registry import NumberedAdapters, active, adapted_name
+from serve_app.ingress.model_registry import ModelInfo, NumberedAdapters
 from serve_app.ingress.workers import wire
-from serve_app.llama.formats import EmbeddingPooling
-from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import Adapters, AdapterUse, Version
 
 logger = logging.getLogger("corral.ingress")
 
@@ -35,103 +30,6 @@ MEMORY_FACTOR = 2
 much everywhere."""
 
 
-class KnownModel(Protocol):
-    """A model as workers know it."""
-
-    @property
-    def id(self) -> str:
-        """Its name."""
-
-    @property
-    def n_ctx_slot(self) -> int:
-        """Tokens that one request may have."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Its vocabulary and chat template."""
-
-    @property
-    def aliases(self) -> Sequence[str]:
-        """Its other names; `*` is all that no model has."""
-
-    @property
-    def defaults(self) -> ModelDefaults:
-        """The defaults of the model's requests."""
-
-    @property
-    def adapters(self) -> NumberedAdapters:
-        """See ServedModel."""
-
-    @property
-    def used(self) -> Adapters:
-        """See ServedModel."""
-
-    @property
-    def sees(self) -> bool:
-        """See ServedModel."""
-
-    @property
-    def hears(self) -> bool:
-        """See ServedModel."""
-
-    @property
-    def version(self) -> Version | None:
-        """See ServedModel."""
-
-    def adapted(self, adapter: AdapterUse) -> Self:
-        """See ServedModel."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalModel:
-    """A KnownModel in a worker."""
-
-    id: str
-    n_ctx_slot: int
-    tokenizer: Tokenizer
-    aliases: Sequence[str] = ()
-    defaults: ModelDefaults = NO_DEFAULTS
-    adapters: NumberedAdapters = field(default_factory=dict)
-    used: Adapters = ()
-    sees: bool = False
-    hears: bool = False
-    version: Version | None = None
-
-    def adapted(self, adapter: AdapterUse) -> LocalModel:
-        """See KnownModel."""
-        return replace(self, id=adapted_name(self.id, adapter), aliases=(), used=active([adapter]))
-
-
-def local(
-    name: str,
-    n_ctx_slot: int,
-    path: Path,
-    aliases: Sequence[str],
-    defaults: ModelDefaults,
-    pooling: EmbeddingPooling | None,
-    adapters: NumberedAdapters,
-    *,
-    sees: bool = False,
-    hears: bool = False,
-    version: Version | None = None,
-) -> LocalModel:
-    """Read a model's vocabulary, once for all workers that are forked then. Raises ConfigError."""
-    tokenizer = Tokenizer(path, defaults.chat_template, pooling)
-    tokenizer.warm_up()
-    own = defaults.over(tokenizer.recommended)
-    return LocalModel(
-        name,
-        n_ctx_slot,
-        tokenizer,
-        aliases,
-        own,
-        adapters,
-        sees=sees,
-        hears=hears,
-        version=version,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Changes:
     """Changes of the models since workers read them, by their ids."""
@@ -140,20 +38,20 @@ class Changes:
     weights: Mapping[str, float] = field(default_factory=dict)
     """Those that versions have now."""
 
-    def made_in(self, models: Mapping[str, LocalModel]) -> Mapping[str, LocalModel]:
+    def made_in(self, models: Mapping[str, ModelInfo]) -> Mapping[str, ModelInfo]:
         """The models with these changes."""
         if not self.adapters and not self.weights:
             return models
         return {name: self._made_in(name, one) for name, one in models.items()}
 
-    def _made_in(self, name: str, model: LocalModel) -> LocalModel:
+    def _made_in(self, name: str, model: ModelInfo) -> ModelInfo:
         version = model.version
         if version is not None:
             version = replace(version, given=self.weights.get(name))
         return replace(model, adapters=self.adapters.get(name, model.adapters), version=version)
 
 
-Models = Mapping[str, KnownModel]
+Models = Mapping[str, ModelInfo]
 Work = Callable[[Models, bytes], Any]
 """The work on a request's body: a function that can be imported. It may raise CorralError."""
 
@@ -167,7 +65,7 @@ class Made:
     """Fields of the body that Corral does not have."""
 
 
-def serve(connection: socket.socket, models: Mapping[str, LocalModel]) -> None:
+def serve(connection: socket.socket, models: Mapping[str, ModelInfo]) -> None:
     """Do what comes over this connection until it ends. Its process does nothing else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     while True:

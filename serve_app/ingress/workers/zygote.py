@@ -17,17 +17,13 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.errors import CorralError
-from serve_app.ingress.model_registry import NumberedAdapters
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers import pictures, slices, sounds, wire, worker
-from serve_app.llama.formats import EmbeddingPooling
-from serve_app.types import Version
 
 PID = struct.Struct("<i")
 NO_PID = -1
@@ -36,29 +32,11 @@ logger = logging.getLogger("corral.ingress")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFile:
-    """A model that workers shall know."""
-
-    id: str
-    n_ctx_slot: int
-    path: Path
-    aliases: Sequence[str] = ()
-    defaults: ModelDefaults = NO_DEFAULTS
-    pooling: EmbeddingPooling | None = None
-    """Instead of what the file says."""
-    adapters: NumberedAdapters = field(default_factory=dict)
-    sees: bool = False
-    """Whether it has a projector for pictures, ..."""
-    hears: bool = False
-    """... and for sounds."""
-    version: Version | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Start:
     """The input of a zygote."""
 
-    models: Sequence[ModelFile]
+    models: Sequence[Callable[[], ModelInfo]]
+    """Functions that read the models' vocabularies."""
     modules: Sequence[str]
     """The modules that workers are going to import."""
 
@@ -80,36 +58,23 @@ def main(fd: int) -> None:
             _fork(control, socket.socket(fileno=fds[0]), models)
 
 
-def _models(start: Start) -> dict[str, worker.LocalModel] | CorralError:
+def _models(start: Start) -> dict[str, ModelInfo] | CorralError:
     try:
         for module in start.modules:
             importlib.import_module(module)
-        if any(one.sees for one in start.models):
+        models = [read() for read in start.models]
+        for model in models:
+            model.tokenizer.warm_up()
+        if any(model.sees for model in models):
             pictures.load()
-        if any(one.hears for one in start.models):
+        if any(model.hears for model in models):
             sounds.load()
-        return {
-            one.id: worker.local(
-                one.id,
-                one.n_ctx_slot,
-                one.path,
-                one.aliases,
-                one.defaults,
-                one.pooling,
-                one.adapters,
-                sees=one.sees,
-                hears=one.hears,
-                version=one.version,
-            )
-            for one in start.models
-        }
+        return {model.id: model for model in models}
     except CorralError as error:
         return error
 
 
-def _fork(
-    control: socket.socket, connection: socket.socket, models: dict[str, worker.LocalModel]
-) -> None:
+def _fork(control: socket.socket, connection: socket.socket, models: dict[str, ModelInfo]) -> None:
     with connection:
         try:
             pid = os.fork()

@@ -9,12 +9,12 @@ import platform
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import llama_cpp
 import pytest
 
-from serve_app.config.defaults import NO_DEFAULTS
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import (
     CorralError,
@@ -22,23 +22,22 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers import pool as pool_module
-from serve_app.ingress.workers import worker
+from serve_app.ingress.workers import zygote
 from serve_app.ingress.workers.pool import QUICK_BYTES, SMALL_BYTES, WorkerPool
 from serve_app.ingress.workers.processes import POLITENESS
 from serve_app.ingress.workers.slices import SHORTEST_NS
 from serve_app.ingress.workers.stack import STACK_BYTES
-from serve_app.ingress.workers.zygote import ModelFile
 from tests.integration.ingress import work
 
+READ = partial(ModelInfo.open, BUILTIN_MODEL, "demo", 2048)
 LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
 
 @pytest.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
-    made = WorkerPool(
-        [ModelFile("demo", 2048, BUILTIN_MODEL)], [work.__name__], n_quick=2, n_slow=2
-    )
+    made = WorkerPool([READ], [work.__name__], n_quick=2, n_slow=2)
     yield made
     await made.close()
 
@@ -61,9 +60,10 @@ def test_what_a_vocabulary_costs_once_is_paid_before_workers_are_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each would pay it again, at its first text: a large vocabulary made that slow work."""
-    model = worker.local("demo", 2048, BUILTIN_MODEL, (), NO_DEFAULTS, None, {})
+    models = zygote._models(zygote.Start([READ], []))
+    assert isinstance(models, dict)
     monkeypatch.delattr(llama_cpp, "llama_vocab_get_text")
-    assert model.tokenizer.least_tokens(1000) > 1
+    assert models["demo"].tokenizer.least_tokens(1000) > 1
 
 
 async def test_work_is_done_in_another_process_which_is_used_again(pool: WorkerPool) -> None:

@@ -28,7 +28,7 @@ BODY = {"input_prefix": "def one():\n", "input_suffix": "\n# end\n", "n_predict"
 def served(path: Path) -> tuple[Engine, ServedModel]:
     options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     engine = Engine.load(path, options)
-    return engine, ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
+    return engine, ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))
 
 
 @pytest.fixture(scope="module", params=[ENDS, ()], ids=["repository", "file"])

@@ -53,7 +53,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path) -> Iterator[ServedModel]:
     options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     engine = Engine.load(path, options)
-    yield ServedModel("m", N_CTX_SLOT, Tokenizer(path), LocalClient(engine))
+    yield ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))
     engine.close(0)
 
 

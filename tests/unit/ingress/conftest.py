@@ -29,7 +29,7 @@ async def client(
     engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path
 ) -> AsyncIterator[httpx.AsyncClient]:
     models = {
-        name: ServedModel(name, N_CTX_SLOT, tokenizer, engine)  # type: ignore[arg-type]
+        name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
         for name in ("first", "org/second")
     }
     api = build_api(models, batches=BatchOptions(tmp_path / "batches"))

@@ -55,7 +55,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     shared = key_values.shared(monkeypatch)
     tokenizer: Any = ByteTokenizer()
     numbers = {0: CONFIGURED}
-    models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, ScriptedEngine(), adapters=numbers)}
+    models = {
+        "m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=ScriptedEngine(), adapters=numbers)
+    }
     workers: Any = SimpleNamespace(adapters={})
     configured = SimpleNamespace(id="polite")
     resolved: Any = SimpleNamespace(

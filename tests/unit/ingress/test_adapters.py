@@ -10,14 +10,13 @@ import pytest
 from serve_app.config import schema
 from serve_app.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.model_registry import find
+from serve_app.ingress.model_registry import ModelInfo, find
 from serve_app.ingress.openai.protocol import CompletionRequest
-from serve_app.ingress.workers.worker import LocalModel
 from serve_app.types import Adapters, AdapterUse
 from tests.unit.ingress.harness import ByteTokenizer
 
 LEGAL, POLITE = AdapterUse("legal", 1.0), AdapterUse("polite", 0.5)
-BASE = LocalModel("qwen", 64, ByteTokenizer(), ("q",), adapters={0: POLITE, 1: LEGAL})  # type: ignore[arg-type]
+BASE = ModelInfo("qwen", 64, ByteTokenizer(), ("q",), adapters={0: POLITE, 1: LEGAL})  # type: ignore[arg-type]
 MODELS = {"qwen": BASE}
 
 

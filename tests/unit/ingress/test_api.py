@@ -499,7 +499,7 @@ async def test_stats_say_who_downloads(client: httpx.AsyncClient, engine: Script
 async def test_a_prompt_is_told_to_those_who_ask_or_to_all(
     engine: ScriptedEngine, asked: dict[str, Any], verbose: bool
 ) -> None:
-    model = ServedModel("first", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    model = ServedModel("first", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     app = build_api({"first": model}, Access(verbose=verbose))
     told = {"prompt": "user:Hi"} if asked or verbose else None
     transport = httpx.ASGITransport(app)

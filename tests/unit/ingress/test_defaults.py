@@ -22,7 +22,7 @@ DEFAULTS = ModelDefaults(
 
 
 def connected(engine: ScriptedEngine, defaults: ModelDefaults) -> httpx.AsyncClient:
-    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine, defaults=defaults)  # type: ignore[arg-type]
+    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine, defaults=defaults)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(build_api({"m": model}))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
@@ -93,7 +93,7 @@ def test_what_is_configured_goes_before_what_the_file_recommends() -> None:
 
 
 def model(name: str, *aliases: str) -> ServedModel:
-    return ServedModel(name, N_CTX_SLOT, ByteTokenizer(), ScriptedEngine(), aliases)  # type: ignore[arg-type]
+    return ServedModel(name, N_CTX_SLOT, ByteTokenizer(), aliases, engine=ScriptedEngine())  # type: ignore[arg-type]
 
 
 def test_models_are_found_by_all_their_names() -> None:

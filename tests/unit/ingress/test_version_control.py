@@ -82,7 +82,7 @@ def start(shared: KeyValues) -> Start:
                 f"m@{name}",
                 N_CTX_SLOT,
                 tokenizer,
-                engines[name],
+                engine=engines[name],
                 version=Version("m", name, weight),
             )
             for name, weight in weights.items()
@@ -193,7 +193,7 @@ async def test_old_changes_are_forgotten(start: Start, shared: KeyValues) -> Non
 @asynccontextmanager
 async def client_of(ingress: Ingress | None) -> AsyncIterator[httpx.AsyncClient]:
     tokenizer: Any = ByteTokenizer()
-    alone = {"alone": ServedModel("alone", N_CTX_SLOT, tokenizer, ScriptedEngine())}
+    alone = {"alone": ServedModel("alone", N_CTX_SLOT, tokenizer, engine=ScriptedEngine())}
     models = alone if ingress is None else ingress.models
     api = build_api(models, versions=None if ingress is None else ingress.control)
     async with httpx.AsyncClient(

@@ -9,12 +9,12 @@ import pytest
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import beginnings
-from serve_app.ingress.model_registry import ServedModel, card_of, cards, find
+from serve_app.ingress.model_registry import ModelInfo, ServedModel, card_of, cards, find
 from serve_app.ingress.ollama import names
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.versions import choice
 from serve_app.ingress.versions.choice import before_rollout, changed, given
-from serve_app.ingress.workers.worker import Changes, LocalModel
+from serve_app.ingress.workers.worker import Changes
 from serve_app.types import AdapterUse, Version
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
@@ -23,10 +23,10 @@ CONVERSATIONS = [f"system You help.\nuser Question {number}?" for number in rang
 LEGAL = AdapterUse("legal", 1.0)
 
 
-def versions(**weights: float) -> dict[str, LocalModel]:
+def versions(**weights: float) -> dict[str, ModelInfo]:
     tokenizer: Any = ByteTokenizer()
     return {
-        f"m@{name}": LocalModel(
+        f"m@{name}": ModelInfo(
             f"m@{name}", N_CTX_SLOT, tokenizer, ("alias",), version=Version("m", name, weight)
         )
         for name, weight in weights.items()
@@ -35,7 +35,7 @@ def versions(**weights: float) -> dict[str, LocalModel]:
 
 def served(name: str) -> ServedModel:
     tokenizer: Any = ByteTokenizer()
-    return ServedModel(name, N_CTX_SLOT, tokenizer, ScriptedEngine())
+    return ServedModel(name, N_CTX_SLOT, tokenizer, engine=ScriptedEngine())
 
 
 def chosen(**weights: float) -> list[str]:

@@ -40,7 +40,7 @@ def _thinks(tokenizer: ByteTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
 async def package(
     engine: ScriptedEngine, tokenizer: ByteTokenizer
 ) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    model = ServedModel("first", N_CTX_SLOT, tokenizer, engine)  # type: ignore[arg-type]
+    model = ServedModel("first", N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
     transport = httpx2.ASGITransport(build_api({"first": model}))
     async with anthropic.AsyncAnthropic(
         base_url="http://127.0.0.1",

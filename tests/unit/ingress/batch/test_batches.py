@@ -79,7 +79,7 @@ class Server:
     def __init__(self, folder: Path, limits: Limits | None = None, **access: Any) -> None:
         self.folder = folder
         self.engine = CountingEngine()
-        model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), self.engine)  # type: ignore[arg-type]
+        model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=self.engine)  # type: ignore[arg-type]
         self.models = {"m": model}
         self.options = BatchOptions(folder / "batches", limits or Limits(), 16, lease_s=1.0)
         self.access = Access(**access)

@@ -46,7 +46,7 @@ def looked_at() -> Engine:
 
 @pytest.fixture
 def models(looked_at: Engine) -> dict[str, ServedModel]:
-    return {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), looked_at)}  # type: ignore[arg-type]
+    return {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=looked_at)}  # type: ignore[arg-type]
 
 
 async def test_viewers_share_the_looks(looked_at: Engine, models: dict[str, ServedModel]) -> None:

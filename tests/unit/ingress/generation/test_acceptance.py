@@ -41,7 +41,7 @@ async def settle() -> None:
 
 
 async def started(engine: Engine) -> asyncio.Task[generation.Deltas]:
-    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     task = asyncio.create_task(generation.start(model, REQUESTS))
     await settle()
     assert list(engine.decided) == ["r.0", "r.1", "r.2"]

@@ -26,12 +26,11 @@ from serve_app.ingress.generation.generation import n_tokens
 from serve_app.ingress.generation.media import read
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.llama_server import preparation as llama_server
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.ollama import preparation as ollama
 from serve_app.ingress.openai import preparation as openai
 from serve_app.ingress.responses import preparation as responses
 from serve_app.ingress.workers import pictures
-from serve_app.ingress.workers.worker import LocalModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, Picture
 from tests.unit.ingress.harness import ScriptedEngine
@@ -39,8 +38,8 @@ from tests.unit.ingress.harness import ScriptedEngine
 Image = pytest.importorskip("PIL.Image")
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
-SEEING = {"m": LocalModel("m", 512, TOKENIZER, sees=True)}
-BLIND = {"m": LocalModel("m", 512, TOKENIZER)}
+SEEING = {"m": ModelInfo("m", 512, TOKENIZER, sees=True)}
+BLIND = {"m": ModelInfo("m", 512, TOKENIZER)}
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
@@ -63,7 +62,7 @@ def url(data: bytes) -> str:
     return f"data:image/png;base64,{b64(data)}"
 
 
-def of_openai(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+def of_openai(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """What is made of a question about pictures."""
     parts = [{"type": "image_url", "image_url": {"url": url(one)}} for one in files]
     content = [{"type": "text", "text": "See"}, *parts, {"type": "text", "text": "What?"}]
@@ -71,7 +70,7 @@ def of_openai(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
     return openai.chat(models, json.dumps(body).encode()).chat.generation
 
 
-def of_responses(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+def of_responses(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     parts = [{"type": "input_image", "image_url": url(one), "detail": "low"} for one in files]
     text = {"type": "input_text", "text": "What?"}
@@ -82,7 +81,7 @@ def of_responses(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
     return made.chat.generation
 
 
-def of_anthropic(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+def of_anthropic(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     parts = [
         {
@@ -96,7 +95,7 @@ def of_anthropic(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
     return anthropic.messages(models, json.dumps(body).encode()).chat.generation
 
 
-def of_ollama_chat(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+def of_ollama_chat(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     turn = {"role": "user", "content": "What?", "images": [b64(one) for one in files]}
     made = ollama.chat(models, json.dumps({"model": "m", "messages": [turn]}).encode())
@@ -104,7 +103,7 @@ def of_ollama_chat(models: Mapping[str, LocalModel], *files: bytes) -> Generatio
     return made.chat.generation
 
 
-def of_ollama_generate(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+def of_ollama_generate(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     body = {"model": "m", "prompt": "What?", "images": [b64(one) for one in files]}
     made = ollama.generate(models, json.dumps(body).encode())
@@ -113,7 +112,7 @@ def of_ollama_generate(models: Mapping[str, LocalModel], *files: bytes) -> Gener
     return made.chat.generation
 
 
-def of_llama_server(models: Mapping[str, LocalModel], *files: bytes) -> Generation:
+def of_llama_server(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     prompt = "See " + "<__media__>" * len(files) + " What?"
     body = {"prompt": {"prompt_string": prompt, "multimodal_data": [b64(one) for one in files]}}
@@ -188,7 +187,7 @@ def test_what_is_left_to_count_is_told_to_who_counts_pictures() -> None:
 
 async def test_the_engine_counts_the_tokens_of_pictures() -> None:
     engine = ScriptedEngine()
-    models = {"m": ServedModel("m", 512, TOKENIZER, engine)}
+    models = {"m": ServedModel("m", 512, TOKENIZER, engine=engine)}
     assert await n_tokens(models, PromptLength("m", 5, ())) == 5
     assert await n_tokens(models, PromptLength("m", 5, ((8, 6), (8, 4)))) == 5 + 60 + 40
     engine.refusal = EngineUnavailableError("none")

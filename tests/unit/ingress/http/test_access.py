@@ -93,7 +93,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app_of(engine: ScriptedEngine) -> Callable[[Access], Asgi]:
-    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     return lambda access: build_api({"m": model}, access)
 
 

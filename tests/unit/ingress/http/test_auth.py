@@ -48,7 +48,7 @@ async def connect(engine: ScriptedEngine) -> AsyncIterator[Open]:
     clients = []
 
     def connect(access: Access, host: str = "127.0.0.1") -> httpx.AsyncClient:
-        model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+        model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(build_api({"m": model}, access))
         clients.append(httpx.AsyncClient(transport=transport, base_url=f"http://{host}"))
         return clients[-1]
@@ -227,7 +227,7 @@ async def test_a_client_that_leaves_while_it_sends_gets_no_answer(
     engine: ScriptedEngine, ending: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Serve tells it as ASGI does, or by an exception."""
-    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     messages = [{"type": "http.request", "body": b"{", "more_body": True}, ending]
     sent = []
 

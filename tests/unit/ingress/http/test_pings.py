@@ -183,7 +183,7 @@ class Stream:
     """A request's answer as it comes, over ASGI."""
 
     def __init__(self, engine: Any, path: str, body: dict[str, Any]) -> None:
-        models = {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)}  # type: ignore[arg-type]
+        models = {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)}  # type: ignore[arg-type]
         self._app = build_api(models, sse_ping_interval_s=DEFAULT_S)
         self._request = httpx.Request(
             "POST", f"http://127.0.0.1{path}", json={**body, "stream": True}

@@ -62,7 +62,7 @@ def test_what_must_not_be_lost_is_refused() -> None:
 
 
 def connected(engine: ScriptedEngine, *, strict: bool) -> httpx.AsyncClient:
-    model = ServedModel("first", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    model = ServedModel("first", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     app = build_api({"first": model}, Access(strict=strict))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 

@@ -36,7 +36,7 @@ LONG: list[tuple[str, dict[str, Any]]] = [
 
 
 def served(engine: ScriptedEngine, access: Access) -> httpx.AsyncClient:
-    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine)  # type: ignore[arg-type]
+    model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(build_api({"m": model}, access))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 

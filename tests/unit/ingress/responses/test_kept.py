@@ -46,7 +46,7 @@ class Ingress:
 
     def __init__(self, shared: Store, engine: ScriptedEngine, access: Access) -> None:
         tokenizer: Any = ByteTokenizer()
-        models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine)}
+        models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}
         self.open = OpenRequests(100)
         self.runs = Runs(models, shared, self.open)
         self.app: FastAPI = build_api(models, access, open_requests=self.open, runs=self.runs)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation
 from serve_app.ingress.workers.fetching import (
     MAX_FILE_BYTES,
@@ -26,7 +27,6 @@ from serve_app.ingress.workers.fetching import (
 )
 from serve_app.ingress.workers.in_process import InProcess
 from serve_app.ingress.workers.pictures import WithFiles
-from serve_app.ingress.workers.worker import LocalModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import Picture
 
@@ -219,7 +219,7 @@ async def test_what_is_too_large_or_fails_is_refused_by_its_name() -> None:
 
 
 async def test_a_body_is_read_again_with_its_files() -> None:
-    models: Any = {"m": LocalModel("m", 512, Tokenizer(BUILTIN_MODEL), sees=True)}
+    models: Any = {"m": ModelInfo("m", 512, Tokenizer(BUILTIN_MODEL), sees=True)}
     async with site(a=ok(red())) as web:
         workers = FetchingWorkers(InProcess(models), fetcher(Names()))
         parts = [{"type": "image_url", "image_url": {"url": web.url("/a")}}] * 2
