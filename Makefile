@@ -115,9 +115,10 @@ $(RELEASE)/.ready: .github/release/requirements.lock
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json $(wildcard tests/clients/apart/*.txt)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r $<
-	@for one in tests/clients/apart/*.txt; do \
-		own=$(CLIENTS)/$$(basename $$one .txt); \
-		$(PYTHON) -m venv $$own && $$own/bin/pip install --quiet --disable-pip-version-check -r $$one || exit 1; \
+	@for file in tests/clients/apart/*.txt; do \
+		own=$(CLIENTS)/$$(basename $$file .txt); python=$$(sed -n '1s/^# //p' $$file); python=$${python:-$(PYTHON)}; \
+		if ! $$python -c "" 2> /dev/null; then echo "no $$python here: the client of $$file is left out"; continue; fi; \
+		$$python -m venv $$own && $$own/bin/pip install --quiet --disable-pip-version-check -r $$file || exit 1; \
 	done
 	@mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node
 	@if command -v npm > /dev/null; then \

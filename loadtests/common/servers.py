@@ -91,7 +91,7 @@ def serve_run(
     as `make serve` starts it, or by `serve run` with these environment variables."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        config = write_config(directory, [model], port, None, **ingress)
+        config = write_config(directory, [model], port, None, BUILD, **ingress)
         return make_serve_command(config) if settings is None else serve_command("run", config)
 
     with running(command, corral_is_ready, settings or NO_SETTINGS) as server:
@@ -108,19 +108,24 @@ def make_serve_command(config: Path) -> list[str | Path]:
     return [sys.executable, "-m", "cluster.one_machine", config]
 
 
+BUILD = "serve_app.app:build"
+"""The function that builds the application."""
+
+
 def write_config(
     directory: Path,
     models: Sequence[Mapping[str, Any]],
     port: int,
     args: Mapping[str, object] | None = None,
+    import_path: str = BUILD,
     **ingress: object,
 ) -> Path:
     """A new file for `serve run`: these `models`, other `args` beside them, and settings of `ingress`, on
-    this port of loopback."""
+    this port of loopback. The function at `import_path` builds the application."""
     app = {
         "name": "corral",
         "route_prefix": "/",
-        "import_path": "serve_app.app:build",
+        "import_path": import_path,
         "args": {"models": models, "ingress": ingress} | dict(args or {}),
     }
     document = {

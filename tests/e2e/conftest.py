@@ -74,6 +74,7 @@ class Corral:
         *,
         make_serve: bool = False,
         args: Mapping[str, object] | None = None,
+        import_path: str = servers.BUILD,
         **ingress: object,
     ) -> None:
         """As `make serve` starts it, or by `serve run`, as in clusters. `args` are the application's beside
@@ -82,7 +83,9 @@ class Corral:
         self.port = servers.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
-        self._config = servers.write_config(directory, models, self.port, args, **ingress)
+        self._config = servers.write_config(
+            directory, models, self.port, args, import_path, **ingress
+        )
         self._log = directory / servers.LOG
         command = (
             servers.make_serve_command(self._config)

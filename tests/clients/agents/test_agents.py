@@ -1,0 +1,99 @@
+"""Coding agents as their users run them: each writes a file, and then another one in the same session."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.clients.agents.agents import AGENTS, CONTEXT, Agent
+from tests.clients.environment import FOLDER, NODE
+from tests.e2e.conftest import Corral, model
+
+_TIMEOUT_S = 220
+LEAST_REUSED = 0.95
+"""The part of a session's later prompts that comes from the cache."""
+_ANSWERED = re.compile(r" (?:GET|HEAD|POST) (/\S*) (\d{3}) ")
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Corral]:
+    """A server whose model follows the script of these tests."""
+    # Ray puts sockets in here, whose paths must be short.
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    models = [model(None, "demo", n_slots=3, n_ctx_slot=CONTEXT, max_waiting=16)]
+    build = "tests.clients.agents.scripted:build"
+    server = Corral(directory, models, make_serve=True, import_path=build)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.timeout(3 * _TIMEOUT_S)
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_an_agent_writes_files(scripted: Corral, agent: Agent, tmp_path: Path) -> None:
+    program = agent.first[0]
+    home, work = tmp_path / "home", tmp_path / "work"
+    environment = _environment(agent, scripted.url, home)
+    if (found := shutil.which(program, path=environment["PATH"])) is None:
+        pytest.skip(f"{program} is not here: make test-clients installs it where it can")
+    assert Path(found).is_relative_to(FOLDER), f"{found} is not of make test-clients"
+    home.mkdir()
+    work.mkdir()
+    for name, text in agent.files.items():
+        path = work / name[2:] if name.startswith("./") else home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.format(url=scripted.url))
+
+    def run(command: Sequence[str], task: str) -> None:
+        words = [word.format(url=scripted.url, task=task) for word in command]
+        done = subprocess.run(
+            words,
+            cwd=work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    if agent.prepare:
+        run(agent.prepare, "")
+    for number, command in enumerate((agent.first, agent.second), 1):
+        n_logged, before = len(scripted.log), _prompt_tokens(scripted)
+        run(command, f"Create the file hello-{number}.txt with the text CORRAL-{number}")
+        assert (work / f"hello-{number}.txt").read_text().strip() == f"CORRAL-{number}"
+        refused = [
+            place for place in _ANSWERED.findall(scripted.log[n_logged:]) if place[1] >= "400"
+        ]
+        assert refused == []
+        computed, cached = (
+            after - earlier for after, earlier in zip(_prompt_tokens(scripted), before, strict=True)
+        )
+        if number == 2 and agent.continues:
+            assert cached >= LEAST_REUSED * (computed + cached), (computed, cached)
+
+
+def _environment(agent: Agent, url: str, home: Path) -> dict[str, str]:
+    """The agent's own variables, and the folders of clients before all others."""
+    folders = [FOLDER / agent.name / "bin", NODE / "node_modules" / ".bin", FOLDER / "bin"]
+    path = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
+    own = {name: value.format(url=url) for name, value in agent.environment.items()}
+    return {"HOME": str(home), "PATH": path} | own
+
+
+def _prompt_tokens(server: Corral) -> tuple[int, int]:
+    """The prompt tokens that the engine has computed, and those that it had cached."""
+    stats = server.stats()
+    return stats["prompt_tokens"], stats["cached_tokens"]
