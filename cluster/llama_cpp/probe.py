@@ -20,10 +20,10 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.llama import library
 from serve_app.llama.quantising import quantise
+from tools.random_models.model import SHAPES, write_random_gguf
 
 FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_XS")
 """llama.cpp's names of those with AMX kernels, `qtype_has_amx_kernels`."""

@@ -54,9 +54,9 @@ from loadtests.common.servers import (
 )
 from loadtests.common.streams import Reader
 from loadtests.compare import llama_server
-from serve_app.demo_model.gguf_file import ModelShape
-from serve_app.demo_model.random_gguf import write_random_gguf
-from serve_app.demo_model.random_projector import IDEFICS3_TOKENS, SHAPES, write_random_projector
+from tools.gguf_file import ModelShape
+from tools.random_models.model import write_random_gguf
+from tools.random_models.projector import IDEFICS3_TOKENS, SHAPES, write_random_projector
 
 CORRAL, LLAMA_SERVER = "corral", "llama-server"
 SIDES = (CORRAL, LLAMA_SERVER)

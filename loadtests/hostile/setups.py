@@ -133,7 +133,7 @@ def regex_model(pre_tokenizer: str) -> Path:
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         plain = folder / "plain.gguf"
-        writer = [sys.executable, "-m", "serve_app.demo_model.random_gguf", str(plain)]
+        writer = [sys.executable, "-m", "tools.random_models.model", str(plain)]
         subprocess.run([*writer, "--type", "q8_0"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         long_token = _PADDING[:2] + "x" * (_LONG - 4) + _PADDING[-2:]
         part = target.with_suffix(".part")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import typer
 
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.cli.client import DEFAULT_URL
-from serve_app.demo_model import BUILTIN_MODEL
 
 _SLO = "ttft_p95=2s,itl_p95=150ms"
 

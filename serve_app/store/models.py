@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from serve_app import folders
+from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
 from serve_app.openvino.exported.files import (

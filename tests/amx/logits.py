@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from cluster.llama_cpp import probe
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.llama.quantising import quantise
+from tools.random_models.model import SHAPES, write_random_gguf
 
 
 def error(path: Path, n_tokens: int) -> float:

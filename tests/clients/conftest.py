@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from tests.e2e.conftest import Corral, model
+from tools.random_models.model import SHAPES, write_random_gguf
 
 PING_INTERVAL_S = 1
 

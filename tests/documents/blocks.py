@@ -49,7 +49,7 @@ LEFT_OUT: Mapping[str, str] = {
     "pre-commit": "changes the reader's checkout",
     "pytest": "runs tests",
     "python -m loadtests": "measures for minutes; tests/integration/loadtests measure",
-    "python -m serve_app.demo_model.random_gguf": "writes a large file; the tests use it",
+    "python -m tools.random_models.model": "writes a large file; the tests use it",
     "ray": "needs several machines; tests/e2e/cluster starts such clusters",
     "serve": "needs a cluster; tests/e2e/cluster deploys to one",
     "sh cluster/image/base.sh": "needs root and debootstrap",

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from loadtests.common import processes, servers
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from tools.random_models.model import SHAPES, write_random_gguf
 
 ROOT = servers.ROOT
 START_TIMEOUT_S = servers.START_TIMEOUT_S

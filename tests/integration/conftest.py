@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from tools.random_models.model import SHAPES, write_random_gguf
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 
 from loadtests.common.servers import corral_is_ready, is_healthy, running, write_config
 from loadtests.compare import llama_server
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from tests.peers.answers import Pair
 
 N_SLOTS, N_CTX_SLOT, N_PREDICT = 2, 256, 24

@@ -19,18 +19,18 @@ import pytest
 from PIL import Image
 
 from loadtests.common.servers import corral_is_ready, is_healthy, running, write_config
-from serve_app.demo_model.random_gguf import SHAPES as MODELS
-from serve_app.demo_model.random_gguf import write_random_gguf
-from serve_app.demo_model.random_projector import (
+from serve_app.prompt.tokenizer import Tokenizer
+from tests.integration.models.forgetful_models import write_gemma3
+from tests.peers.answers import Pair
+from tests.peers.conftest import client, server_binary
+from tools.random_models.model import SHAPES as MODELS
+from tools.random_models.model import write_random_gguf
+from tools.random_models.projector import (
     IDEFICS3_TOKENS,
     QWEN_TOKENS,
     SHAPES,
     write_random_projector,
 )
-from serve_app.prompt.tokenizer import Tokenizer
-from tests.integration.models.forgetful_models import write_gemma3
-from tests.peers.answers import Pair
-from tests.peers.conftest import client, server_binary
 
 N_CTX, N_BATCH, N_TOKENS = 4096, 512, 6
 ROUNDING = 0.005

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES as MODELS
-from serve_app.demo_model.random_gguf import write_random_gguf
-from serve_app.demo_model.random_projector import SHAPES, write_random_projector
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.peers.answers import Pair
 from tests.peers.test_pictures import assert_alike, both, user, words
+from tools.random_models.model import SHAPES as MODELS
+from tools.random_models.model import write_random_gguf
+from tools.random_models.projector import SHAPES, write_random_projector
 
 RESAMPLED = 0.01
 """Of a log-probability: versions of one library differ in the last samples of other rates."""

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.demo_model.random_projector import SHAPES, write_random_projector
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.e2e.conftest import Corral, model
 from tests.ui.conftest import Open, served, sync_api
 from tests.ui.test_chat import done, say
+from tools.random_models.projector import SHAPES, write_random_projector
 
 expect = sync_api.expect
 

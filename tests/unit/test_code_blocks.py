@@ -190,7 +190,7 @@ def check(words: list[str]) -> None:
     else:
         assert name in FOREIGN | options.PROGRAMS.keys(), words
     for word in (one.removeprefix("/opt/corral/") for one in rest):
-        if re.match(r"(cluster|docs|tests|loadtests)/", word):
+        if re.match(r"(cluster|docs|tests|loadtests|tools)/", word):
             assert (ROOT / word.partition("::")[0]).exists(), word
 
 

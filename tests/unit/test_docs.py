@@ -81,7 +81,7 @@ def test_every_error_code_is_documented(error: type[CorralError]) -> None:
 
 MODULES = sorted(
     path.relative_to(ROOT)
-    for folder in ("serve_app", "cluster", "loadtests", "tests")
+    for folder in ("serve_app", "cluster", "loadtests", "tools", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 
@@ -99,7 +99,7 @@ MOST_FILES = 14
 """A dozen, and the odd one more."""
 
 
-@pytest.mark.parametrize("top", ["serve_app", "cluster", "loadtests"])
+@pytest.mark.parametrize("top", ["serve_app", "cluster", "loadtests", "tools"])
 def test_no_folder_is_crowded(top: str) -> None:
     counts = Counter(module.parent for module in MODULES if module.parts[0] == top)
     counts.update(path.parent.relative_to(ROOT) for path in (ROOT / top).rglob("*.js"))
@@ -116,7 +116,7 @@ NAMED = sorted(
     folder
     for folder in {module.parent for module in MODULES}
     if len(folder.parts) == 2 or (folder.parts[0] == "serve_app" and len(folder.parts) == 3)
-    if folder.parts[0] in ("serve_app", "loadtests")
+    if folder.parts[0] in ("serve_app", "loadtests", "tools")
 )
 
 
@@ -137,7 +137,9 @@ def test_the_sites_navigation_has_every_page_once() -> None:
 
 def test_paths_in_the_documents_exist() -> None:
     for page, text in PAGES.items():
-        for name in re.findall(r"`((?:serve_app|loadtests|cluster|tests|docs)/[\w./]*)`", text):
+        for name in re.findall(
+            r"`((?:serve_app|loadtests|cluster|tools|tests|docs)/[\w./]*)`", text
+        ):
             assert (ROOT / name).exists(), f"{page}: {name}"
 
 

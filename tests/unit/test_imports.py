@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path for top in ("serve_app", "loadtests") for path in (ROOT / top).rglob("*.py"))
+SOURCES = sorted(
+    path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
+)
 PURE = (
     "scheduler",
     "sequence",
@@ -82,7 +84,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ),
         ("serve_app.routing.request_router", ("serve_app.engine",)),
         ("serve_app.routing.autoscaling", ("serve_app",)),
-        ("serve_app", ("loadtests", "tests")),
+        ("serve_app", ("loadtests", "tests", "tools")),
         (
             "serve_app.store.sharing.swarm",
             ("ray", "threading", "asyncio", "time", "serve_app.store.sharing"),

@@ -32,7 +32,6 @@ PENDING = frozenset(
         "channel",
         "cli",
         "config",
-        "demo_model",
         "engine",
         "errors.py",
         "folders.py",

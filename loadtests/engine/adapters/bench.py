@@ -15,11 +15,11 @@ from loadtests.common.benchmark import Prompt, Prompts
 from loadtests.common.rounds import in_turns
 from loadtests.engine import process
 from loadtests.engine.bare_loop import text_tokens
-from serve_app.demo_model.random_adapter import write_random_adapter
 from serve_app.engine import EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from serve_app.engine.options import AdapterFile
 from serve_app.errors import CorralError
 from serve_app.types import Adapters, AdapterUse
+from tools.random_models.adapter import write_random_adapter
 
 ADAPTERS, APART, BASE, PARTS = "adapters", "apart", "base", "base, parts"
 WAYS = ADAPTERS, APART, BASE, PARTS

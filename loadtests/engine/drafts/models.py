@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gguf import GGUFReader
 
-from serve_app.demo_model.gguf_file import ModelShape
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from tools.gguf_file import ModelShape
+from tools.random_models.model import SHAPES, write_random_gguf
 
 _N_VOCAB, _N_CTX = SHAPES["0.6b"].n_vocab, SHAPES["0.6b"].n_ctx_train
 DRAFT = SHAPES["0.6b"]

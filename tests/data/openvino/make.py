@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 HERE = Path(__file__).parent
-BUILTIN = HERE.parents[2] / "serve_app" / "demo_model" / "corral-demo-q8_0.gguf"
+BUILTIN = HERE.parents[2] / "serve_app" / "builtin_model" / "corral-demo-q8_0.gguf"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BEGIN = "<|begin_of_text|>"
 N_MERGES = 200

@@ -13,9 +13,9 @@ from typing import Any
 import openai
 import pytest
 
-from serve_app.demo_model.random_adapter import write_random_adapter
 from tests.e2e.cluster.test_routing import REPORTS_TAKE_S
 from tests.e2e.conftest import Corral, all_the_time, model, settings, wait_until
+from tools.random_models.adapter import write_random_adapter
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 EXACT = {"flash_attn": False, "kv_unified": False, "n_batch": 1, "speculate": False}

@@ -20,12 +20,12 @@ import pytest
 from PIL import Image
 
 from loadtests.common.processes import with_default_signals
-from serve_app.demo_model.random_gguf import SHAPES as MODELS
-from serve_app.demo_model.random_gguf import write_random_gguf
-from serve_app.demo_model.random_projector import QWEN_TOKENS, write_random_projector
-from serve_app.demo_model.random_projector import SHAPES as PROJECTORS
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.e2e.conftest import ROOT, Corral, model, sse, wait_until
+from tools.random_models.model import SHAPES as MODELS
+from tools.random_models.model import write_random_gguf
+from tools.random_models.projector import QWEN_TOKENS, write_random_projector
+from tools.random_models.projector import SHAPES as PROJECTORS
 
 RESTART_TIMEOUT_S, N_SLOTS = 90, 4
 EXACT = {"flash_attn": False, "kv_unified": False, "n_batch": 1, "speculate": False}

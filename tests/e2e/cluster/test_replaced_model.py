@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from tests.e2e.cluster.test_failover import EXACT, RESTART_TIMEOUT_S
 from tests.e2e.conftest import Corral, all_the_time, model, sse, wait_until
+from tools.random_models.model import SHAPES, write_random_gguf
 
 N_TEXTS, N_ENDLESS = 3, 2
 READ_EVERY_S = 0.2

@@ -18,12 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from loadtests.common import processes, servers
 from loadtests.common.servers import free_port
 from serve_app.config.sources import DownloadsConfig, ModelSource
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.progress import Stage
 from tests.e2e.conftest import SETTINGS, model, wait_until
 from tests.integration.store import hub_server
 from tests.integration.store.hub_server import Hub
 from tests.integration.store.sharded import split
+from tools.random_models.model import SHAPES, write_random_gguf
 
 SHAPE = replace(SHAPES["tiny"], n_layer=8, n_embd=1024, n_ff=4096)
 PIECE_BYTES = 2**20

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from tests.e2e.cluster.test_failover import EXACT, RESTART_TIMEOUT_S
 from tests.e2e.conftest import ROOT, Corral, all_the_time, model, sse, wait_until
+from tools.random_models.model import SHAPES, write_random_gguf
 
 N_STREAMS, N_CLIENTS = 2, 2
 PATIENCE_S = 120

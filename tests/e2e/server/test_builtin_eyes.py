@@ -12,10 +12,10 @@ import anthropic
 import openai
 import pytest
 
-from serve_app.demo_model.pictures.drawing import draw
-from serve_app.demo_model.pictures.questions import described
-from serve_app.demo_model.pictures.scenes import Scene, Thing
 from tests.e2e.conftest import Corral, model
+from tools.builtin_model.pictures.drawing import draw
+from tools.builtin_model.pictures.questions import described
+from tools.builtin_model.pictures.scenes import Scene, Thing
 
 pytest.importorskip("PIL.Image")
 

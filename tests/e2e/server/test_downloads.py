@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from loadtests.common.servers import START_TIMEOUT_S
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.store import gguf_header
 from tests.e2e.conftest import Corral, settings, wait_until
 from tests.integration.store import hub_server
 from tests.integration.store.hub_server import Hub
 from tests.integration.store.sharded import split
+from tools.random_models.model import SHAPES, write_random_gguf
 
 SHAPE = replace(SHAPES["tiny"], n_layer=12, n_embd=512, n_ff=2048)
 

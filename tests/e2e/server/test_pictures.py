@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.demo_model.random_projector import SHAPES, write_random_projector
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.e2e.conftest import Corral, model
+from tools.random_models.projector import SHAPES, write_random_projector
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model.random_adapter import write_random_adapter
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
 from serve_app.engine.options import AdapterFile
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama.context import Adapter
 from serve_app.llama.model import Model
 from serve_app.types import Adapters, AdapterUse, SequenceEnd
+from tools.random_models.adapter import write_random_adapter
+from tools.random_models.model import SHAPES, write_random_gguf
 
 PROMPT = "the people of this long water say "
 SETS: list[Adapters] = [(), *((AdapterUse(name, 1.0),) for name in "abc")]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, loop
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
@@ -19,6 +18,7 @@ from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from tests.unit.engine.harness import until
+from tools.random_models.model import SHAPES, write_random_gguf
 
 SYSTEM = "You are a helpful assistant who knows all about old houses by the sea. " * 2
 PROMPTS = [SYSTEM + name for name in ("Ann", "Bob", "Cleo", "Dan")]

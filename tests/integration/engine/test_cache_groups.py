@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from tests.integration.engine.kernels import openvino
 from tests.integration.engine.opening import opener
+from tools.random_models.model import SHAPES, write_random_gguf
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(

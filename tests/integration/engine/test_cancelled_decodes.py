@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import (
     Engine,
     EngineOptions,
@@ -22,6 +21,7 @@ from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.errors import DecodeCancelledError
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
+from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS = EngineOptions(n_slots=2, n_ctx_slot=256, threads=2, profile_limit_s=0)
 HELLO = "Hello there, how are you?"

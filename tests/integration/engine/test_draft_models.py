@@ -16,8 +16,7 @@ from unittest import mock
 import pytest
 
 from loadtests.tune.quantise import quantised
-from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import (
     ConfigError,
     Engine,
@@ -30,6 +29,7 @@ from serve_app.engine.backends.draft_model import check_draft
 from serve_app.llama.model import Model
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.models.forgetful_models import write_mamba
+from tools.random_models.model import SHAPES, write_random_gguf
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 PROMPTS = [

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import (
     ConfigError,
     Engine,
@@ -29,6 +28,7 @@ from serve_app.engine import (
 )
 from serve_app.llama.model import Model
 from tests.integration.engine.kernels import NAMES, with_kernels
+from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, kv_unified=False

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
+from tools.random_models.model import SHAPES, write_random_gguf
 
 TOKENS = [(7 * i + 3) % 200 for i in range(120)]
 N_PREFIX = 96

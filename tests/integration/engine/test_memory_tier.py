@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import DecodeError, Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from tests.integration.engine.kernels import openvino
+from tools.random_models.model import SHAPES, write_random_gguf
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(n_slots=1, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False)

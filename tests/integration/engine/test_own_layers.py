@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
 from tests.integration.models.prediction_models import write_counting, write_random

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.demo_model.random_gguf import SHAPES as MODELS
-from serve_app.demo_model.random_gguf import write_random_gguf
-from serve_app.demo_model.random_projector import QWEN_TOKENS, SHAPES, write_random_projector
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, Picture, SequenceEnd, TokenDelta, TokenLogprobs
 from tests.integration.engine.opening import opener
 from tests.integration.engine.picture_reference import MARKER, reference
+from tools.random_models.model import SHAPES as MODELS
+from tools.random_models.model import write_random_gguf
+from tools.random_models.projector import QWEN_TOKENS, SHAPES, write_random_projector
 
 OPTIONS = EngineOptions(
     n_slots=2,

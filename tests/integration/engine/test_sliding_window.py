@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from serve_app.demo_model.gguf_file import add_tokenizer
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import DecodeError, Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
+from tools.gguf_file import add_tokenizer
+from tools.random_models.model import SHAPES, write_random_gguf
 
 WINDOW = 32
 _QWEN3_ONLY = ("attn_q_norm", "attn_k_norm", "ffn_norm")

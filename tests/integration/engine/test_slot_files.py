@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
 from serve_app.sampling import SamplingParams
 from serve_app.types import TokenDelta
 from tests.integration.engine.kernels import openvino
+from tools.random_models.model import SHAPES, write_random_gguf
 
 PROMPT = tuple(range(300, 364))
 

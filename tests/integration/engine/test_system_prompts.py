@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.errors import ConfigError
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.engine.kernels import openvino
+from tools.random_models.model import SHAPES, write_random_gguf
 
 SYSTEM = "You are a patient assistant who answers every question of every guest in this house."
 # Flash attention has a kernel of its own for 64 rows and more, which rounds differently: with it, a

@@ -15,7 +15,7 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import (
     CorralError,
     EngineClosedError,

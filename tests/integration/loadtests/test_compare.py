@@ -15,7 +15,7 @@ from loadtests.common import bursts
 from loadtests.common.benchmark import BenchmarkError, percentile
 from loadtests.compare import __main__, llama_server, sides
 from loadtests.compare.requests import MAX_TOKENS, WORKLOADS, read_words, request
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 
 pytestmark = pytest.mark.long
 

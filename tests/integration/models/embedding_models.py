@@ -9,11 +9,11 @@ import numpy as np
 from gguf import GGUFWriter, LlamaFileType, PoolingType, TokenType
 from numpy.typing import NDArray
 
-from serve_app.demo_model import random_gguf
-from serve_app.demo_model.gguf_file import add_hyperparameters, add_tokenizer
+from tools.gguf_file import add_hyperparameters, add_tokenizer
+from tools.random_models import model as random_model
 
 N_CTX_BERT = 64
-_SHAPE = random_gguf.SHAPES["tiny"]
+_SHAPE = random_model.SHAPES["tiny"]
 
 
 def finish(writer: GGUFWriter, tensors: dict[str, NDArray[np.float32]]) -> None:
@@ -29,7 +29,7 @@ def finish(writer: GGUFWriter, tensors: dict[str, NDArray[np.float32]]) -> None:
 def write_reranker(path: Path, *, template: str | None) -> None:
     """Qwen3's reranking form: causal, with a classifier of two outputs behind the last token."""
     writer = GGUFWriter(path, "qwen3")
-    tokens, merges = random_gguf.vocabulary(_SHAPE.n_vocab)
+    tokens, merges = random_model.vocabulary(_SHAPE.n_vocab)
     add_hyperparameters(writer, _SHAPE, LlamaFileType.ALL_F32, rope_base=1e6)
     add_tokenizer(writer, tokens, merges)
     writer.add_pooling_type(PoolingType.RANK)
@@ -37,10 +37,10 @@ def write_reranker(path: Path, *, template: str | None) -> None:
     if template is not None:
         writer.add_string("tokenizer.chat_template.rerank", template)
     tensors = {}
-    for index, tensor in enumerate(random_gguf._tensors(_SHAPE, tokens)):
-        kind = random_gguf._kind(tensor, "f32")
+    for index, tensor in enumerate(random_model._tensors(_SHAPE, tokens)):
+        kind = random_model._kind(tensor, "f32")
         rng = np.random.default_rng([0, index])
-        tensors[tensor.name] = random_gguf._draw(tensor, kind, rng).astype(np.float32)
+        tensors[tensor.name] = random_model._draw(tensor, kind, rng).astype(np.float32)
     rng = np.random.default_rng(1)
     head = 0.05 * rng.standard_normal((2, _SHAPE.n_embd), np.float32)
     finish(writer, {**tensors, "cls.output.weight": head})

@@ -9,10 +9,10 @@ import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
-from serve_app.demo_model.gguf_file import add_tokenizer
-from serve_app.demo_model.random_gguf import SHAPES, vocabulary
-from serve_app.demo_model.template import CONTROL_TOKENS
 from tests.integration.models.embedding_models import finish
+from tools.chat_template import CONTROL_TOKENS
+from tools.gguf_file import add_tokenizer
+from tools.random_models.model import SHAPES, vocabulary
 
 WINDOW = 128
 N_CTX = 8192

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.demo_model.pictures.drawing import draw, fitted
-from serve_app.demo_model.pictures.export import Weights, write_gguf
-from serve_app.demo_model.pictures.scenes import scene
-from serve_app.demo_model.pictures.shape import NORM_EPS, EyesShape
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.llama.model import Model
 from serve_app.llama.vision.projector import Projector
 from serve_app.llama.vision.tiles import Tile
 from serve_app.types import Picture
+from tools.builtin_model.pictures.drawing import draw, fitted
+from tools.builtin_model.pictures.export import Weights, write_gguf
+from tools.builtin_model.pictures.scenes import scene
+from tools.builtin_model.pictures.shape import NORM_EPS, EyesShape
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -120,7 +120,7 @@ def test_llama_cpp_computes_what_was_trained(
 
 def test_pytorch_computes_the_same() -> None:
     torch = pytest.importorskip("torch")
-    network = importlib.import_module("serve_app.demo_model.pictures.network")
+    network = importlib.import_module("tools.builtin_model.pictures.network")
     eyes, weights = network.Eyes(SHAPE), random_weights(SHAPE)
     eyes.load_state_dict({name: torch.from_numpy(one) for name, one in weights.items()})
     dice = random.Random(0)

@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from serve_app.batch.local_client import LocalClient
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
+from tools.random_models.model import SHAPES, write_random_gguf
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 ENDS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")

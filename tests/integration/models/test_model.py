@@ -15,12 +15,12 @@ from gguf import GGUFReader
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
-from serve_app.demo_model import BUILTIN_MODEL
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import ConfigError
 from serve_app.llama import library
 from serve_app.llama.model import Model
 from tests.integration.models.embedding_models import write_t5
+from tools.random_models.model import SHAPES, write_random_gguf
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, LlamaFileType
 
-from serve_app.demo_model.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
-from serve_app.demo_model.random_gguf import vocabulary
+from tools.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
+from tools.random_models.model import vocabulary
 
 _FILE_TYPES = {
     Kind.F16: LlamaFileType.MOSTLY_F16,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.choice.choosing import chosen
 from serve_app.engine.backends.choice.measuring import measured

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from loadtests.tune import perplexity
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import (
     Engine,
     EngineOptions,

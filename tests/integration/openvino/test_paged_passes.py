@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import EngineOptions
 
 pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")

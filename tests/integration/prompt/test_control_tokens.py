@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.llama.model import Model
 from serve_app.prompt.tokenizer import Tokenizer
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
-from serve_app.demo_model.gguf_file import ModelShape, add_hyperparameters
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars, output_parser
 from serve_app.prompt.output_parser import DELIMITERS
@@ -16,6 +15,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS, EXAMPLE_FUNCTIONS
 from serve_app.prompt.tool_calls.formats import hermes
 from tests.unit.prompt.tool_calls.formats import TEMPLATES, TOOLS, format_of
+from tools.gguf_file import ModelShape, add_hyperparameters
 
 
 def write(path: Path, template: str) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars

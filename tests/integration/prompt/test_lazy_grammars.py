@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model

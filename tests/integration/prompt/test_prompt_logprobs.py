@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
 from tests.integration.reference import reference
+from tools.random_models.model import SHAPES, write_random_gguf
 
 TEXTS = [
     "One.",

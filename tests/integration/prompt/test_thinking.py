@@ -12,12 +12,12 @@ import pytest
 from anthropic.types import ThinkingConfigParam
 
 from serve_app.batch.local_client import LocalClient
-from serve_app.demo_model import gguf_file
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
+from tools import gguf_file
+from tools.random_models.model import SHAPES, write_random_gguf
 
 # The end of Qwen3's template, and that of its models that think always: they begin the reasoning.
 TEMPLATE = """\

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, FinishReason, GenerationRequest, SamplingParams
 from serve_app.errors import InvalidRequestError
 from serve_app.llama.model import Model

@@ -20,7 +20,6 @@ from serve_app import locks
 from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.demo_model.random_projector import SHAPES, write_random_projector
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import Senses, senses
@@ -36,6 +35,7 @@ from serve_app.store.models import (
 from serve_app.store.remote import UnreachableError
 from tests.integration.store.conftest import PIECE_BYTES
 from tests.integration.store.hub_server import COMMIT, OLD_COMMIT, Hub
+from tools.random_models.projector import SHAPES, write_random_projector
 
 ONE = ModelSource(repo="owner/name:Q4_0")
 THREE = ModelSource(repo="owner/name:Q8_0")

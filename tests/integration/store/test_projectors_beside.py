@@ -15,9 +15,9 @@ from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import DownloadsConfig
-from serve_app.demo_model.random_projector import SHAPES, write_random_projector
 from serve_app.errors import ConfigError
 from tests.integration.store.hub_server import Hub
+from tools.random_models.projector import SHAPES, write_random_projector
 
 NAME = "mmproj-tiny.gguf"
 

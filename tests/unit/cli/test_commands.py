@@ -19,12 +19,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from serve_app import __version__
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.cli import live, tools
 from serve_app.cli import serve as server
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.main import app
 from serve_app.config import schema
-from serve_app.demo_model import BUILTIN_MODEL
 from serve_app.errors import ConfigError
 from tests.unit.cli.conftest import Told
 

@@ -14,11 +14,10 @@ import yaml
 from serve_app.application.ingress_settings import access
 from serve_app.application.resolving import resolve
 from serve_app.application.serve_options import engine_options, ingress_options
+from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import ProjectorSource
-from serve_app.demo_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
-from serve_app.demo_model.random_gguf import SHAPES, write_random_gguf
 from serve_app.engine.backends.own_layers import slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.http.limits.bodies import BodyLimits
@@ -26,6 +25,7 @@ from serve_app.llama.model import Model
 from serve_app.placement.machine import Machine
 from tests.integration.models.prediction_models import write_random
 from tests.unit.placement.machines import EPYC, SMALL, topology
+from tools.random_models.model import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.store import gguf_header

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import (
     CorralError,
     EngineUnavailableError,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import CorralError, InvalidRequestError, MediaError
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.llama_server import preparation as llama_server

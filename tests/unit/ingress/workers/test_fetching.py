@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from serve_app.demo_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation

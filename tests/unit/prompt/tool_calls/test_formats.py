@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.demo_model.template import CHAT_TEMPLATE
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolCall, ToolFormat, detect, reader
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
@@ -28,6 +27,7 @@ from tests.unit.prompt.tool_calls.formats import (
     format_of,
     template_at,
 )
+from tools.chat_template import CHAT_TEMPLATE
 
 FIRST, SECOND = EXAMPLE_CALLS
 

@@ -1,0 +1,1 @@
+"""What makes models, and is no part of the package: it runs from a checkout."""

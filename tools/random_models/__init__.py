@@ -1,0 +1,1 @@
+"""Models, adapters and projectors with random weights and real shapes, for tests and benchmarks."""
