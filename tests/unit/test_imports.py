@@ -184,9 +184,7 @@ def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> 
         == {
             "loadtests.common.paged",  # which compiles a model as Corral does
             "loadtests.compare.bare_server",  # which is put together of Corral's parts
-            "loadtests.compare.pictures",  # which makes a model and a projector
             "loadtests.engine.adapters.bench",  # which makes some, and names them in requests
-            "loadtests.engine.drafts.models",  # which makes models of real shapes
             "loadtests.engine.forecast",  # which runs batches at depths of its own
             "loadtests.tune.paged_passes",  # which runs passes at depths of its own
             "loadtests.engine.peers.genai",  # which compiles and keeps a model as Corral does
