@@ -26,7 +26,7 @@ from serve_app.batch.local_client import LocalClient
 from serve_app.config import schema
 from serve_app.engine import Engine
 from serve_app.folders import cache_folder
-from serve_app.ingress.api import PREPARATIONS, build_api
+from serve_app.ingress.api import WORKER_MODULES, build_api
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES, senses
@@ -63,7 +63,7 @@ def serve(file: Path) -> None:
             hears=found.hears,
         )
         served = read().served_by(LocalClient(engine))
-        workers = WorkerPool([read], PREPARATIONS)
+        workers = WorkerPool([read], WORKER_MODULES)
         api = build_api({served.id: served}, access(config.ingress), workers)
         listen(api, **http_options)
     finally:

@@ -19,7 +19,7 @@ from serve_app import heap
 from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
 from serve_app.ingress.adapters import AdapterControl, numbered
-from serve_app.ingress.api import PREPARATIONS, build_api
+from serve_app.ingress.api import WORKER_MODULES, build_api
 from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.http.auth import Access
@@ -139,7 +139,7 @@ class Ingress:
             await asyncio.to_thread(_reader, model, path)
             for model, path in zip(models, paths, strict=True)
         ]
-        self._workers = WorkerPool(readers, PREPARATIONS)
+        self._workers = WorkerPool(readers, WORKER_MODULES)
         listener = await _listener()
         self._models: dict[str, ServedModel] = {}
         app, others = serve.get_replica_context().app_name, OtherIngresses()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
@@ -26,29 +26,31 @@ from serve_app.ingress.batch.multipart import Form
 from serve_app.ingress.batch.objects import (
     BatchList,
     BatchObject,
+    BatchRequest,
     DeletedFile,
     FileList,
     FileObject,
     paged,
 )
-from serve_app.ingress.batch.service import Service
+from serve_app.ingress.batch.service import MOST_UPLOADS, Service
 from serve_app.ingress.http import request_context
+from serve_app.ingress.http.dependencies import prepared
 from serve_app.ingress.http.limits.bodies import streamed, unread
-from serve_app.ingress.workers.bodies import Bodies
 
 _BUFFER_BYTES = 2**20
-_MOST_UPLOADS = 8
-"""That one ingress takes at once."""
 _PROGRESS_S, _MIN_RATE = 10.0, 500
 """So many seconds of a file must bring so many bytes each."""
 _EXPIRES_S = 3600, 2_592_000
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
-def add(app: FastAPI, bodies: Bodies, service: Service) -> None:
-    """Add the routes."""
-    _add_files(app, service)
-    _add_batches(app, bodies, service)
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.batches
+    return service
+
+
+ServiceArgument = Annotated[Service, Depends(_service)]
+ROUTER = APIRouter()
 
 
 def _owner() -> str:
@@ -57,89 +59,96 @@ def _owner() -> str:
     return "" if caller.account is None else caller.account.key.name
 
 
-def _add_files(app: FastAPI, service: Service) -> None:
-    uploads = asyncio.Semaphore(_MOST_UPLOADS)
-
-    @app.post("/v1/files")
-    @streamed
-    async def create_file(request: Request) -> FileObject:
-        """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
-        books, owner = service.books, _owner()
-        if uploads.locked():
-            raise RateLimitError(f"{_MOST_UPLOADS} files are being uploaded here.", 1)
-        async with uploads:
-            await asyncio.to_thread(books.check_room, owner)
-            arriving = books.folder / f"arriving-{uuid.uuid4().hex}"
-            try:
-                form = await _received(request, arriving, books.limits.max_file_bytes)
-                return await asyncio.to_thread(_taken, books, owner, arriving, form)
-            finally:
-                arriving.unlink(missing_ok=True)
-
-    @app.get("/v1/files")
-    async def list_files(
-        purpose: str | None = None,
-        limit: Limit = 10_000,
-        after: str | None = None,
-        order: Literal["asc", "desc"] = "desc",
-    ) -> FileList:
-        """Your files, the newest first."""
-        newest_first = order == "desc"
-        found = await asyncio.to_thread(
-            service.books.files, _owner(), purpose, limit, after, newest_first=newest_first
-        )
-        return paged(FileList, found, limit)  # type: ignore[no-any-return]
-
-    @app.get("/v1/files/{file_id}")
-    async def get_file(file_id: str) -> FileObject:
-        """One file."""
-        return await asyncio.to_thread(service.books.file, _owner(), file_id)
-
-    @app.get("/v1/files/{file_id}/content", response_model=None)
-    async def get_file_content(file_id: str) -> Response:
-        """The content of a file."""
-        books = service.books
-        found = await asyncio.to_thread(books.file, _owner(), file_id)
-        headers = {"content-length": str(found.bytes)}
-        return StreamingResponse(
-            _contents(books.path(file_id)), media_type="application/octet-stream", headers=headers
-        )
-
-    @app.delete("/v1/files/{file_id}")
-    async def delete_file(file_id: str) -> DeletedFile:
-        """Delete a file that no running batch needs."""
-        await asyncio.to_thread(service.books.delete_file, _owner(), file_id)
-        return DeletedFile(id=file_id)
+@ROUTER.post("/v1/files")
+@streamed
+async def create_file(request: Request, service: ServiceArgument) -> FileObject:
+    """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
+    books, owner = service.books, _owner()
+    if service.uploads.locked():
+        raise RateLimitError(f"{MOST_UPLOADS} files are being uploaded here.", 1)
+    async with service.uploads:
+        await asyncio.to_thread(books.check_room, owner)
+        arriving = books.folder / f"arriving-{uuid.uuid4().hex}"
+        try:
+            form = await _received(request, arriving, books.limits.max_file_bytes)
+            return await asyncio.to_thread(_taken, books, owner, arriving, form)
+        finally:
+            arriving.unlink(missing_ok=True)
 
 
-def _add_batches(app: FastAPI, bodies: Bodies, service: Service) -> None:
-    @app.post("/v1/batches")
-    async def create_batch(request: Request) -> BatchObject:
-        """Have a file's requests answered, behind everybody else's."""
-        books = service.books
-        asked = await bodies.read(request, preparation.batch)
-        batch = await asyncio.to_thread(books.add_batch, _owner(), asked)
-        service.wake()
-        return batch
+@ROUTER.get("/v1/files")
+async def list_files(
+    service: ServiceArgument,
+    purpose: str | None = None,
+    limit: Limit = 10_000,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> FileList:
+    """Your files, the newest first."""
+    newest_first = order == "desc"
+    found = await asyncio.to_thread(
+        service.books.files, _owner(), purpose, limit, after, newest_first=newest_first
+    )
+    return paged(FileList, found, limit)  # type: ignore[no-any-return]
 
-    @app.get("/v1/batches")
-    async def list_batches(limit: Limit = 20, after: str | None = None) -> BatchList:
-        """Your batches, the newest first."""
-        found = await asyncio.to_thread(service.books.batches, _owner(), limit, after)
-        return paged(BatchList, found, limit)  # type: ignore[no-any-return]
 
-    @app.get("/v1/batches/{batch_id}")
-    async def get_batch(batch_id: str) -> BatchObject:
-        """One batch, and how far it is."""
-        return await asyncio.to_thread(service.books.batch, _owner(), batch_id)
+@ROUTER.get("/v1/files/{file_id}")
+async def get_file(service: ServiceArgument, file_id: str) -> FileObject:
+    """One file."""
+    return await asyncio.to_thread(service.books.file, _owner(), file_id)
 
-    @app.post("/v1/batches/{batch_id}/cancel")
-    @unread
-    async def cancel_batch(batch_id: str) -> BatchObject:
-        """Have a batch end soon; what has been answered by then is kept."""
-        batch = await asyncio.to_thread(service.books.cancel, _owner(), batch_id)
-        service.wake()
-        return batch
+
+@ROUTER.get("/v1/files/{file_id}/content", response_model=None)
+async def get_file_content(service: ServiceArgument, file_id: str) -> Response:
+    """The content of a file."""
+    books = service.books
+    found = await asyncio.to_thread(books.file, _owner(), file_id)
+    headers = {"content-length": str(found.bytes)}
+    return StreamingResponse(
+        _contents(books.path(file_id)), media_type="application/octet-stream", headers=headers
+    )
+
+
+@ROUTER.delete("/v1/files/{file_id}")
+async def delete_file(service: ServiceArgument, file_id: str) -> DeletedFile:
+    """Delete a file that no running batch needs."""
+    await asyncio.to_thread(service.books.delete_file, _owner(), file_id)
+    return DeletedFile(id=file_id)
+
+
+@ROUTER.post("/v1/batches")
+async def create_batch(
+    service: ServiceArgument, body: Annotated[BatchRequest, prepared(preparation.batch)]
+) -> BatchObject:
+    """Have a file's requests answered, behind everybody else's."""
+    books = service.books
+    batch = await asyncio.to_thread(books.add_batch, _owner(), body)
+    service.wake()
+    return batch
+
+
+@ROUTER.get("/v1/batches")
+async def list_batches(
+    service: ServiceArgument, limit: Limit = 20, after: str | None = None
+) -> BatchList:
+    """Your batches, the newest first."""
+    found = await asyncio.to_thread(service.books.batches, _owner(), limit, after)
+    return paged(BatchList, found, limit)  # type: ignore[no-any-return]
+
+
+@ROUTER.get("/v1/batches/{batch_id}")
+async def get_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
+    """One batch, and how far it is."""
+    return await asyncio.to_thread(service.books.batch, _owner(), batch_id)
+
+
+@ROUTER.post("/v1/batches/{batch_id}/cancel")
+@unread
+async def cancel_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
+    """Have a batch end soon; what has been answered by then is kept."""
+    batch = await asyncio.to_thread(service.books.cancel, _owner(), batch_id)
+    service.wake()
+    return batch
 
 
 async def _received(request: Request, arriving: Path, max_bytes: int) -> Form:

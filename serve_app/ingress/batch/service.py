@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.errors import NotSupportedError
 from serve_app.ingress.batch.books import Books, Limits
 from serve_app.ingress.batch.runner import Runner
+
+MOST_UPLOADS = 8
+"""The most files that one ingress receives at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Service:
     def __init__(self, books: Books | None = None, runner: Runner | None = None) -> None:
         self._books = books
         self._runner = runner
+        self.uploads = asyncio.Semaphore(MOST_UPLOADS)
 
     @property
     def books(self) -> Books:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from serve_app.errors import EngineClosedError
@@ -136,21 +136,20 @@ class Broadcaster:
         return found
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel], *, takes_batches: bool) -> None:
-    """Add the route to an application. Viewers are told whether batches can be asked for, and
-    whether they are operators."""
-    broadcaster = Broadcaster(models)
+ROUTER = APIRouter()
 
-    @app.get("/v1/live", response_model=None)
-    async def live() -> Response:
-        """Server-sent events, one a second: the first is all that replicas do, the others are what
-        changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. Only
-        operators get the contents of slots."""
-        caller = request_context.current()
-        seen = dict if caller.is_operator else without_requests
-        frames = broadcaster.frames(seen, caller.holder)
-        also = {"takes_batches": takes_batches, "operates": caller.is_operator}
-        return sse.EventStream(_written(frames, also))
+
+@ROUTER.get("/v1/live", response_model=None)
+async def live(request: Request) -> Response:
+    """Server-sent events, one a second: the first is all that replicas do, the others are what
+    changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. Only
+    operators get the contents of slots."""
+    broadcaster: Broadcaster = request.app.state.broadcaster
+    caller = request_context.current()
+    seen = dict if caller.is_operator else without_requests
+    frames = broadcaster.frames(seen, caller.holder)
+    also = {"takes_batches": request.app.state.takes_batches, "operates": caller.is_operator}
+    return sse.EventStream(_written(frames, also))
 
 
 async def _written(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:

@@ -1,10 +1,19 @@
-"""Turns bodies of requests for embeddings and rankings into what engines need. Runs in workers."""
+"""Reads bodies of requests for embeddings and rankings, and writes the answers. Runs in workers.
+
+An answer may be as long as a book.
+"""
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLongError
 from serve_app.ingress.embeddings.protocol import (
@@ -18,6 +27,7 @@ from serve_app.ingress.model_registry import ModelInfo, find
 from serve_app.ingress.workers.worker import Models
 
 Texts = tuple[tuple[int, ...], ...]
+Vectors = NDArray[np.float32]
 
 MAX_TOKENS = 2**19
 """Tokens of all texts of one request."""
@@ -25,8 +35,11 @@ MAX_NUMBERS = 2**22
 """Numbers of all vectors of one answer that has one for each token."""
 
 
+_INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`
+
+
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class TextsToEmbed:
     """The prepared request for vectors, from a body in OpenAI's form."""
 
     model: str
@@ -36,7 +49,7 @@ class Embedding:
     user: str | None
 
 
-def embeddings(models: Models, body: bytes) -> Embedding:
+def embeddings(models: Models, body: bytes) -> TextsToEmbed:
     """POST /v1/embeddings. Raises CorralError."""
     asked = parsed(EmbeddingsRequest, body)
     model = find(models, asked.model)
@@ -46,7 +59,7 @@ def embeddings(models: Models, body: bytes) -> Embedding:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
     texts = checked(model, [_tokens(model, text) for text in asked.texts], "input")
-    return Embedding(
+    return TextsToEmbed(
         model.id, texts, asked.dimensions, asked.encoding_format or "float", asked.user
     )
 
@@ -116,3 +129,84 @@ def checked(model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str) -> T
     if sum(map(len, texts)) > most:
         raise InvalidRequestError(f"{field}: more than {most} tokens in all.", field)
     return tuple(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedVectors:
+    """An engine's vectors for a request's texts, and the form of the answer."""
+
+    model: str
+    vectors: Vectors
+    n_tokens: int
+    as_base64: bool = False
+    norm: int = 2
+    """See `normalized`."""
+    lengths: tuple[int, ...] | None = None
+    """The vectors of each text, as they are; None if each text has one, which is normalised."""
+    total_ns: int = 0
+    """The time from the request to the vectors, which Ollama's answer tells."""
+
+    def packed(self) -> bytes:
+        """As a worker takes it."""
+        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+
+
+def openai_answer(models: Models, packed: bytes) -> bytes:
+    """The answer to POST /v1/embeddings with a packed `ComputedVectors`, as JSON."""
+    result: ComputedVectors = pickle.loads(packed)
+    vectors = normalized(result.vectors, result.norm)
+    return _json(
+        {
+            "object": "list",
+            "model": result.model,
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": i,
+                    "embedding": in_base64(vector)
+                    if result.as_base64
+                    else vector.astype(np.float64),
+                }
+                for i, vector in enumerate(vectors)
+            ],
+            "usage": usage(result.n_tokens),
+        }
+    )
+
+
+def llama_answer(models: Models, packed: bytes) -> bytes:
+    """The answer to POST /embedding with a packed `ComputedVectors`, as JSON."""
+    result: ComputedVectors = pickle.loads(packed)
+    if result.lengths is None:
+        of_texts = list(normalized(result.vectors, result.norm)[:, np.newaxis])
+    else:
+        of_texts = np.split(result.vectors, np.cumsum(result.lengths)[:-1])
+    return _json(
+        [{"index": i, "embedding": one.astype(np.float64)} for i, one in enumerate(of_texts)]
+    )
+
+
+def usage(n_tokens: int) -> dict[str, int]:
+    """OpenAI's `usage` of texts with so many tokens."""
+    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+
+
+def _json(answer: Any) -> bytes:
+    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def normalized(vectors: Vectors, kind: int) -> Vectors:
+    """Each row divided by its norm, by llama-server's `embd_normalize`; rows of zeros stay."""
+    if kind < 0:
+        return vectors
+    sizes = np.abs(vectors.astype(np.float64))
+    if kind == 0:
+        norms = sizes.max(axis=1, keepdims=True) / _INT16_MAX
+    else:
+        norms = (sizes**kind).sum(axis=1, keepdims=True) ** (1 / kind)
+    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
+
+
+def in_base64(vector: Vectors) -> str:
+    """As OpenAI's clients read it: little-endian 32-bit floats."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -2,71 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Annotated
 
 import numpy as np
-from fastapi import FastAPI, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from serve_app.ingress.embeddings import preparation, serving
-from serve_app.ingress.embeddings.preparation import Texts
-from serve_app.ingress.embeddings.serving import Found, Vectors
+from serve_app.ingress.embeddings import preparation
+from serve_app.ingress.embeddings.preparation import (
+    ComputedVectors,
+    Texts,
+    TextsToEmbed,
+    Vectors,
+    usage,
+)
 from serve_app.ingress.http import request_context
+from serve_app.ingress.http.dependencies import (
+    BodiesArgument,
+    ModelsArgument,
+    prepared,
+    written,
+)
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.ingress.workers.bodies import Bodies
+
+ROUTER = APIRouter()
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
-    """Add the routes."""
-    _add_embeddings(app, models, bodies)
-    _add_rankings(app, models, bodies)
+@ROUTER.post("/v1/embeddings", response_model=None)
+async def embeddings(
+    models: ModelsArgument,
+    bodies: BodiesArgument,
+    body: Annotated[TextsToEmbed, prepared(preparation.embeddings)],
+) -> Response:
+    """Texts as vectors of length 1, OpenAI's way."""
+    vectors = await embed(find(models, body.model), body.texts, body.user)
+    result = ComputedVectors(
+        body.model,
+        vectors[:, : body.dimensions],
+        n_tokens(body.texts),
+        body.encoding_format == "base64",
+    )
+    return written(await bodies.work(preparation.openai_answer, result.packed()))
 
 
-def _add_embeddings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
-    @app.post("/v1/embeddings", response_model=None)
-    async def embeddings(request: Request) -> Response:
-        """Texts as vectors of length 1, OpenAI's way."""
-        asked = await bodies.read(request, preparation.embeddings)
-        vectors = await embed(find(models, asked.model), asked.texts, asked.user)
-        found = Found(
-            asked.model,
-            vectors[:, : asked.dimensions],
-            _n_tokens(asked.texts),
-            asked.encoding_format == "base64",
-        )
-        return _written(await bodies.work(serving.openai, found.packed()))
-
-    @app.post("/embedding", response_model=None)
-    @app.post("/embeddings", response_model=None)
-    async def embedding(request: Request) -> Response:
-        """Texts as vectors, llama-server's way."""
-        model, texts, norm = await bodies.read(request, preparation.llama_embedding)
-        served = find(models, model)
-        vectors = await embed(served, texts)
-        lengths = tuple(map(len, texts)) if served.tokenizer.pooling == "none" else None
-        found = Found(model, vectors, _n_tokens(texts), norm=norm, lengths=lengths)
-        return _written(await bodies.work(serving.llama, found.packed()))
+@ROUTER.post("/embedding", response_model=None)
+@ROUTER.post("/embeddings", response_model=None)
+async def embedding(
+    models: ModelsArgument,
+    bodies: BodiesArgument,
+    body: Annotated[tuple[str, Texts, int], prepared(preparation.llama_embedding)],
+) -> Response:
+    """Texts as vectors, llama-server's way."""
+    model_id, texts, norm = body
+    model = find(models, model_id)
+    vectors = await embed(model, texts)
+    lengths = tuple(map(len, texts)) if model.tokenizer.pooling == "none" else None
+    result = ComputedVectors(model_id, vectors, n_tokens(texts), norm=norm, lengths=lengths)
+    return written(await bodies.work(preparation.llama_answer, result.packed()))
 
 
-def _written(answer: bytes) -> Response:
-    return Response(answer, media_type="application/json")
-
-
-def _add_rankings(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
-    @app.post("/v1/rerank", response_model=None)
-    @app.post("/v1/reranking", response_model=None)
-    @app.post("/rerank", response_model=None)
-    @app.post("/reranking", response_model=None)
-    async def rerank(request: Request) -> Response:
-        """How relevant documents are to a query, the most relevant first."""
-        model, texts, top_n, is_tei = await bodies.read(request, preparation.rerank)
-        scores = (await embed(find(models, model), texts))[:, 0]
-        ranked = np.argsort(-scores, kind="stable")[:top_n].tolist()
-        if is_tei:
-            return JSONResponse([{"index": i, "score": float(scores[i])} for i in ranked])
-        results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
-        used = serving.usage(_n_tokens(texts))
-        return JSONResponse({"model": model, "object": "list", "usage": used, "results": results})
+@ROUTER.post("/v1/rerank", response_model=None)
+@ROUTER.post("/v1/reranking", response_model=None)
+@ROUTER.post("/rerank", response_model=None)
+@ROUTER.post("/reranking", response_model=None)
+async def rerank(
+    models: ModelsArgument,
+    body: Annotated[tuple[str, Texts, int | None, bool], prepared(preparation.rerank)],
+) -> Response:
+    """How relevant documents are to a query, the most relevant first."""
+    model, texts, top_n, is_tei = body
+    scores = (await embed(find(models, model), texts))[:, 0]
+    ranked = np.argsort(-scores, kind="stable")[:top_n].tolist()
+    if is_tei:
+        return JSONResponse([{"index": i, "score": float(scores[i])} for i in ranked])
+    results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
+    used = usage(n_tokens(texts))
+    return JSONResponse({"model": model, "object": "list", "usage": used, "results": results})
 
 
 async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Vectors:
@@ -79,5 +90,6 @@ async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Ve
     return vectors
 
 
-def _n_tokens(texts: Texts) -> int:
+def n_tokens(texts: Texts) -> int:
+    """The tokens of all texts together."""
     return sum(map(len, texts))

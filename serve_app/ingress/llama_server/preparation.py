@@ -37,7 +37,7 @@ from serve_app.types import Medium
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class LlamaCompletion:
     """The prepared request for texts."""
 
     generation: Generation
@@ -53,7 +53,7 @@ class Completion:
     """The same."""
 
 
-def completion(models: Models, body: bytes) -> Completion:
+def completion(models: Models, body: bytes) -> LlamaCompletion:
     """POST /completion. Raises CorralError."""
     asked = parsed(LlamaCompletionRequest, body)
     model = find(models, asked.model, beginnings.of_text(asked.prompts[0]))
@@ -82,7 +82,7 @@ def _with_media(model: ModelInfo, asked: MediaPrompt) -> tuple[tuple[int, ...], 
     return media.placed(model, tuple(tokens), urls, "prompt")
 
 
-def infill(models: Models, body: bytes) -> Completion:
+def infill(models: Models, body: bytes) -> LlamaCompletion:
     """POST /infill. Raises CorralError."""
     asked = parsed(InfillRequest, body)
     model = find(models, asked.model, beginnings.of_text(asked.input_prefix))
@@ -96,10 +96,10 @@ def _completion(
     *,
     is_batch: bool,
     found: tuple[Medium, ...] = (),
-) -> Completion:
+) -> LlamaCompletion:
     sampling, n = _with_triggers(model, asked), asked.n_answers
     fields = asked.response_fields
-    return Completion(
+    return LlamaCompletion(
         preparation.generation(model, asked, prompts, n, sampling, "prompt", found),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,

@@ -14,7 +14,7 @@ from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
 from serve_app.ingress.http.timings import Running, prompt_progress, timings
-from serve_app.ingress.llama_server.preparation import Completion
+from serve_app.ingress.llama_server.preparation import LlamaCompletion
 from serve_app.ingress.openai import logprobs
 from serve_app.ingress.openai.logprobs import Piece
 from serve_app.sampling import CHAIN, Api, SamplingParams
@@ -32,7 +32,7 @@ class LlamaAnswer:
     """As the model got it."""
     n_prompt: int
     n_ctx_slot: int
-    asked: Completion
+    asked: LlamaCompletion
     sampling: SamplingParams
     piece: Piece
     eog: Sequence[int]
@@ -187,7 +187,7 @@ def generation_settings(
     sampling: SamplingParams,
     n_ctx_slot: int,
     model: str,
-    asked: Completion | None = None,
+    asked: LlamaCompletion | None = None,
     eog: Sequence[int] = (),
 ) -> Json:
     """The settings of a request, in llama-server's words; without the tokens `eog`."""

@@ -14,8 +14,10 @@ from typing import Any
 
 from gguf import LlamaFileType
 
+from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.ollama import names
+from serve_app.ingress.ollama.protocol import OllamaShowRequest
 from serve_app.ingress.ollama.serving import timestamp
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.ingress.workers.worker import Models
@@ -129,8 +131,14 @@ def _quantization(file_type: object) -> str:
     return "unknown"
 
 
+def named(models: Models, body: bytes) -> str:
+    """POST /api/show: the model's id. Raises CorralError."""
+    request = parsed(OllamaShowRequest, body)
+    return names.find(models, request.name if request.model is None else request.model).id
+
+
 def describe(models: Models, nothing: bytes) -> list[Description]:
-    """All models. Runs in a worker, as it reads files. Raises OSError if one is gone."""
+    """Describe all models. Runs in a worker, as it reads files. Raises OSError if one is gone."""
     return [_described(model) for model in models.values()]
 
 
@@ -187,17 +195,16 @@ def _capabilities(model: ModelInfo) -> list[str]:
 
 
 class Catalogue:
-    """All models' descriptions, made once. For one event loop."""
+    """The models' descriptions, which are made once. For one event loop."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+    def __init__(self) -> None:
         self._making = asyncio.Lock()
-        self._made: Mapping[str, Description] | None = None
+        self._by_id: Mapping[str, Description] | None = None
 
-    async def all(self) -> Mapping[str, Description]:
-        """By their ids. Raises CorralError."""
+    async def all(self, bodies: Bodies) -> Mapping[str, Description]:
+        """The descriptions by the models' ids. Raises CorralError."""
         async with self._making:
-            if self._made is None:
-                found = await self._bodies.work(describe)
-                self._made = {one.id: one for one in found}
-        return self._made
+            if self._by_id is None:
+                descriptions = await bodies.work(describe)
+                self._by_id = {description.id: description for description in descriptions}
+        return self._by_id

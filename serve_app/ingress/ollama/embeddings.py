@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 
-from serve_app.ingress.embeddings.preparation import Texts, check_makes_embeddings, checked
-from serve_app.ingress.embeddings.serving import Vectors, normalized
+from serve_app.ingress.embeddings.preparation import (
+    ComputedVectors,
+    Texts,
+    check_makes_embeddings,
+    checked,
+    normalized,
+)
 from serve_app.ingress.generation.tokenization import refuse_huge
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import ModelInfo
@@ -19,53 +24,39 @@ from serve_app.ingress.workers.worker import Models
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The prepared request."""
+class OllamaTexts:
+    """The prepared request for vectors."""
 
     model: str
     """Its id."""
     name: str
-    """The model's, as it was asked."""
+    """The model's name, as the client sent it."""
     texts: Texts
     """None: the model is loaded, which it is anyway."""
     dimensions: int | None = None
     user: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An engine's results for a request."""
-
-    name: str
-    vectors: Vectors
-    n_tokens: int
-    total_ns: int
-
-    def packed(self) -> bytes:
-        """As a worker takes it."""
-        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
-
-
-def embed(models: Models, body: bytes) -> Asked:
+def embed(models: Models, body: bytes) -> OllamaTexts:
     """POST /api/embed. Raises CorralError."""
-    asked = parsed(OllamaEmbedRequest, body)
-    model = names.find(models, asked.model)
-    texts = _texts(model, asked.texts, "input", cut=asked.truncate is not False)
-    return Asked(
+    request = parsed(OllamaEmbedRequest, body)
+    model = names.find(models, request.model)
+    texts = _texts(model, request.texts, "input", cut=request.truncate is not False)
+    return OllamaTexts(
         model.id,
-        asked.model or names.displayed(model.id),
+        request.model or names.displayed(model.id),
         texts,
-        asked.dimensions or None,
-        asked.user,
+        request.dimensions or None,
+        request.user,
     )
 
 
-def embeddings(models: Models, body: bytes) -> Asked:
+def embeddings(models: Models, body: bytes) -> OllamaTexts:
     """POST /api/embeddings. Raises CorralError."""
-    asked = parsed(OllamaEmbeddingsRequest, body)
-    model = names.find(models, asked.model)
-    texts = _texts(model, [asked.prompt] if asked.prompt else [], "prompt", cut=True)
-    return Asked(model.id, asked.model or names.displayed(model.id), texts)
+    request = parsed(OllamaEmbeddingsRequest, body)
+    model = names.find(models, request.model)
+    texts = _texts(model, [request.prompt] if request.prompt else [], "prompt", cut=True)
+    return OllamaTexts(model.id, request.model or names.displayed(model.id), texts)
 
 
 def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Texts:
@@ -74,10 +65,10 @@ def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Text
         return ()
     for text in texts:
         refuse_huge(field, len(text))
-    found = [model.tokenizer.encode(text) for text in texts]
+    encoded = [model.tokenizer.encode(text) for text in texts]
     if cut:
-        found = [_cut(model, tokens) for tokens in found]
-    return checked(model, found, field)
+        encoded = [_cut(model, tokens) for tokens in encoded]
+    return checked(model, encoded, field)
 
 
 def _cut(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -90,25 +81,25 @@ def _cut(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
     return tokens[: most - len(ending)] + ending
 
 
-def several(models: Models, found: bytes) -> bytes:
-    """The answer to POST /api/embed with a packed `Found`, as JSON."""
-    told: Found = pickle.loads(found)
+def several(models: Models, packed: bytes) -> bytes:
+    """The answer to POST /api/embed with a packed `ComputedVectors`, as JSON."""
+    result: ComputedVectors = pickle.loads(packed)
     return _json(
         {
-            "model": told.name,
-            "embeddings": normalized(told.vectors, 2),
-            "total_duration": told.total_ns,
+            "model": result.model,
+            "embeddings": normalized(result.vectors, 2),
+            "total_duration": result.total_ns,
             "load_duration": 0,
-            "prompt_eval_count": told.n_tokens,
+            "prompt_eval_count": result.n_tokens,
         }
     )
 
 
-def one(models: Models, found: bytes) -> bytes:
-    """The answer to POST /api/embeddings with a packed `Found`, as JSON: the vector as the model made
-    it."""
-    told: Found = pickle.loads(found)
-    return _json({"embedding": told.vectors[0].astype(np.float64)})
+def single(models: Models, packed: bytes) -> bytes:
+    """The answer to POST /api/embeddings with a packed `ComputedVectors`, as JSON. The vector stays as the
+    model made it."""
+    result: ComputedVectors = pickle.loads(packed)
+    return _json({"embedding": result.vectors[0].astype(np.float64)})
 
 
 def _json(answer: object) -> bytes:

@@ -19,7 +19,6 @@ from serve_app.ingress.ollama.protocol import (
     GenerationRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
-    OllamaShowRequest,
 )
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
@@ -33,7 +32,7 @@ _ANSWERS_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OllamaLoad:
     """A request that asks for nothing but a model that is loaded, or not."""
 
     model: str
@@ -44,7 +43,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OllamaGeneration:
     """The prepared request for an answer."""
 
     name: str
@@ -56,7 +55,7 @@ class Asked:
     """Whether the answer tells the conversation's tokens."""
 
 
-def chat(models: Models, body: bytes) -> Asked | Load:
+def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
     asked = parsed(OllamaChatRequest, body)
     turns = messages.as_chat(asked.messages)
@@ -75,7 +74,7 @@ def chat(models: Models, body: bytes) -> Asked | Load:
     return _asked(model, asked, found, context=False)
 
 
-def generate(models: Models, body: bytes) -> Asked | Load:
+def generate(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/generate. Raises CorralError."""
     asked = parsed(OllamaGenerateRequest, body)
     said = asked.context or f"{asked.system}\n{asked.prompt}"
@@ -106,14 +105,8 @@ def generate(models: Models, body: bytes) -> Asked | Load:
     return _asked(model, asked, found, context=not media)
 
 
-def show(models: Models, body: bytes) -> str:
-    """POST /api/show: the model's id. Raises CorralError."""
-    asked = parsed(OllamaShowRequest, body)
-    return names.find(models, asked.name if asked.model is None else asked.model).id
-
-
-def _load(model: ModelInfo, asked: GenerationRequest) -> Load:
-    return Load(model.id, _name(model, asked), "unload" if asked.unloads else "load")
+def _load(model: ModelInfo, asked: GenerationRequest) -> OllamaLoad:
+    return OllamaLoad(model.id, _name(model, asked), "unload" if asked.unloads else "load")
 
 
 def _name(model: ModelInfo, asked: GenerationRequest) -> str:
@@ -121,9 +114,11 @@ def _name(model: ModelInfo, asked: GenerationRequest) -> str:
     return names.displayed(model.id) if asked.model is None else asked.model
 
 
-def _asked(model: ModelInfo, asked: GenerationRequest, found: Chat, *, context: bool) -> Asked:
+def _asked(
+    model: ModelInfo, asked: GenerationRequest, found: Chat, *, context: bool
+) -> OllamaGeneration:
     shows_thinking = asked.think is not False
-    return Asked(_name(model, asked), found, shows_thinking, asked.logprobs, context)
+    return OllamaGeneration(_name(model, asked), found, shows_thinking, asked.logprobs, context)
 
 
 def _check_thinking(model: ModelInfo, asked: GenerationRequest) -> None:

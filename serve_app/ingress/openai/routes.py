@@ -6,96 +6,96 @@ Source: OpenAI's API reference, "Completions", "Chat" and "Models".
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from typing import Annotated
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.ingress.generation import chat, generation
-from serve_app.ingress.generation.preparation import Generation
+from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.http import sse
+from serve_app.ingress.http.dependencies import ModelsArgument, prepared
 from serve_app.ingress.model_registry import ServedModel, card_of, cards, find
 from serve_app.ingress.openai import preparation, serving
 from serve_app.ingress.openai.answers import InputTokens, ModelCard, ModelList
+from serve_app.ingress.openai.preparation import ChatCompletion, Completion
 from serve_app.ingress.openai.serving import Answer, Choice
-from serve_app.ingress.workers.bodies import Bodies
 from serve_app.types import GenerationRequest
 
-
-def add(
-    app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, *, verbose: bool = False
-) -> None:
-    """Add the routes. With `verbose`, each request for a chat is as if it asked for that."""
-    _add_generation(app, models, bodies, verbose)
-    _add_models(app, models)
+ROUTER = APIRouter()
 
 
-def _add_generation(
-    app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, verbose: bool
-) -> None:
-    @app.post("/v1/completions", response_model=None)
-    async def completions(request: Request) -> Response:
-        """Continue texts; `stream` sends server-sent events."""
-        asked = await bodies.read(request, preparation.completion)
-        wanted, n = asked.generation, asked.generation.n
-        model = find(models, wanted.model)
-        answer_id = f"cmpl-{uuid.uuid4().hex}"
-        started = generation.requests(answer_id, wanted)
-        piece = model.tokenizer.piece if asked.logprobs else None
-        echoed = wanted.sampling.prompt_logprobs
-        choices = [
-            Choice(i * n + j, "text", piece, echo=echo, prompt=wanted.prompts[i] if echoed else ())
-            for i, echo in enumerate(asked.echoes)
-            for j in range(n)
-        ]
-        answer = Answer("text", answer_id, model.id, choices, n, asked.n_best, wanted.timings)
-        return await _respond(model, wanted, started, answer)
-
-    @app.post("/v1/chat/completions", response_model=None)
-    @app.post("/chat/completions", response_model=None)
-    async def chat_completions(request: Request) -> Response:
-        """Answer a chat through the model's own template; `stream` sends server-sent events."""
-        asked = await bodies.read(request, preparation.chat)
-        wanted = asked.chat.generation
-        model = find(models, wanted.model)
-        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        started = generation.requests(answer_id, wanted)
-        piece = model.tokenizer.piece if asked.logprobs else None
-        choices = [
-            Choice(
-                i,
-                "chat",
-                piece,
-                chat.parser(model, asked.chat),
-                asked.chat.prefill,
-                shares=wanted.sampling.post_sampling_probs,
-            )
-            for i in range(wanted.n)
-        ]
-        answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
-        if asked.verbose or verbose:
-            answer.verbose = {"prompt": model.tokenizer.decode(asked.chat.prompt, special=True)}
-        return await _respond(model, wanted, started, answer)
-
-    @app.post("/v1/chat/completions/input_tokens")
-    @app.post("/chat/completions/input_tokens")
-    async def input_tokens(request: Request) -> InputTokens:
-        """How many tokens the prompt of such a chat has."""
-        found = await bodies.read(request, preparation.input_tokens)
-        return InputTokens(input_tokens=await generation.n_tokens(models, found))
+@ROUTER.post("/v1/completions", response_model=None)
+async def completions(
+    models: ModelsArgument,
+    completion: Annotated[Completion, prepared(preparation.completion)],
+) -> Response:
+    """Continue texts; `stream` sends server-sent events."""
+    wanted, n = completion.generation, completion.generation.n
+    model = find(models, wanted.model)
+    answer_id = f"cmpl-{uuid.uuid4().hex}"
+    started = generation.requests(answer_id, wanted)
+    piece = model.tokenizer.piece if completion.logprobs else None
+    echoed = wanted.sampling.prompt_logprobs
+    choices = [
+        Choice(i * n + j, "text", piece, echo=echo, prompt=wanted.prompts[i] if echoed else ())
+        for i, echo in enumerate(completion.echoes)
+        for j in range(n)
+    ]
+    answer = Answer("text", answer_id, model.id, choices, n, completion.n_best, wanted.timings)
+    return await _respond(model, wanted, started, answer)
 
 
-def _add_models(app: FastAPI, models: Mapping[str, ServedModel]) -> None:
-    @app.get("/v1/models")
-    @app.get("/models")
-    async def list_models() -> ModelList:
-        """The models that are served here, the default first."""
-        return ModelList(data=cards(models))
+@ROUTER.post("/v1/chat/completions", response_model=None)
+@ROUTER.post("/chat/completions", response_model=None)
+async def chat_completions(
+    request: Request,
+    models: ModelsArgument,
+    completion: Annotated[ChatCompletion, prepared(preparation.chat)],
+) -> Response:
+    """Answer a chat through the model's own template; `stream` sends server-sent events."""
+    wanted = completion.chat.generation
+    model = find(models, wanted.model)
+    answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+    started = generation.requests(answer_id, wanted)
+    piece = model.tokenizer.piece if completion.logprobs else None
+    choices = [
+        Choice(
+            i,
+            "chat",
+            piece,
+            chat.parser(model, completion.chat),
+            completion.chat.prefill,
+            shares=wanted.sampling.post_sampling_probs,
+        )
+        for i in range(wanted.n)
+    ]
+    answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
+    if completion.verbose or request.app.state.verbose:
+        answer.verbose = {"prompt": model.tokenizer.decode(completion.chat.prompt, special=True)}
+    return await _respond(model, wanted, started, answer)
 
-    @app.get("/v1/models/{model_id:path}")
-    async def get_model(model_id: str) -> ModelCard:
-        """One model."""
-        return card_of(models, model_id)
+
+@ROUTER.post("/v1/chat/completions/input_tokens")
+@ROUTER.post("/chat/completions/input_tokens")
+async def input_tokens(
+    models: ModelsArgument, length: Annotated[PromptLength, prepared(preparation.input_tokens)]
+) -> InputTokens:
+    """How many tokens the prompt of such a chat has."""
+    return InputTokens(input_tokens=await generation.n_tokens(models, length))
+
+
+@ROUTER.get("/v1/models")
+@ROUTER.get("/models")
+async def list_models(models: ModelsArgument) -> ModelList:
+    """The models that are served here, the default first."""
+    return ModelList(data=cards(models))
+
+
+@ROUTER.get("/v1/models/{model_id:path}")
+async def get_model(models: ModelsArgument, model_id: str) -> ModelCard:
+    """One model."""
+    return card_of(models, model_id)
 
 
 async def _respond(

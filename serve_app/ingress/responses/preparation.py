@@ -23,7 +23,7 @@ _ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class PreparedResponse:
     """The prepared request for a response."""
 
     chat: Chat
@@ -41,7 +41,7 @@ class After:
     response_id: str
 
 
-def response(models: Models, body: bytes) -> Response | After:
+def response(models: Models, body: bytes) -> PreparedResponse | After:
     """POST /v1/responses. Raises CorralError."""
     asked = parsed(ResponsesRequest, body)
     if asked.previous_response_id is not None:
@@ -49,7 +49,7 @@ def response(models: Models, body: bytes) -> Response | After:
     return _response(models, asked, [])
 
 
-def response_after(models: Models, body: bytes) -> Response:
+def response_after(models: Models, body: bytes) -> PreparedResponse:
     """The same behind a conversation: see `with_conversation`. Raises CorralError."""
     before, body = _conversation(body)
     return _response(models, parsed(ResponsesRequest, body), before)
@@ -106,12 +106,12 @@ def _conversation(body: bytes) -> tuple[list[Any], bytes]:
     return [*before, *output], rest[n_before + n_told :]
 
 
-def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> Response:
+def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PreparedResponse:
     chat = asked.as_chat(_ITEMS.validate_python(before))
     model = find(models, asked.model, beginnings.of_chat(chat.messages))
     found = preparation.chat(model, chat, 1, "input")
     kept = items.kept(before, asked.input)
-    return Response(found, _told(asked, found.generation.sampling), kept, asked.obfuscates)
+    return PreparedResponse(found, _told(asked, found.generation.sampling), kept, asked.obfuscates)
 
 
 def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PromptLength:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.errors import (
@@ -22,15 +23,18 @@ from serve_app.errors import (
 )
 from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.generation.preparation import PromptLength
 from serve_app.ingress.http import request_context, sse
-from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.http.dependencies import ModelsArgument, Prepared
+from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.answers import InputTokens
 from serve_app.ingress.responses import preparation, serving, stored
 from serve_app.ingress.responses.log import Entry, Recipe
-from serve_app.ingress.responses.preparation import After
+from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.serving import ResponseAnswer
 from serve_app.ingress.responses.store import Owner
+from serve_app.ingress.responses.stored import RunsArgument
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.ingress.workers.worker import Models
 
@@ -38,100 +42,104 @@ T = TypeVar("T")
 Keep = Callable[[list[Entry]], Awaitable[None]]
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, runs: Runs) -> None:
-    """Add the routes."""
-
-    @app.post("/v1/responses", response_model=None)
-    @app.post("/responses", response_model=None)
-    async def responses(request: Request) -> Response:
-        """Answer a chat as a response, which is kept for some minutes unless `store` is false; `stream`
-        sends server-sent events, and `background` does not wait for it."""
-        read = _Reader(bodies, runs, await bodies.pieces(request))
-        asked = await read(preparation.response, preparation.response_after)
-        told = asked.asked | ({} if runs.keep_any else {"store": False})
-        wanted = asked.chat.generation
-        if told["background"] and not runs.keep_any:
-            raise NotSupportedError(
-                "This server keeps no responses, so none can run in the background."
-            )
-        model = find(models, wanted.model)
-        (started,) = generation.requests(f"resp_{uuid.uuid4().hex}", wanted)
-        made = Recipe(
-            model.id,
-            int(time.time()),
-            told,
-            started,
-            asked.chat.tools,
-            asked.chat.thinks,
-            wanted.return_progress,
-            asked.items,
-        )
-        answer = ResponseAnswer(
-            made.id,
-            model.id,
-            told,
-            chat.parser(model, asked.chat, in_pieces=True),
-            return_progress=wanted.return_progress,
-            timings_per_token=wanted.timings_per_token,
-            obfuscates=asked.obfuscates,
-            created=made.created,
-        )
-        if told["background"]:
-            run = await runs.start(made, _owner())
-            if not wanted.stream:
-                return JSONResponse(answer.whole())
-            entries = run.follow(0)
-        else:
-            keep = _keeping(runs, made) if told["store"] else None
-            entries = _logged(await generation.start(model, [started]), keep)
-        if wanted.stream:
-            return sse.EventStream(serving.events(answer, entries), wanted.sse_ping_interval)
-        return JSONResponse(await serving.collect(answer, entries))
-
-    @app.post("/v1/responses/input_tokens")
-    @app.post("/responses/input_tokens")
-    async def response_input_tokens(request: Request) -> InputTokens:
-        """How many tokens the prompt of such a response has."""
-        read = _Reader(bodies, runs, await bodies.pieces(request))
-        found = await read(preparation.input_tokens, preparation.input_tokens_after)
-        return InputTokens(input_tokens=await generation.n_tokens(runs.models, found))
-
-    stored.add(app, models, bodies, runs)
+ROUTER = APIRouter()
 
 
-class _Reader:
-    """Reads one body, with the conversation that it goes on from, if it does."""
+@dataclass(frozen=True)
+class Continued(Prepared[T | After]):
+    """The dependency on a body that may go on from an earlier response, whose conversation it is then
+    prepared with by `prepare_after`."""
 
-    def __init__(self, bodies: Bodies, runs: Runs, pieces: list[bytes]) -> None:
-        self._bodies = bodies
-        self._runs = runs
-        self._pieces = pieces
+    prepare_after: Callable[[Models, bytes], T]
 
-    async def __call__(
-        self,
-        alone: Callable[[Models, bytes], T | After],
-        behind: Callable[[Models, bytes], T],
-    ) -> T:
-        """A worker's result for it. Raises CorralError."""
-        found = await self._bodies.work(alone, *self._pieces)
-        if not isinstance(found, After):
-            return found
+    async def __call__(self, request: Request) -> T:
+        """Read the body in a worker. Raises CorralError."""
+        bodies: Bodies = request.app.state.bodies
+        pieces = await bodies.pieces(request)
+        result = await bodies.work(self.prepare, *pieces)
+        if not isinstance(result, After):
+            return result
         request_context.current().ignored.clear()  # they are told again
-        before, output = await self._conversation(found.response_id)
-        pieces = preparation.with_conversation(before, output, self._pieces)
-        return await self._bodies.work(behind, *pieces)
+        before, output = await _conversation(request.app.state.runs, result.response_id)
+        pieces = preparation.with_conversation(before, output, pieces)
+        return await bodies.work(self.prepare_after, *pieces)
 
-    async def _conversation(self, response_id: str) -> tuple[bytes, Sequence[object]]:
-        key = stored.key()
-        try:
-            recipe, entries = await self._runs.found(response_id, key)
-            answer = stored.told(self._runs.models, recipe, entries)
-        except ResponseNotFoundError:
-            raise PreviousResponseError(response_id) from None
-        if not (entries and entries[-1].is_last):
-            message = f"The response {response_id!r} is still being made."
-            raise InvalidRequestError(message, "previous_response_id")
-        return recipe.items, answer.whole()["output"]
+
+async def _conversation(runs: Runs, response_id: str) -> tuple[bytes, Sequence[object]]:
+    try:
+        recipe, entries = await runs.found(response_id, stored.key())
+        answer = stored.told(runs.models, recipe, entries)
+    except ResponseNotFoundError:
+        raise PreviousResponseError(response_id) from None
+    if not (entries and entries[-1].is_last):
+        message = f"The response {response_id!r} is still being made."
+        raise InvalidRequestError(message, "previous_response_id")
+    return recipe.items, answer.whole()["output"]
+
+
+@ROUTER.post("/v1/responses", response_model=None)
+@ROUTER.post("/responses", response_model=None)
+async def responses(
+    models: ModelsArgument,
+    runs: RunsArgument,
+    prepared: Annotated[
+        PreparedResponse, Depends(Continued(preparation.response, preparation.response_after))
+    ],
+) -> Response:
+    """Answer a chat as a response, which is kept for some minutes unless `store` is false; `stream`
+    sends server-sent events, and `background` does not wait for it."""
+    told = prepared.asked | ({} if runs.keep_any else {"store": False})
+    wanted = prepared.chat.generation
+    if told["background"] and not runs.keep_any:
+        raise NotSupportedError(
+            "This server keeps no responses, so none can run in the background."
+        )
+    model = find(models, wanted.model)
+    (started,) = generation.requests(f"resp_{uuid.uuid4().hex}", wanted)
+    made = Recipe(
+        model.id,
+        int(time.time()),
+        told,
+        started,
+        prepared.chat.tools,
+        prepared.chat.thinks,
+        wanted.return_progress,
+        prepared.items,
+    )
+    answer = ResponseAnswer(
+        made.id,
+        model.id,
+        told,
+        chat.parser(model, prepared.chat, in_pieces=True),
+        return_progress=wanted.return_progress,
+        timings_per_token=wanted.timings_per_token,
+        obfuscates=prepared.obfuscates,
+        created=made.created,
+    )
+    if told["background"]:
+        run = await runs.start(made, _owner())
+        if not wanted.stream:
+            return JSONResponse(answer.whole())
+        entries = run.follow(0)
+    else:
+        keep = _keeping(runs, made) if told["store"] else None
+        entries = _logged(await generation.start(model, [started]), keep)
+    if wanted.stream:
+        return sse.EventStream(serving.events(answer, entries), wanted.sse_ping_interval)
+    return JSONResponse(await serving.collect(answer, entries))
+
+
+@ROUTER.post("/v1/responses/input_tokens")
+@ROUTER.post("/responses/input_tokens")
+async def response_input_tokens(
+    models: ModelsArgument,
+    length: Annotated[
+        PromptLength,
+        Depends(Continued(preparation.input_tokens, preparation.input_tokens_after)),
+    ],
+) -> InputTokens:
+    """How many tokens the prompt of such a response has."""
+    return InputTokens(input_tokens=await generation.n_tokens(models, length))
 
 
 def _owner() -> Owner:

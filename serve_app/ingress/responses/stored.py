@@ -9,18 +9,18 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import FastAPI, Query
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError, ResponseNotFoundError
 from serve_app.ingress.http import request_context, sse
+from serve_app.ingress.http.dependencies import BodiesArgument, written
 from serve_app.ingress.http.limits.bodies import unread
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.responses import log, preparation, serving
 from serve_app.ingress.responses.log import Entry, Recipe
 from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.serving import ResponseAnswer
-from serve_app.ingress.workers.bodies import Bodies
 
 
 def key() -> str | None:
@@ -54,59 +54,71 @@ def told(
     return answer
 
 
-def add(app: FastAPI, models: Mapping[str, ServedModel], bodies: Bodies, runs: Runs) -> None:
-    """Add the routes. Whose API key is another one's finds nothing."""
+async def _runs(request: Request) -> Runs:
+    runs: Runs = request.app.state.runs
+    return runs
 
-    @app.get("/v1/responses/{response_id}", response_model=None)
-    async def get_response(
-        response_id: str,
-        stream: bool = False,
-        starting_after: Annotated[int, Query(ge=-1)] = -1,
-        include_obfuscation: bool = False,
-    ) -> Response:
-        """A response as far as it is; `stream` sends its events, those behind the number
-        `starting_after`, from its beginning and then as they come."""
-        recipe, entries = await runs.found(response_id, key())
-        if not stream:
-            return JSONResponse(told(models, recipe, entries).whole())
-        answer = told(models, recipe, [])
-        answer.obfuscates = include_obfuscation
-        with runs.open_requests.entered(request_context.current().holder):
-            pass  # a refusal has a status here
-        following = _held(runs, recipe.id)
-        return sse.EventStream(serving.events(answer, following, starting_after))
 
-    @app.delete("/v1/responses/{response_id}", response_model=None)
-    async def delete_response(response_id: str) -> dict[str, Any]:
-        """Forget a response. If it is being made, that ends."""
-        await runs.delete(response_id, key())
-        return {"id": response_id, "object": "response", "deleted": True}
+RunsArgument = Annotated[Runs, Depends(_runs)]
+ROUTER = APIRouter()
+"""Whose API key is another one's finds nothing."""
 
-    @app.post("/v1/responses/{response_id}/cancel", response_model=None)
-    @unread
-    async def cancel_response(response_id: str) -> Response:
-        """End a response that is made in the background. One that has ended stays as it is."""
-        recipe, entries = await runs.found(response_id, key())
-        if not recipe.is_background:
-            raise InvalidRequestError("Cannot cancel a synchronous response.")
-        if not (entries and entries[-1].is_last):
-            await runs.cancel(response_id, key())
-            async for entry in runs.follow(response_id, key(), len(entries)):
-                entries.append(entry)
-        return JSONResponse(told(models, recipe, entries).whole())
 
-    @app.get("/v1/responses/{response_id}/input_items", response_model=None)
-    async def response_input_items(
-        response_id: str,
-        after: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
-    ) -> Response:
-        """The conversation that a response answers, that of `previous_response_id` included."""
-        recipe, _ = await runs.found(response_id, key())
-        wanted = orjson.dumps([order, limit, after]) + b"\n"
-        page = await bodies.work(preparation.page, wanted, recipe.items)
-        return Response(page, media_type="application/json")
+@ROUTER.get("/v1/responses/{response_id}", response_model=None)
+async def get_response(
+    runs: RunsArgument,
+    response_id: str,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+    include_obfuscation: bool = False,
+) -> Response:
+    """A response as far as it is; `stream` sends its events, those behind the number
+    `starting_after`, from its beginning and then as they come."""
+    recipe, entries = await runs.found(response_id, key())
+    if not stream:
+        return JSONResponse(told(runs.models, recipe, entries).whole())
+    answer = told(runs.models, recipe, [])
+    answer.obfuscates = include_obfuscation
+    with runs.open_requests.entered(request_context.current().holder):
+        pass  # a refusal has a status here
+    following = _held(runs, recipe.id)
+    return sse.EventStream(serving.events(answer, following, starting_after))
+
+
+@ROUTER.delete("/v1/responses/{response_id}", response_model=None)
+async def delete_response(runs: RunsArgument, response_id: str) -> dict[str, Any]:
+    """Forget a response. If it is being made, that ends."""
+    await runs.delete(response_id, key())
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@ROUTER.post("/v1/responses/{response_id}/cancel", response_model=None)
+@unread
+async def cancel_response(runs: RunsArgument, response_id: str) -> Response:
+    """End a response that is made in the background. One that has ended stays as it is."""
+    recipe, entries = await runs.found(response_id, key())
+    if not recipe.is_background:
+        raise InvalidRequestError("Cannot cancel a synchronous response.")
+    if not (entries and entries[-1].is_last):
+        await runs.cancel(response_id, key())
+        async for entry in runs.follow(response_id, key(), len(entries)):
+            entries.append(entry)
+    return JSONResponse(told(runs.models, recipe, entries).whole())
+
+
+@ROUTER.get("/v1/responses/{response_id}/input_items", response_model=None)
+async def response_input_items(
+    runs: RunsArgument,
+    bodies: BodiesArgument,
+    response_id: str,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The conversation that a response answers, that of `previous_response_id` included."""
+    recipe, _ = await runs.found(response_id, key())
+    wanted = orjson.dumps([order, limit, after]) + b"\n"
+    return written(await bodies.work(preparation.page, wanted, recipe.items))
 
 
 async def _held(runs: Runs, response_id: str) -> AsyncGenerator[Entry]:

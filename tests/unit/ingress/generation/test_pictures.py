@@ -76,7 +76,7 @@ def of_responses(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     text = {"type": "input_text", "text": "What?"}
     body = {"input": [{"role": "user", "content": [*parts, text]}]}
     made = responses.response(models, json.dumps(body).encode())
-    assert isinstance(made, responses.Response)
+    assert isinstance(made, responses.PreparedResponse)
     assert json.loads(made.items)[0]["content"][0]["image_url"] == url(files[0])
     return made.chat.generation
 
@@ -99,7 +99,7 @@ def of_ollama_chat(models: Mapping[str, ModelInfo], *files: bytes) -> Generation
     """The same."""
     turn = {"role": "user", "content": "What?", "images": [b64(one) for one in files]}
     made = ollama.chat(models, json.dumps({"model": "m", "messages": [turn]}).encode())
-    assert isinstance(made, ollama.Asked)
+    assert isinstance(made, ollama.OllamaGeneration)
     return made.chat.generation
 
 
@@ -107,7 +107,7 @@ def of_ollama_generate(models: Mapping[str, ModelInfo], *files: bytes) -> Genera
     """The same."""
     body = {"model": "m", "prompt": "What?", "images": [b64(one) for one in files]}
     made = ollama.generate(models, json.dumps(body).encode())
-    assert isinstance(made, ollama.Asked)
+    assert isinstance(made, ollama.OllamaGeneration)
     assert not made.has_context
     return made.chat.generation
 

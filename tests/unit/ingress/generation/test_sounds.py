@@ -66,7 +66,7 @@ def of_responses(models: Any, *files: bytes) -> Generation:
     content = [*map(part, files), {"type": "input_text", "text": "What is it?"}]
     body = {"input": [{"role": "user", "content": content}]}
     made = responses.response(models, json.dumps(body).encode())
-    assert isinstance(made, responses.Response)
+    assert isinstance(made, responses.PreparedResponse)
     return made.chat.generation
 
 

@@ -14,7 +14,7 @@ import yaml
 from serve_app.errors import CorralError, DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.snapshot import difference, without_requests
-from serve_app.ingress.embeddings import serving
+from serve_app.ingress.embeddings import preparation as embeddings
 from serve_app.ingress.http import auth
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.bodies import BodyLimits
@@ -372,7 +372,7 @@ async def test_embeddings_that_were_computed_stay_charged_whatever_becomes_of_th
     def refuse(*_: object) -> bytes:
         raise QueueFullError("Too many large requests are being read.", 10)
 
-    monkeypatch.setattr(serving, "openai", refuse)
+    monkeypatch.setattr(embeddings, "openai_answer", refuse)
     app, body = app_of(Access(keys)), {"input": "x" * 60}
     refused = await ask(app, "POST", "/v1/embeddings", body, ANA)
     assert await refused.status() == 429
