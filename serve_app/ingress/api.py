@@ -25,6 +25,7 @@ from serve_app.ingress.http.dependencies import add_routes, worker_modules
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.llama_server import slots
+from serve_app.ingress.media.fetching import Fetcher, FetchingWorkers
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama import model_routes as ollama_model_routes
 from serve_app.ingress.ollama import routes as ollama_routes
@@ -37,7 +38,6 @@ from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.versions import routes as version_routes
 from serve_app.ingress.versions.control import Versions
 from serve_app.ingress.workers.bodies import Bodies
-from serve_app.ingress.workers.fetching import Fetcher, FetchingWorkers
 from serve_app.ingress.workers.in_process import InProcess
 from serve_app.ingress.workers.pool import Workers
 

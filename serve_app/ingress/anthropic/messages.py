@@ -12,9 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http import media
-from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.messages import (
+from serve_app.ingress.generation.messages import (
     AnyPart,
     ChatMessage,
     FunctionCall,
@@ -22,6 +20,8 @@ from serve_app.ingress.openai.messages import (
     PicturePart,
     TextPart,
 )
+from serve_app.ingress.http import media
+from serve_app.ingress.http.request_model import RequestModel
 
 
 class Block(RequestModel):

@@ -13,10 +13,13 @@ from pydantic import BaseModel, Field, model_validator
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.messages import Message, Texts, joined
 from serve_app.ingress.anthropic.server_tools import WITHOUT_SERVER_TOOLS
-from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, FunctionName, Tool
-from serve_app.ingress.openai.protocol import (
+from serve_app.ingress.generation.messages import (
+    ChatMessage,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+)
+from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
     CacheSalt,
     ChatCompletionRequest,
@@ -26,6 +29,8 @@ from serve_app.ingress.openai.protocol import (
     PingInterval,
     ResponseFormat,
 )
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.sampling import Api
 
 

@@ -19,9 +19,9 @@ from pydantic import (
 )
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation.requests import Text, TokenId
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.llama_server.protocol import Mixed, plain, several
-from serve_app.ingress.openai.protocol import Text, TokenId
 
 MAX_TEXTS = 2048
 """Texts in one request, as at OpenAI."""

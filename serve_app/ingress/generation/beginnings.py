@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve_app.ingress.openai.messages import ChatMessage
+from serve_app.ingress.generation.messages import ChatMessage
 from serve_app.ingress.versions.choice import BEGINNING_CHARS
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
-from serve_app.ingress.generation import media
+from serve_app.ingress.generation.messages import ChatMessage
+from serve_app.ingress.generation.requests import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
+from serve_app.ingress.media import in_prompts as media
 from serve_app.ingress.model_registry import ModelInfo, active
-from serve_app.ingress.openai.messages import ChatMessage
-from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.prompt import grammars
 from serve_app.sampling import ReasoningBudget, SamplingParams
 from serve_app.types import Adapters, Medium, Size

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation import beginnings, media, preparation
+from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Generation
+from serve_app.ingress.generation.requests import ChatCompletionRequest
 from serve_app.ingress.generation.tokenization import (
     refuse_huge,
     refuse_unknown_tokens,
@@ -29,8 +30,8 @@ from serve_app.ingress.llama_server.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
+from serve_app.ingress.media import in_prompts as media
 from serve_app.ingress.model_registry import ModelInfo, find
-from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.ingress.workers.worker import Models
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Medium

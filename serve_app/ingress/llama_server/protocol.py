@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation.requests import MAX_CHOICES, GenerationParams, Text, TokenId
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.protocol import MAX_CHOICES, GenerationParams, Text, TokenId
 from serve_app.llama.grammars.patterns import Pattern
 
 MAX_TRIGGER_CHARS = 1024

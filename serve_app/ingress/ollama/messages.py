@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.messages import (
+from serve_app.ingress.generation.messages import (
     AnyPart,
     ChatMessage,
     FunctionCall,
@@ -23,6 +22,7 @@ from serve_app.ingress.openai.messages import (
     TextPart,
     Tool,
 )
+from serve_app.ingress.http.request_model import RequestModel
 
 
 def content(text: str, images: Sequence[str] | None) -> str | list[AnyPart]:

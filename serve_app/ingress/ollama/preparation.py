@@ -10,7 +10,9 @@ from typing import Literal
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.generation import beginnings, preparation
+from serve_app.ingress.generation.messages import ChatMessage
 from serve_app.ingress.generation.preparation import Chat
+from serve_app.ingress.generation.requests import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import ModelInfo
@@ -20,8 +22,6 @@ from serve_app.ingress.ollama.protocol import (
     OllamaChatRequest,
     OllamaGenerateRequest,
 )
-from serve_app.ingress.openai.messages import ChatMessage
-from serve_app.ingress.openai.protocol import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.workers.worker import Models
 from serve_app.types import Medium
 

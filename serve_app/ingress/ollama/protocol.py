@@ -11,11 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.ollama.messages import OllamaMessage, OllamaTool
-from serve_app.ingress.ollama.options import Options
-from serve_app.ingress.openai.messages import ChatMessage
-from serve_app.ingress.openai.protocol import (
+from serve_app.ingress.generation.messages import ChatMessage
+from serve_app.ingress.generation.requests import (
     MAX_LOGPROBS,
     CacheSalt,
     ChatCompletionRequest,
@@ -24,6 +21,9 @@ from serve_app.ingress.openai.protocol import (
     PingInterval,
     ResponseFormat,
 )
+from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.ollama.messages import OllamaMessage, OllamaTool
+from serve_app.ingress.ollama.options import Options
 
 # Go's durations: `5m`, `1h30m`, `-1s`.
 _DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[-+]?0")

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from serve_app.ingress.generation import messages
+from serve_app.ingress.generation.messages import ChatMessage, FunctionCall, MessageToolCall
 from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai import messages
-from serve_app.ingress.openai.messages import ChatMessage, FunctionCall, MessageToolCall
 
 Json = dict[str, Any]
 

@@ -11,10 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.openai.messages import ChatMessage, FunctionDefinition, Tool
-from serve_app.ingress.openai.protocol import (
+from serve_app.ingress.generation.messages import ChatMessage, FunctionDefinition, Tool
+from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
     CacheSalt,
     ChatCompletionRequest,
@@ -25,6 +23,8 @@ from serve_app.ingress.openai.protocol import (
     PingInterval,
     Verbosity,
 )
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.responses.items import AnyItem, Items, turns
 from serve_app.sampling import Api
 

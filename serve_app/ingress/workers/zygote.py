@@ -22,8 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from serve_app.errors import CorralError
+from serve_app.ingress.media import pictures, sounds
 from serve_app.ingress.model_registry import ModelInfo
-from serve_app.ingress.workers import pictures, slices, sounds, wire, worker
+from serve_app.ingress.workers import slices, wire, worker
 
 PID = struct.Struct("<i")
 NO_PID = -1

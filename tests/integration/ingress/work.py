@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.workers import pictures
+from serve_app.ingress.media import pictures
 from serve_app.ingress.workers.worker import Models
 
 _kept: list[bytes] = []

@@ -9,9 +9,9 @@ import pytest
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import beginnings
+from serve_app.ingress.generation.messages import ChatMessage
 from serve_app.ingress.model_registry import ModelInfo, ServedModel, card_of, cards, find
 from serve_app.ingress.ollama import names
-from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.versions import choice
 from serve_app.ingress.versions.choice import before_rollout, changed, given
 from serve_app.ingress.workers.worker import Changes

@@ -23,14 +23,14 @@ from serve_app.errors import (
 )
 from serve_app.ingress.anthropic import preparation as anthropic
 from serve_app.ingress.generation.generation import n_tokens
-from serve_app.ingress.generation.media import read
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.llama_server import preparation as llama_server
+from serve_app.ingress.media import pictures
+from serve_app.ingress.media.in_prompts import read
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.ollama import preparation as ollama
 from serve_app.ingress.openai import preparation as openai
 from serve_app.ingress.responses import preparation as responses
-from serve_app.ingress.workers import pictures
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, Picture
 from tests.unit.ingress.harness import ScriptedEngine

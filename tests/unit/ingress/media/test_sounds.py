@@ -17,10 +17,10 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import CorralError, InvalidRequestError, MediaError
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.llama_server import preparation as llama_server
+from serve_app.ingress.media import sounds
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation as openai
 from serve_app.ingress.responses import preparation as responses
-from serve_app.ingress.workers import sounds
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, SAMPLE_RATE, Sound
 

@@ -17,16 +17,16 @@ from PIL import Image
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
-from serve_app.ingress.model_registry import ModelInfo
-from serve_app.ingress.openai import preparation
-from serve_app.ingress.workers.fetching import (
+from serve_app.ingress.media.fetching import (
     MAX_FILE_BYTES,
     Fetcher,
     FetchingWorkers,
     is_public,
 )
+from serve_app.ingress.media.pictures import WithFiles
+from serve_app.ingress.model_registry import ModelInfo
+from serve_app.ingress.openai import preparation
 from serve_app.ingress.workers.in_process import InProcess
-from serve_app.ingress.workers.pictures import WithFiles
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import Picture
 

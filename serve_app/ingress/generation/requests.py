@@ -1,4 +1,4 @@
-"""The types of OpenAI's requests.
+"""Requests for completions and chats, in OpenAI's form, which all protocols are translated to.
 
 Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters are declared in
 `serve_app.sampling`.
@@ -14,9 +14,9 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation.messages import ChatMessage, Tool
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
-from serve_app.ingress.openai.messages import ChatMessage, Tool
 from serve_app.prompt import grammars
 from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 

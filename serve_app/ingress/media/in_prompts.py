@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 
 from serve_app.errors import InvalidRequestError, MediaError, PicturesWantedError
+from serve_app.ingress.media import pictures, sounds
 from serve_app.ingress.model_registry import ModelInfo
-from serve_app.ingress.workers import pictures, sounds
 from serve_app.types import MEDIUM, SAMPLE_RATE, Medium
 
 _PICTURE, _SOUND = "Picture", "Sound"

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, PicturesWantedError
-from serve_app.ingress.workers.pictures import WithFiles
+from serve_app.ingress.media.pictures import WithFiles
 from serve_app.ingress.workers.places import Places
 from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.worker import Models

@@ -1,0 +1,1 @@
+"""Pictures and sounds in requests: fetched, decoded, and placed in prompts."""
