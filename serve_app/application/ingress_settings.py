@@ -9,8 +9,8 @@ from ray.serve.context import _get_global_client
 
 from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.errors import ConfigError
-from serve_app.ingress.batch.books import Limits
 from serve_app.ingress.batch.service import BatchOptions
+from serve_app.ingress.batch.store import BatchLimits
 from serve_app.ingress.http.addresses import is_loopback
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.bodies import BodyLimits
@@ -50,7 +50,7 @@ def batches(configured: BatchConfig) -> BatchOptions | None:
     """Where files and batches are kept, and how much; None if they are not."""
     if configured.folder is None:
         return None
-    limits = Limits(
+    limits = BatchLimits(
         configured.max_file_mib << 20,
         configured.max_files,
         configured.max_total_mib << 20,

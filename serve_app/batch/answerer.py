@@ -25,8 +25,8 @@ from serve_app.engine import Engine
 from serve_app.errors import EngineFailedError
 from serve_app.folders import cache_folder
 from serve_app.ingress.api import build_api
-from serve_app.ingress.batch.asking import Told, ask
-from serve_app.ingress.batch.run import prefix_of
+from serve_app.ingress.batch.client import LineResponse, post
+from serve_app.ingress.batch.journal import prefix_of
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ModelInfo
@@ -150,12 +150,12 @@ class Answerer:
         answer: dict[str, Any] = orjson.loads(told.body)
         return told.status, answer
 
-    async def _asked(self, path: str, body: bytes) -> Told:
+    async def _asked(self, path: str, body: bytes) -> LineResponse:
         """The answer, when there is room for the request; or, after long, that there is none."""
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
-            caller = Caller(request_id=uuid.uuid4().hex, background=True)
-            told = await ask(self._app, path, body, caller)
+            caller = Caller(request_id=uuid.uuid4().hex, is_batch_line=True)
+            told = await post(self._app, path, body, caller)
             self._end_if_broken()
             if told.status not in _BUSY or time.monotonic() > give_up_at:
                 return told

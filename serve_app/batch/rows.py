@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from serve_app.ingress.batch.run import line_of
+from serve_app.ingress.batch.journal import line_of
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 ENDPOINTS = (CHAT, COMPLETIONS, "/v1/responses", EMBEDDINGS)

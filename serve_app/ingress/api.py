@@ -10,15 +10,15 @@ from serve_app import __version__
 from serve_app.ingress import information
 from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.batch import routes as batch_routes
-from serve_app.ingress.batch.books import Books
-from serve_app.ingress.batch.runner import Runner
-from serve_app.ingress.batch.service import BatchOptions, Service
+from serve_app.ingress.batch.executor import BatchExecutor
+from serve_app.ingress.batch.service import BatchOptions, BatchService
+from serve_app.ingress.batch.store import BatchStore
 from serve_app.ingress.dashboard import broadcaster
 from serve_app.ingress.dashboard.broadcaster import Broadcaster
 from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors
-from serve_app.ingress.http.api_keys import Accounts
+from serve_app.ingress.http.api_keys import KeyAccounts
 from serve_app.ingress.http.auth import IGNORED, Access, AccessMiddleware
 from serve_app.ingress.http.cors import Cors
 from serve_app.ingress.http.dependencies import add_routes, worker_modules
@@ -85,18 +85,18 @@ def build_api(
         workers = FetchingWorkers(workers, Fetcher(access.picture_hosts))
     bodies = Bodies(workers, strict=access.strict)
     accounts = access.accounts()
-    books = None if batches is None else Books(batches.folder, batches.limits)
-    runner = None
-    if books is not None and batches is not None:
-        runner = Runner(
+    store = None if batches is None else BatchStore(batches.folder, batches.limits)
+    executor = None
+    if store is not None and batches is not None:
+        executor = BatchExecutor(
             lambda *call: app(*call),
-            books,
+            store,
             accounts,
             batches.max_concurrency,
             batches.lease_s,
         )
     app = FastAPI(
-        title="Corral", version=__version__, lifespan=None if runner is None else runner.running
+        title="Corral", version=__version__, lifespan=None if executor is None else executor.running
     )
     if open_requests is None:
         open_requests = OpenRequests(access.max_requests)
@@ -105,7 +105,7 @@ def build_api(
     app.state.sse_ping_interval_s = sse_ping_interval_s
     app.state.versions = versions
     app.state.runs = runs or Runs(models, Store(Bounds()), open_requests)
-    app.state.batches, app.state.takes_batches = Service(books, runner), batches is not None
+    app.state.batches, app.state.takes_batches = BatchService(store, executor), batches is not None
     app.state.broadcaster = Broadcaster(models)
     errors.install(app)
     _add_middleware(app, access, accounts, open_requests)
@@ -115,7 +115,7 @@ def build_api(
 
 
 def _add_middleware(
-    app: FastAPI, access: Access, accounts: Accounts | None, open_requests: OpenRequests
+    app: FastAPI, access: Access, accounts: KeyAccounts | None, open_requests: OpenRequests
 ) -> None:
     """The last one added is the first one asked."""
     app.add_middleware(

@@ -22,7 +22,7 @@ Sink = Callable[[bytes], object]
 """Takes the next bytes of the file."""
 
 
-class Form:
+class UploadForm:
     """The fields of a form, piece by piece. Raises InvalidRequestError for what is no such form, and
     RequestTooLargeError for a file of more than `max_bytes`."""
 

@@ -16,7 +16,7 @@ _PATIENT = 0.25
 """In so much of it, the first, it is in none: its first answers come late, and all together."""
 
 
-class Pace:
+class BatchPace:
     """Of one batch, by one who works on it. Times are seconds of one clock.
 
     The best pace counts, and not the average: a batch that gets nothing done by day may be done by night.

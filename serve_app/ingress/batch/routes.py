@@ -21,8 +21,7 @@ from serve_app.errors import (
     SlowRequestError,
 )
 from serve_app.ingress.batch import preparation
-from serve_app.ingress.batch.books import Books
-from serve_app.ingress.batch.multipart import Form
+from serve_app.ingress.batch.multipart import UploadForm
 from serve_app.ingress.batch.objects import (
     BatchList,
     BatchObject,
@@ -32,7 +31,8 @@ from serve_app.ingress.batch.objects import (
     FileObject,
     paged,
 )
-from serve_app.ingress.batch.service import MOST_UPLOADS, Service
+from serve_app.ingress.batch.service import MOST_UPLOADS, BatchService
+from serve_app.ingress.batch.store import BatchStore
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import prepared
 from serve_app.ingress.http.limits.bodies import streamed, unread
@@ -44,12 +44,12 @@ _EXPIRES_S = 3600, 2_592_000
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
-async def _service(request: Request) -> Service:
-    service: Service = request.app.state.batches
+async def _service(request: Request) -> BatchService:
+    service: BatchService = request.app.state.batches
     return service
 
 
-ServiceArgument = Annotated[Service, Depends(_service)]
+ServiceArgument = Annotated[BatchService, Depends(_service)]
 ROUTER = APIRouter()
 
 
@@ -63,15 +63,15 @@ def _owner() -> str:
 @streamed
 async def create_file(request: Request, service: ServiceArgument) -> FileObject:
     """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
-    books, owner = service.books, _owner()
+    store, owner = service.store, _owner()
     if service.uploads.locked():
         raise RateLimitError(f"{MOST_UPLOADS} files are being uploaded here.", 1)
     async with service.uploads:
-        await asyncio.to_thread(books.check_room, owner)
-        arriving = books.folder / f"arriving-{uuid.uuid4().hex}"
+        await asyncio.to_thread(store.check_room, owner)
+        arriving = store.folder / f"arriving-{uuid.uuid4().hex}"
         try:
-            form = await _received(request, arriving, books.limits.max_file_bytes)
-            return await asyncio.to_thread(_taken, books, owner, arriving, form)
+            form = await _received(request, arriving, store.limits.max_file_bytes)
+            return await asyncio.to_thread(_taken, store, owner, arriving, form)
         finally:
             arriving.unlink(missing_ok=True)
 
@@ -87,7 +87,7 @@ async def list_files(
     """Your files, the newest first."""
     newest_first = order == "desc"
     found = await asyncio.to_thread(
-        service.books.files, _owner(), purpose, limit, after, newest_first=newest_first
+        service.store.files, _owner(), purpose, limit, after, newest_first=newest_first
     )
     return paged(FileList, found, limit)  # type: ignore[no-any-return]
 
@@ -95,24 +95,24 @@ async def list_files(
 @ROUTER.get("/v1/files/{file_id}")
 async def get_file(service: ServiceArgument, file_id: str) -> FileObject:
     """One file."""
-    return await asyncio.to_thread(service.books.file, _owner(), file_id)
+    return await asyncio.to_thread(service.store.file, _owner(), file_id)
 
 
 @ROUTER.get("/v1/files/{file_id}/content", response_model=None)
 async def get_file_content(service: ServiceArgument, file_id: str) -> Response:
     """The content of a file."""
-    books = service.books
-    found = await asyncio.to_thread(books.file, _owner(), file_id)
+    store = service.store
+    found = await asyncio.to_thread(store.file, _owner(), file_id)
     headers = {"content-length": str(found.bytes)}
     return StreamingResponse(
-        _contents(books.path(file_id)), media_type="application/octet-stream", headers=headers
+        _contents(store.path(file_id)), media_type="application/octet-stream", headers=headers
     )
 
 
 @ROUTER.delete("/v1/files/{file_id}")
 async def delete_file(service: ServiceArgument, file_id: str) -> DeletedFile:
     """Delete a file that no running batch needs."""
-    await asyncio.to_thread(service.books.delete_file, _owner(), file_id)
+    await asyncio.to_thread(service.store.delete_file, _owner(), file_id)
     return DeletedFile(id=file_id)
 
 
@@ -121,8 +121,8 @@ async def create_batch(
     service: ServiceArgument, body: Annotated[BatchRequest, prepared(preparation.batch)]
 ) -> BatchObject:
     """Have a file's requests answered, behind everybody else's."""
-    books = service.books
-    batch = await asyncio.to_thread(books.add_batch, _owner(), body)
+    store = service.store
+    batch = await asyncio.to_thread(store.add_batch, _owner(), body)
     service.wake()
     return batch
 
@@ -132,29 +132,29 @@ async def list_batches(
     service: ServiceArgument, limit: Limit = 20, after: str | None = None
 ) -> BatchList:
     """Your batches, the newest first."""
-    found = await asyncio.to_thread(service.books.batches, _owner(), limit, after)
+    found = await asyncio.to_thread(service.store.batches, _owner(), limit, after)
     return paged(BatchList, found, limit)  # type: ignore[no-any-return]
 
 
 @ROUTER.get("/v1/batches/{batch_id}")
 async def get_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
     """One batch, and how far it is."""
-    return await asyncio.to_thread(service.books.batch, _owner(), batch_id)
+    return await asyncio.to_thread(service.store.batch, _owner(), batch_id)
 
 
 @ROUTER.post("/v1/batches/{batch_id}/cancel")
 @unread
 async def cancel_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
     """Have a batch end soon; what has been answered by then is kept."""
-    batch = await asyncio.to_thread(service.books.cancel, _owner(), batch_id)
+    batch = await asyncio.to_thread(service.store.cancel, _owner(), batch_id)
     service.wake()
     return batch
 
 
-async def _received(request: Request, arriving: Path, max_bytes: int) -> Form:
+async def _received(request: Request, arriving: Path, max_bytes: int) -> UploadForm:
     """The form, whose file is on the disk. Raises CorralError."""
     buffer = bytearray()
-    form = Form(request.headers.get("content-type", ""), buffer.extend, max_bytes)
+    form = UploadForm(request.headers.get("content-type", ""), buffer.extend, max_bytes)
     pieces = aiter(request.stream())
     file = await asyncio.to_thread(arriving.open, "wb")
     try:
@@ -174,7 +174,7 @@ async def _received(request: Request, arriving: Path, max_bytes: int) -> Form:
     return form
 
 
-async def _progress(form: Form, pieces: AsyncIterator[bytes]) -> None:
+async def _progress(form: UploadForm, pieces: AsyncIterator[bytes]) -> None:
     """As many bytes as must come, or as a write is worth, or the end."""
     n_bytes = 0
     async with asyncio.timeout(_PROGRESS_S):
@@ -184,7 +184,7 @@ async def _progress(form: Form, pieces: AsyncIterator[bytes]) -> None:
             form.feed(piece)
 
 
-def _taken(books: Books, owner: str, arriving: Path, form: Form) -> FileObject:
+def _taken(store: BatchStore, owner: str, arriving: Path, form: UploadForm) -> FileObject:
     if form.filename is None:
         raise InvalidRequestError("Field required: the form has no file.", "file")
     if form.fields.get("purpose") != "batch":
@@ -196,7 +196,7 @@ def _taken(books: Books, owner: str, arriving: Path, form: Form) -> FileObject:
             f"`expires_after[seconds]` must be {least} to {most}.", "expires_after"
         )
     expires_s = None if given is None else float(given)
-    return books.add_file(owner, arriving, form.filename, "batch", expires_s)
+    return store.add_file(owner, arriving, form.filename, "batch", expires_s)
 
 
 async def _contents(path: Path) -> AsyncIterator[bytes]:

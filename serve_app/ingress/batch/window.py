@@ -16,7 +16,7 @@ _PAUSE_S = 0.5
 """It shrinks once in so long: what is refused together was asked together."""
 
 
-class Window:
+class LineWindow:
     """For one event loop, and one model or all of them."""
 
     def __init__(self, most: int) -> None:

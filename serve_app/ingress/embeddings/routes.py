@@ -85,7 +85,7 @@ async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Ve
     may not, and what the engine does."""
     caller = request_context.current()
     caller.admit(texts)
-    vectors = await model.engine.embed(texts, caller.client(user), background=caller.yields)
+    vectors = await model.engine.embed(texts, caller.client(user), background=caller.is_background)
     caller.computed()
     return vectors
 

@@ -49,7 +49,7 @@ def requests(answer_id: str, wanted: Generation) -> list[GenerationRequest]:
             slot_id=wanted.id_slot,
             return_progress=wanted.return_progress or wanted.timings_per_token,
             cache_group=caller.cache_group(wanted.cache_salt),
-            background=caller.yields,
+            background=caller.is_background,
             told_together=not wanted.stream,
             adapters=wanted.adapters,
             media=wanted.media,

@@ -174,7 +174,7 @@ class Account:
         self._filled = now
 
 
-class Accounts:
+class KeyAccounts:
     """The accounts of a key file, which is read again when it has changed. Only in one event loop.
 
     Raises ConfigError if the file cannot be read or is none; when that happens later, the keys stay what

@@ -25,7 +25,7 @@ from serve_app.errors import (
 )
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.addresses import network_of
-from serve_app.ingress.http.api_keys import RETRY_S, Accounts
+from serve_app.ingress.http.api_keys import RETRY_S, KeyAccounts
 from serve_app.ingress.http.limits.bodies import (
     BodyLimits,
     BodyReader,
@@ -45,7 +45,7 @@ HOLD_S = RETRY_S
 meanwhile."""
 MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
 """Requests that are held up so at once. Those with larger bodies wait nowhere: bodies come all the same."""
-IN_BACKGROUND = "corral.background"
+BATCH_LINE = "corral.batch_line"
 """In the scope of a batch's line, which this process asks: its Caller. Clients cannot write there."""
 IGNORED = "x-corral-ignored"
 """The header of answers that names the request's fields which Corral does not support."""
@@ -82,9 +82,9 @@ class Access:
     picture_hosts: tuple[str, ...] = ()
     """See Fetcher; with none, nothing is fetched."""
 
-    def accounts(self) -> Accounts | None:
+    def accounts(self) -> KeyAccounts | None:
         """Those who have keys. Raises ConfigError for a key file that cannot be used."""
-        return None if self.api_key_file is None else Accounts(self.api_key_file)
+        return None if self.api_key_file is None else KeyAccounts(self.api_key_file)
 
     @property
     def network(self) -> NetworkPolicy:
@@ -109,7 +109,7 @@ class AccessMiddleware:
         app: ASGIApp,
         access: Access,
         open_requests: OpenRequests,
-        accounts: Accounts | None = None,
+        accounts: KeyAccounts | None = None,
     ) -> None:
         """`accounts` are those of `access`, or made of it. Raises ConfigError for a key file that cannot be
         used."""
@@ -128,7 +128,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (line := scope.get(IN_BACKGROUND)) is not None:
+        if (line := scope.get(BATCH_LINE)) is not None:
             request_context.enter(line)
             await self._app(scope, receive, send)
             return

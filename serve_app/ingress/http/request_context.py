@@ -30,9 +30,9 @@ class Caller:
     """Where it comes from: an IPv4 address, or a network of IPv6 ones."""
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
-    background: bool = False
+    is_batch_line: bool = False
     """Whether this is a line of a batch: what it uses is not held against the key's other requests."""
-    rises: bool = False
+    is_promoted: bool = False
     """Whether it is one whose time runs out: it takes part with all others, as one more client."""
     ignored: list[str] = field(default_factory=list)
     """Fields of its body that Corral does not have: see request_model."""
@@ -44,12 +44,12 @@ class Caller:
     def client(self, user: str | None) -> str:
         """Among whom slots are shared: API keys, or, without, users; and batches whose time runs out."""
         name = (user or "") if self.account is None else self.account.key.name
-        return account(name, background=self.rises)
+        return account(name, background=self.is_promoted)
 
     @property
-    def yields(self) -> bool:
+    def is_background(self) -> bool:
         """Whether all others go first."""
-        return self.background and not self.rises
+        return self.is_batch_line and not self.is_promoted
 
     def cache_group(self, salt: str | None) -> str:
         """Among whom cached prefixes are shared: keys of one group, or, without keys, all; of them, those
@@ -65,7 +65,7 @@ class Caller:
         """The client that scarce things of the ingress are counted for: API keys, or, without,
         addresses."""
         name = self.address if self.account is None else self.account.key.name
-        return account(name, background=self.background)
+        return account(name, background=self.is_batch_line)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class Caller:
         self._run(n_answers - self._n_running)
 
     def _run(self, n: int) -> None:
-        if self.account is not None and n > 0 and not self.background:
+        if self.account is not None and n > 0 and not self.is_batch_line:
             self.account.enter(n, besides=self._n_running)
             self._n_running += n
             self._is_running = True
@@ -104,7 +104,7 @@ class Caller:
         if self.account is None:
             return
         n_prompt = sum(map(len, prompts))
-        if self.background:
+        if self.is_batch_line:
             self.account.check_prompt(n_prompt)
         else:
             self.account.admit(n_prompt)
@@ -112,7 +112,7 @@ class Caller:
 
     def charge(self, n_tokens: int) -> None:
         """Charge an answer's tokens."""
-        if self.account is not None and not self.background:
+        if self.account is not None and not self.is_batch_line:
             self.account.charge(n_tokens)
 
     def computed(self) -> None:
@@ -131,7 +131,7 @@ class Caller:
 
     def refused(self) -> None:
         """There was no room for the request."""
-        if self.account is not None and not self.background:
+        if self.account is not None and not self.is_batch_line:
             self.account.refused()
 
     def check_operator(self, what: str) -> None:

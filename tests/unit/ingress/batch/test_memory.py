@@ -12,7 +12,7 @@ MOST_MORE_MIB = 8
 WORK = """
 import json, re, sys
 from pathlib import Path
-from serve_app.ingress.batch.run import Answer, Run, line_of
+from serve_app.ingress.batch.journal import LineResult, BatchJournal, line_of
 
 folder, n_lines = Path(sys.argv[1]), int(sys.argv[2])
 body = {"prompt": "x" * 200, "max_tokens": 8}
@@ -20,11 +20,11 @@ with (folder / "in.jsonl").open("w") as file:
     for n in range(n_lines):
         line = {"custom_id": f"q{n}", "method": "POST", "url": "/v1/completions", "body": body}
         file.write(json.dumps(line) + "\\n")
-run = Run(folder, "batch", folder / "in.jsonl", "/v1/completions")
+run = BatchJournal(folder, "batch", folder / "in.jsonl", "/v1/completions")
 assert run.read(n_lines) == []
 last = None
 while page := run.unanswered(64, last):
-    run.write([Answer(one.n, True, line_of(one.custom_id, {"text": "y" * 200})) for one in page])
+    run.write([LineResult(one.n, True, line_of(one.custom_id, {"text": "y" * 200})) for one in page])
     last = page[-1]
 assert run.counts() == (n_lines, n_lines, 0)
 made = run.export()

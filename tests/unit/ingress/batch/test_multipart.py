@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.errors import InvalidRequestError, RequestTooLargeError
-from serve_app.ingress.batch.multipart import Form
+from serve_app.ingress.batch.multipart import UploadForm
 
 KIND = 'multipart/form-data; boundary="xx"'
 
 
-def read(body: bytes, *cuts: int, kind: str = KIND, max_bytes: int = 10_000) -> tuple[Form, bytes]:
+def read(
+    body: bytes, *cuts: int, kind: str = KIND, max_bytes: int = 10_000
+) -> tuple[UploadForm, bytes]:
     sunk = bytearray()
-    form = Form(kind, sunk.extend, max_bytes)
+    form = UploadForm(kind, sunk.extend, max_bytes)
     edges = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
     for start, end in pairwise(edges):
         form.feed(body[start:end])
@@ -67,7 +69,7 @@ def test_what_clients_send() -> None:
 )
 def test_other_kinds_are_refused(kind: str) -> None:
     with pytest.raises(InvalidRequestError):
-        Form(kind, lambda _: None, 1)
+        UploadForm(kind, lambda _: None, 1)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from serve_app.ingress.batch.window import FIRST, Window
+from serve_app.ingress.batch.window import FIRST, LineWindow
 
 
-async def answered(window: Window, n: int, *, refused: bool = False) -> None:
+async def answered(window: LineWindow, n: int, *, refused: bool = False) -> None:
     for _ in range(n):
         await window.enter()
         await window.leave(refused=refused)
 
 
 async def test_it_doubles_with_each_round_until_one_is_refused() -> None:
-    window = Window(256)
+    window = LineWindow(256)
     await answered(window, int(FIRST))
     assert window.size == 2 * FIRST
     await answered(window, window.size)
@@ -20,7 +20,7 @@ async def test_it_doubles_with_each_round_until_one_is_refused() -> None:
 
 
 async def test_from_then_on_it_grows_by_one_a_round() -> None:
-    window = Window(256)
+    window = LineWindow(256)
     await answered(window, 32)
     assert window.size == 40
     await answered(window, 5, refused=True)
@@ -30,6 +30,6 @@ async def test_from_then_on_it_grows_by_one_a_round() -> None:
 
 
 async def test_it_keeps_to_the_most() -> None:
-    window = Window(10)
+    window = LineWindow(10)
     await answered(window, 100)
     assert window.size == 10

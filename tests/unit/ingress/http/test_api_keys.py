@@ -16,7 +16,7 @@ from serve_app.errors import (
     NoRoomError,
     RateLimitError,
 )
-from serve_app.ingress.http.api_keys import FORGIVEN_S, RETRY_S, Account, Accounts, ApiKey
+from serve_app.ingress.http.api_keys import FORGIVEN_S, RETRY_S, Account, ApiKey, KeyAccounts
 from serve_app.ingress.http.request_context import Caller
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
@@ -42,7 +42,7 @@ def account(clock: Clock | None = None, **limits: int) -> Account:
 
 def test_keys_are_told_apart(tmp_path: Path) -> None:
     path = write(tmp_path / "keys", {"name": "ana", "key": ANA}, {"name": "ben", "key": BEN})
-    accounts = Accounts(path)
+    accounts = KeyAccounts(path)
     assert accounts.find(ANA).key.name == "ana"
     assert accounts.find(BEN).key.name == "ben"
 
@@ -50,12 +50,12 @@ def test_keys_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("secret", [None, "", "ana", ANA + "x", ANA.upper(), "\xe4\u20ac"])
 def test_other_keys_are_not_valid(tmp_path: Path, secret: str | None) -> None:
     with pytest.raises(AuthenticationError):
-        Accounts(write(tmp_path / "keys", {"name": "ana", "key": ANA})).find(secret)
+        KeyAccounts(write(tmp_path / "keys", {"name": "ana", "key": ANA})).find(secret)
 
 
 def test_a_changed_file_is_read_again_and_what_was_used_stays(tmp_path: Path) -> None:
     path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
-    accounts = Accounts(path)
+    accounts = KeyAccounts(path)
     before = accounts.find(ANA)
     entry = {"name": "ana", "key": BEN, "max_prompt_tokens": 5}
     write(path, entry)
@@ -71,7 +71,7 @@ def test_a_file_that_is_broken_later_changes_nothing(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
-    accounts = Accounts(path)
+    accounts = KeyAccounts(path)
     if content is None:
         path.unlink()
     else:
@@ -100,7 +100,7 @@ def test_a_file_that_is_wrong_stops_the_start_and_shows_no_key(
     path = tmp_path / "keys"
     path.write_text(content)
     with pytest.raises(ConfigError) as refused:
-        Accounts(path)
+        KeyAccounts(path)
     assert fault in refused.value.message
     assert ANA not in refused.value.message
     assert "short" not in refused.value.message.replace("shorter", "")
@@ -108,7 +108,7 @@ def test_a_file_that_is_wrong_stops_the_start_and_shows_no_key(
 
 def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        Accounts(tmp_path / "keys")
+        KeyAccounts(tmp_path / "keys")
 
 
 def test_requests_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The books: which files and batches there are, whose they are, and which ingress works on a batch.
+"""The store of files and batches: which there are, whose they are, and which ingress works on a batch.
 
 SQLite, in a folder that all ingresses see. Its transactions and its journal are what "nothing is lost, and
 nothing is written twice" needs, a process that is killed leaves nothing to be cleaned up, and nobody has to
@@ -51,7 +51,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """Of one key, and of one file."""
 
     max_file_bytes: int = 200 << 20
@@ -65,8 +65,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch, as its runner knows it."""
+class ClaimedBatch:
+    """A batch, as its executor knows it."""
 
     id: str
     owner: str
@@ -77,17 +77,20 @@ class Batch:
     keep_s: float | None
 
 
-class Books:
-    """The books in a folder. Any thread of any process; each call is a transaction.
+class BatchStore:
+    """The store in a folder. Any thread of any process; each call is a transaction.
 
     Files' contents lie in `files`; what a batch that runs has been answered, in `runs`.
     """
 
     def __init__(
-        self, folder: Path, limits: Limits | None = None, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        limits: BatchLimits | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Makes the folder, private to this user, if it is not there. Raises OSError."""
-        self.limits = limits or Limits()
+        self.limits = limits or BatchLimits()
         self.folder = folder
         self._clock = clock
         for made in (folder, folder / "files", folder / "runs"):
@@ -98,7 +101,7 @@ class Books:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self.folder / "books.sqlite", _BUSY_S, isolation_level=None)
+        db = sqlite3.connect(self.folder / "batches.sqlite", _BUSY_S, isolation_level=None)
         db.row_factory = sqlite3.Row
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -114,7 +117,7 @@ class Books:
     # -- files ------------------------------------------------------------------------------------
 
     def path(self, file_id: str) -> Path:
-        """Where a file's contents are, whose id is in the books."""
+        """Where a file's contents are, whose id is in the store."""
         return self.folder / "files" / file_id
 
     def check_room(self, owner: str) -> None:
@@ -244,7 +247,7 @@ class Books:
 
     # -- for those who work on them ---------------------------------------------------------------
 
-    def claim(self, holder: str, lease_s: float, most: int) -> list[Batch]:
+    def claim(self, holder: str, lease_s: float, most: int) -> list[ClaimedBatch]:
         """Up to `most` batches, the oldest first, that nobody works on: they are the holder's for so many
         seconds, and as long as it renews them."""
         now = self._clock()
@@ -381,9 +384,9 @@ def _move(db: sqlite3.Connection, batch_id: str, status: str, now: float) -> Non
     )
 
 
-def _claimed(row: sqlite3.Row) -> Batch:
+def _claimed(row: sqlite3.Row) -> ClaimedBatch:
     names = ("id", "owner", "endpoint", "input_file_id", "status", "deadline", "keep_s")
-    return Batch(*(row[name] for name in names))
+    return ClaimedBatch(*(row[name] for name in names))
 
 
 def _file(row: sqlite3.Row) -> FileObject:

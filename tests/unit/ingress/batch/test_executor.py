@@ -1,4 +1,4 @@
-"""Files and batches over HTTP, by a scripted engine and real books."""
+"""Files and batches over HTTP, by a scripted engine and a real store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastapi import FastAPI
 
 from serve_app.errors import DecodeError, QueueFullError
 from serve_app.ingress.api import build_api
-from serve_app.ingress.batch import runner as runners
-from serve_app.ingress.batch import work
-from serve_app.ingress.batch.books import Books, Limits
+from serve_app.ingress.batch import execution
+from serve_app.ingress.batch import executor as executors
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.batch.service import BatchOptions
+from serve_app.ingress.batch.store import BatchLimits, BatchStore
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import Accepted, GenerationRequest, TokenDelta, account
@@ -76,12 +76,12 @@ class CountingEngine(ScriptedEngine):
 class Server:
     """The API with a folder, and as many processes that work by it as a test likes."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None, **access: Any) -> None:
+    def __init__(self, folder: Path, limits: BatchLimits | None = None, **access: Any) -> None:
         self.folder = folder
         self.engine = CountingEngine()
         model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=self.engine)  # type: ignore[arg-type]
         self.models = {"m": model}
-        self.options = BatchOptions(folder / "batches", limits or Limits(), 16, lease_s=1.0)
+        self.options = BatchOptions(folder / "batches", limits or BatchLimits(), 16, lease_s=1.0)
         self.access = Access(**access)
 
     def api(self) -> FastAPI:
@@ -105,9 +105,9 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(runners, "_LOOK_S", 0.05)
-    monkeypatch.setattr(runners, "_MOST_PAUSE_S", 0.05)
-    monkeypatch.setattr(work, "_RENEW_S", 0.1)
+    monkeypatch.setattr(executors, "_LOOK_S", 0.05)
+    monkeypatch.setattr(executors, "_MOST_PAUSE_S", 0.05)
+    monkeypatch.setattr(execution, "_RENEW_S", 0.1)
     return Server(tmp_path)
 
 
@@ -219,7 +219,7 @@ async def test_a_full_server_is_asked_again(server: Server) -> None:
 async def test_a_wrong_file(
     tmp_path: Path, lines: Sequence[object] | bytes, code: str, number: int | None
 ) -> None:
-    server = Server(tmp_path, Limits(max_lines=3))
+    server = Server(tmp_path, BatchLimits(max_lines=3))
     async with server.process() as client:
         batch = await ended(client, await begin(client, lines))
         assert batch.status == "failed"
@@ -251,7 +251,7 @@ async def test_lines_rise_before_their_window_runs_out(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others keep the engine busy, so that what yields gets nothing done."""
-    monkeypatch.setattr(runners, "_RISE_S", 0.05)
+    monkeypatch.setattr(executors, "_RISE_S", 0.05)
     server.engine.held.clear()
     async with server.process() as client:
         batch_id = await begin(client, [line(f"q{i}") for i in range(30)], completion_window="8s")
@@ -282,18 +282,18 @@ async def test_another_process_goes_on_and_computes_only_what_was_not_written(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is gone as if it was killed: it releases nothing."""
-    monkeypatch.setattr(Books, "release", lambda *_: None)
+    monkeypatch.setattr(BatchStore, "release", lambda *_: None)
     names = [f"q{i}" for i in range(60)]
     async with server.process() as client:
         server.engine.held.clear()
         batch_id = await begin(client, [line(name, body(name)) for name in names])
         await until(lambda: server.engine.n_running == 8)
         server.engine.held.set()
-        books = Books(server.options.folder)
-        await until(lambda: books.batch("", batch_id).request_counts.completed > 8)
+        store = BatchStore(server.options.folder)
+        await until(lambda: store.batch("", batch_id).request_counts.completed > 8)
         server.engine.held.clear()
     server.engine.held.set()
-    n_before = books.batch("", batch_id).request_counts.completed
+    n_before = store.batch("", batch_id).request_counts.completed
     assert 0 < n_before <= 60
     async with server.process() as client:
         batch = await ended(client, batch_id)
@@ -371,9 +371,9 @@ async def test_a_key_that_is_gone(tmp_path: Path) -> None:
         batch_id = await begin(client, [line("q")])
     file.write_text(KEYS.replace("name: a", "name: z"))
     async with server.process("b" * 20):
-        books = Books(server.options.folder)
-        await until(lambda: books.batch("a", batch_id).status == "completed")
-    assert books.batch("a", batch_id).request_counts.failed == 1
+        store = BatchStore(server.options.folder)
+        await until(lambda: store.batch("a", batch_id).status == "completed")
+    assert store.batch("a", batch_id).request_counts.failed == 1
     assert server.engine.seen == []
 
 
@@ -398,7 +398,7 @@ async def test_files(server: Server) -> None:
 
 
 async def test_a_key_has_only_so_much(tmp_path: Path) -> None:
-    limits = Limits(max_file_bytes=1000, max_files=2, max_bytes=1500, max_batches=1)
+    limits = BatchLimits(max_file_bytes=1000, max_files=2, max_bytes=1500, max_batches=1)
     server = Server(tmp_path, limits)
     async with server.client(server.api()) as client:
         with pytest.raises(openai.APIStatusError) as large:
@@ -417,14 +417,14 @@ async def test_a_key_has_only_so_much(tmp_path: Path) -> None:
 
 async def test_files_that_expire(server: Server) -> None:
     now = 0.0
-    books = Books(server.folder / "own", clock=lambda: now)
+    store = BatchStore(server.folder / "own", clock=lambda: now)
     arrived = server.folder / "arrived"
     arrived.write_bytes(b"x")
-    file = books.add_file("", arrived, "a", "batch", expires_s=3600)
-    assert books.delete_expired() == 0
+    file = store.add_file("", arrived, "a", "batch", expires_s=3600)
+    assert store.delete_expired() == 0
     now = 3601.0
-    assert books.delete_expired() == 1
-    assert not books.path(file.id).exists()
+    assert store.delete_expired() == 1
+    assert not store.path(file.id).exists()
 
 
 async def test_without_a_folder() -> None:
@@ -437,22 +437,22 @@ async def test_without_a_folder() -> None:
 
 def test_a_lease_is_one_holders(tmp_path: Path) -> None:
     now = 0.0
-    books = Books(tmp_path, clock=lambda: now)
+    store = BatchStore(tmp_path, clock=lambda: now)
     arrived = tmp_path / "arrived"
     arrived.write_bytes(b"x")
-    file = books.add_file("", arrived, "a", "batch")
+    file = store.add_file("", arrived, "a", "batch")
     asked = BatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="2d")
-    batch = books.add_batch("", asked)
+    batch = store.add_batch("", asked)
     assert batch.expires_at == 2 * 86400
     now = 1.0
-    assert [one.id for one in books.claim("x", 10, 4)] == [batch.id]
-    assert books.claim("y", 10, 4) == []
+    assert [one.id for one in store.claim("x", 10, 4)] == [batch.id]
+    assert store.claim("y", 10, 4) == []
     now = 9.0
-    assert books.renew("x", batch.id, 10) == "validating"
+    assert store.renew("x", batch.id, 10) == "validating"
     now = 18.0
-    assert books.claim("y", 10, 4) == []
+    assert store.claim("y", 10, 4) == []
     now = 20.0
-    assert [one.id for one in books.claim("y", 10, 4)] == [batch.id]
-    assert books.renew("x", batch.id, 10) is None, "it is another's"
-    books.release("x", batch.id)
-    assert books.renew("y", batch.id, 10) == "validating"
+    assert [one.id for one in store.claim("y", 10, 4)] == [batch.id]
+    assert store.renew("x", batch.id, 10) is None, "it is another's"
+    store.release("x", batch.id)
+    assert store.renew("y", batch.id, 10) == "validating"

@@ -37,7 +37,7 @@ _SCHEMA = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """One request of the input file."""
 
     n: int
@@ -47,7 +47,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineResult:
     """The answer to one line, as a line of the output file, or of the one with errors."""
 
     n: int
@@ -55,7 +55,7 @@ class Answer:
     line: bytes
 
 
-class Run:
+class BatchJournal:
     """The lines of one batch, and what was answered. One thread at a time.
 
     An answer is written once, whoever brings it: the first one stays."""
@@ -136,7 +136,7 @@ class Run:
                     yield n, start, line
                 start += len(line)
 
-    def unanswered(self, most: int, after: Line | None = None) -> list[Line]:
+    def unanswered(self, most: int, after: BatchLine | None = None) -> list[BatchLine]:
         """The next so many lines without an answer, those that begin alike together."""
         where, values = "", []
         if after is not None:
@@ -150,7 +150,7 @@ class Run:
             (*values, most),
         ).fetchall()
         return [
-            Line(n, custom_id, self._body(os.pread(self._input, size, start)))
+            BatchLine(n, custom_id, self._body(os.pread(self._input, size, start)))
             for n, custom_id, start, size in rows
         ]
 
@@ -167,7 +167,7 @@ class Run:
         ).fetchone()
         return total, good, answered - good
 
-    def write(self, answers: list[Answer]) -> None:
+    def write(self, answers: list[LineResult]) -> None:
         """All of them are on the disk when this returns."""
         self._db.execute("BEGIN IMMEDIATE")
         self._db.executemany(
@@ -190,7 +190,7 @@ class Run:
             "SELECT n, custom_id FROM lines WHERE n NOT IN (SELECT n FROM answers) LIMIT 1000"
         ).fetchall():
             error = {"code": code, "message": message}
-            self.write([Answer(n, False, line_of(name, None, error)) for n, name in lines])
+            self.write([LineResult(n, False, line_of(name, None, error)) for n, name in lines])
 
     def export(self) -> dict[str, Path]:
         """The answers as files, `output` and `error`, in the order of the lines; those that are empty are

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
 
-from serve_app.ingress.http.auth import IN_BACKGROUND
+from serve_app.ingress.http.auth import BATCH_LINE
 from serve_app.ingress.http.request_context import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LineResponse:
     """The answer."""
 
     status: int
@@ -19,7 +19,7 @@ class Told:
     retry_after_s: float | None
 
 
-async def ask(app: ASGIApp, path: str, body: bytes, caller: Caller) -> Told:
+async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> LineResponse:
     """POST this JSON for that caller. Cancelling it ends the request."""
     headers = [
         (b"content-type", b"application/json"),
@@ -40,7 +40,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, caller: Caller) -> Told:
         "client": None,
         "server": None,
         "state": {},
-        IN_BACKGROUND: caller,
+        BATCH_LINE: caller,
     }
     received = False
     status, pieces, retry_after_s = 500, list[bytes](), None
@@ -62,4 +62,4 @@ async def ask(app: ASGIApp, path: str, body: bytes, caller: Caller) -> Told:
             pieces.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return Told(status, b"".join(pieces), retry_after_s)
+    return LineResponse(status, b"".join(pieces), retry_after_s)
