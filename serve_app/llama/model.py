@@ -376,6 +376,25 @@ class Model:
         return tuple(text for text in texts if text)
 
     @functools.cached_property
+    def first_tokens(self) -> tuple[int, ...]:
+        """The token that begins each text, if the model wants one."""
+        begins = self.bos is not None and llama_cpp.llama_vocab_get_add_bos(self._vocab)
+        return (self.bos,) if begins and self.bos is not None else ()
+
+    def trimmed_beside(self, before: str, text: str, after: str) -> str:
+        """The text without the blanks that the control tokens beside it take, as llama.cpp cuts them;
+        empty texts stand for no token."""
+        if before and self._takes_blanks(before, llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP):
+            text = text.lstrip()
+        if after and self._takes_blanks(after, llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP):
+            text = text.rstrip()
+        return text
+
+    def _takes_blanks(self, control: str, side: int) -> bool:
+        (token,) = self.tokenize(control, add_special=False, parse_special=True)
+        return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & side)
+
+    @functools.cached_property
     def _shown(self) -> frozenset[int]:
         """Tokens whose text is shown although they may be control tokens."""
         template = self.chat_template or ""

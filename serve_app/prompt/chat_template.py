@@ -7,22 +7,27 @@ Source of the environment (trim_blocks, lstrip_blocks, loop controls, `generatio
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import jinja2.meta
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.prompt import output_parser, tool_calls
+from serve_app.prompt import output_parser, template_caps, tool_calls
+from serve_app.prompt.template_caps import TemplateCaps
+from serve_app.prompt.template_text import TemplateText, formatting
 
 # Far beyond any context: a request's body has 8 MiB, and a template may repeat some of it.
 _MOST_CHARS = 2**25
@@ -42,16 +47,17 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
         environment = _Environment(
+            optimized=False,  # constants that are folded would be no texts of the template's
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters |= {"tojson": _tojson, "join": _join, "safe": lambda text: text}
         environment.globals.update(
             raise_exception=_raise_exception,
             strftime_now=_strftime_now,
-            bos_token=bos,
-            eos_token=eos,
+            bos_token=TemplateText.own(bos),
+            eos_token=TemplateText.own(eos),
         )
         try:
             self._template = environment.from_string(source)
@@ -80,6 +86,11 @@ class ChatTemplate:
             return False
         return True
 
+    @functools.cached_property
+    def caps(self) -> TemplateCaps:
+        """The abilities of the template."""
+        return template_caps.probed(self.render, self.names)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -87,7 +98,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> TemplateText:
         """The prompt that asks for the assistant's next turn; the conversation alone if
         `add_generation_prompt` is false. `tools` are functions as OpenAI describes them; `extra` are more
         variables for the template, which else has `enable_thinking`.
@@ -101,7 +112,7 @@ class ChatTemplate:
                 f"chat_template_kwargs: {name!r} cannot be set by a request.",
                 "chat_template_kwargs",
             )
-        messages = [self.tool_format.message(message) for message in messages]
+        messages = [_with_own_role(self.tool_format.message(message)) for message in messages]
         given = {
             "messages": _Given(messages),
             "add_generation_prompt": add_generation_prompt,
@@ -126,10 +137,49 @@ class _Given(list[T]):
     """A list that a template may not change."""
 
 
+def _with_own_role(message: Message) -> Message:
+    """Roles are words of the API: templates make control tokens of them."""
+    return {**message, "role": TemplateText.own(message["role"])}
+
+
+class _OwnConstants(CodeGenerator):
+    """Writes each string constant of a template as its own text."""
+
+    def visit_Const(  # noqa: N802  # Jinja's name
+        self, node: nodes.Const, frame: Frame
+    ) -> None:
+        """Jinja calls this for constants in expressions."""
+        if isinstance(node.value, str):
+            self.write(f"environment.own({node.value!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_Concat(  # noqa: N802  # Jinja's name
+        self, node: nodes.Concat, frame: Frame
+    ) -> None:
+        """Jinja calls this for `~`."""
+        self.write("environment.concat((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.own({super()._output_const_repr(group)})"
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, which bounds `range`, and bounds what multiplies, too: a client chooses the numbers."""
 
+    code_generator_class = _OwnConstants
+    concat = staticmethod(TemplateText.joined)
+    own = staticmethod(TemplateText.own)
     intercepted_binops = frozenset(("*", "**"))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja asks this for `str.format`."""
+        write = super().wrap_str_format(value)
+        return write and formatting(write, value.__self__)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Jinja asks this. Templates make lists of their own, and may change them, as at llama-server."""
@@ -165,14 +215,26 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _joined(pieces: Iterable[str]) -> str:
+def _joined(pieces: Iterable[str]) -> TemplateText:
     made, n_chars = [], 0
     for piece in pieces:
         n_chars += len(piece)
         if n_chars > _MOST_CHARS:
             raise jinja2.TemplateError(f"the text has more than {_MOST_CHARS} characters")
         made.append(piece)
-    return "".join(made)
+    return TemplateText.joined(made)
+
+
+@jinja2.pass_environment
+def _join(
+    environment: jinja2.Environment,
+    values: Iterable[Any],
+    d: str = "",
+    attribute: str | int | None = None,
+) -> TemplateText:
+    if attribute is not None:
+        values = map(make_attrgetter(environment, attribute), values)
+    return TemplateText.joined(values, d)
 
 
 def _tojson(

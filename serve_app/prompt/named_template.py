@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve_app.llama import chat_templates
-from serve_app.prompt import tool_calls
+from serve_app.prompt import template_caps, tool_calls
 from serve_app.prompt.chat_template import Message
+from serve_app.prompt.template_caps import TemplateCaps
+from serve_app.prompt.template_text import TemplateText
 
 
 class NamedTemplate:
-    """See ChatTemplate. It reads roles and texts: no tools, no variables."""
+    """A template with the interface of ChatTemplate. It reads roles and texts: no tools, no variables."""
 
     tool_format = tool_calls.GENERIC
     thinks = False
@@ -20,6 +25,11 @@ class NamedTemplate:
     def __init__(self, name: str) -> None:
         self._name = name
 
+    @functools.cached_property
+    def caps(self) -> TemplateCaps:
+        """The abilities of the template."""
+        return template_caps.probed(self.render, self.names)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -27,7 +37,19 @@ class NamedTemplate:
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """See ChatTemplate."""
-        turns = [(str(message["role"]), str(message["content"])) for message in messages]
-        return chat_templates.apply(self._name, turns, add_generation_prompt=add_generation_prompt)
+    ) -> TemplateText:
+        """The prompt. Digits that no user foresees stand for the texts while llama.cpp renders, so that it
+        shows what the template wrote. Raises InvalidRequestError."""
+        secret = f"{secrets.randbelow(10**12):012}"
+        turns = [
+            (str(message["role"]), f"{secret}<{place}>" if message["content"] else "")
+            for place, message in enumerate(messages)
+        ]
+        rendered = chat_templates.apply(
+            self._name, turns, add_generation_prompt=add_generation_prompt
+        )
+        parts = re.split(rf"{secret}<(\d+)>", rendered)
+        return TemplateText.joined(
+            str(messages[int(part)]["content"]) if place % 2 else TemplateText.own(part)
+            for place, part in enumerate(parts)
+        )

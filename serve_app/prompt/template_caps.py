@@ -1,20 +1,29 @@
-"""A chat template's capabilities, in llama-server's words (`chat_template_caps`): found by trying.
+"""A chat template's abilities, found by rendering probes.
 
-Source: llama.cpp, common/jinja/caps.cpp.
+Source of those that llama-server reports as `chat_template_caps`: llama.cpp, common/jinja/caps.cpp.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 from serve_app.errors import InvalidRequestError
 
-Render = Callable[
-    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], Mapping[str, Any]], str
-]
-"""Messages, tools and more variables as a prompt. Raises InvalidRequestError."""
+
+class Render(Protocol):
+    """Messages, tools and more variables as a prompt. Raises InvalidRequestError."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str: ...
+
 
 _TEXT, _TOOL, _FIRST, _SECOND, _VALUE = "Wzqa", "wzqb", "wzqc", "wzqd", "wzqe"
 """Words that no template has."""
@@ -42,45 +51,144 @@ _KEEP = {
     "truncate_history_thinking": False,
     "drop_thinking": False,
 }
-
-
 _NOTHING: Mapping[str, Any] = {}
+_ROLES = {"s": "system", "u": "user", "a": "assistant"}
+_SHAPES = {
+    "system": ("su",),
+    "several_system": ("ssu",),
+    "late_system": ("uasu", "suasu"),
+    "repeated_user": ("uu", "uauu"),
+    "repeated_assistant": ("uaau",),
+    "assistant_first": ("au",),
+    "no_user": ("s",),
+}
+"""Fields of TemplateCaps, and the probes of each: the roles of their turns, by first letters."""
 
 
-def found(render: Render, names: frozenset[str]) -> dict[str, bool]:
-    """Of a template that reads variables of these names."""
+@dataclass(frozen=True, slots=True)
+class TemplateCaps:
+    """The shapes of conversations that a template takes: it renders them, with all texts in their order."""
 
-    def told(
+    string_content: bool = True
+    typed_content: bool = False
+    """Content as a list of parts."""
+    tools: bool = False
+    tool_calls: bool = False
+    parallel_calls: bool = False
+    """Several calls in one turn."""
+    object_arguments: bool = False
+    """Arguments of calls as an object."""
+    text_arguments: bool = True
+    """Arguments of calls as a text that need not be JSON."""
+    preserve_reasoning: bool = False
+    reasoning_effort: bool = False
+    system: bool = True
+    """A system message first."""
+    several_system: bool = True
+    """Several of them first."""
+    late_system: bool = True
+    """System messages behind other turns."""
+    repeated_user: bool = True
+    """Neighbours that are both the user's."""
+    repeated_assistant: bool = True
+    """Neighbours that are both the assistant's."""
+    assistant_first: bool = True
+    """An assistant's turn before all users' turns."""
+    no_user: bool = True
+    """Conversations without a user's turn."""
+    user_after_result: bool = True
+    """A user's turn right behind the result of a call."""
+
+    def strict(self) -> Self:
+        """The same abilities with the one shape that every template takes."""
+        kept = {"system": self.system, "user_after_result": False}
+        return replace(self, **dict.fromkeys(_SHAPES, False) | kept)
+
+    def takes_neighbours(self, role: str) -> bool:
+        """Whether two turns of this role may stand side by side."""
+        return self.repeated_user if role == "user" else self.repeated_assistant
+
+    def content(self, text: str) -> str | list[dict[str, str]]:
+        """A text in the form that the template reads."""
+        if self.typed_content and not self.string_content:
+            return [{"type": "text", "text": text}]
+        return text
+
+    def reported(self) -> dict[str, bool]:
+        """The abilities in llama-server's words."""
+        return {
+            "supports_string_content": self.string_content,
+            "supports_typed_content": self.typed_content,
+            "supports_tools": self.tools,
+            "supports_tool_calls": self.tool_calls,
+            "supports_parallel_tool_calls": self.parallel_calls,
+            "supports_system_role": self.system,
+            "supports_preserve_reasoning": self.preserve_reasoning,
+            "supports_reasoning_effort": self.reasoning_effort,
+            "supports_object_arguments": self.object_arguments,
+        }
+
+
+def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
+    """The abilities of a template that reads variables of these names."""
+
+    def prompt(
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] = _NOTHING,
     ) -> str:
         try:
-            return render(messages, tools, extra)
+            return render(messages, tools, extra=extra)
         except InvalidRequestError:
             return ""
 
-    parts = told([{"role": "user", "content": [{"type": "text", "text": _TEXT}]}])
-    one = told(_called({"arg": _VALUE}, _FIRST), _TOOLS)
-    takes_objects = _VALUE in one
+    parts = prompt([_ASKED | {"content": [{"type": "text", "text": _TEXT}]}])
+    content = TemplateCaps(
+        string_content=_TEXT in prompt([_ASKED | {"content": _TEXT}]),
+        # A list may be printed as Python or JSON have it.
+        typed_content=_TEXT in parts and not _KEY.search(parts),
+    )
+
+    def written(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        formed = [{**turn, "content": content.content(turn["content"])} for turn in messages]
+        return prompt(formed, **options)
+
+    def takes(shape: str) -> bool:
+        texts = [f"{_TEXT}{place}" for place in range(len(shape))]
+        turns = [
+            {"role": _ROLES[letter], "content": text}
+            for letter, text in zip(shape, texts, strict=True)
+        ]
+        return _in_order(written(turns), texts)
+
+    first = written(_called({"arg": _VALUE}, _FIRST), tools=_TOOLS)
+    takes_objects = _VALUE in first
     arguments = {"arg": _VALUE} if takes_objects else f'{{"arg": "{_VALUE}"}}'
-    one = one if takes_objects else told(_called(arguments, _FIRST), _TOOLS)
-    two = told(_called(arguments, _FIRST, _SECOND), _TOOLS)
+    first = first if takes_objects else written(_called(arguments, _FIRST), tools=_TOOLS)
+    second = written(_called(arguments, _FIRST, _SECOND), tools=_TOOLS)
+    then_asked = [*_called(arguments, _FIRST)[:3], _ASKED | {"content": _TEXT}]
     past = [_ASKED, _answered(_TEXT), _ASKED, _answered("Hm"), _ASKED]
-    return {
-        "supports_string_content": _TEXT in told([_ASKED | {"content": _TEXT}]),
-        # What is no text may be printed as Python or JSON have it.
-        "supports_typed_content": _TEXT in parts and not _KEY.search(parts),
-        "supports_tools": _TOOL in one or _TOOL in told([_ASKED], _TOOLS),
-        "supports_tool_calls": _FIRST in one,
-        "supports_parallel_tool_calls": _SECOND in two,
-        "supports_system_role": _TEXT in told([{"role": "system", "content": _TEXT}, _ASKED]),
-        "supports_preserve_reasoning": _TEXT in told(past, extra=_KEEP),
-        "supports_reasoning_effort": not names.isdisjoint(
-            ("reasoning_effort", "reasoning_strength")
-        ),
-        "supports_object_arguments": takes_objects,
-    }
+    return replace(
+        content,
+        tools=_TOOL in first or _TOOL in written([_ASKED], tools=_TOOLS),
+        tool_calls=_FIRST in first,
+        parallel_calls=_SECOND in second,
+        object_arguments=takes_objects,
+        text_arguments=_VALUE in written(_called(_VALUE, _FIRST), tools=_TOOLS),
+        user_after_result=_TEXT in written(then_asked, tools=_TOOLS),
+        preserve_reasoning=_TEXT in written(past, extra=_KEEP),
+        reasoning_effort=not names.isdisjoint(("reasoning_effort", "reasoning_strength")),
+        **{name: all(map(takes, shapes)) for name, shapes in _SHAPES.items()},
+    )
+
+
+def _in_order(prompt: str, texts: Sequence[str]) -> bool:
+    at = 0
+    for text in texts:
+        at = prompt.find(text, at)
+        if at < 0:
+            return False
+    return True
 
 
 def _called(arguments: object, *names: str) -> list[dict[str, Any]]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
 from serve_app.llama import chat_templates
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
-from serve_app.prompt import output_parser, template_caps
-from serve_app.prompt.chat_template import ChatTemplate, Message
-from serve_app.prompt.escaping import ControlTokenEscaper
+from serve_app.prompt import normaliser, output_parser
+from serve_app.prompt.chat_template import ChatTemplate
+from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.named_template import NamedTemplate
 from serve_app.prompt.output_parser import DELIMITERS, OutputParser
+from serve_app.prompt.template_caps import TemplateCaps
+from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.sampling import ReasoningBudget
 
@@ -25,7 +28,7 @@ _REASONING_TOKENS = 16
 # What llama-server puts before a file for models without a token for that.
 _SNIPPET = "\n\n--- snippet ---\n\n"
 # Where a reranking model's template has the texts.
-_PLACES = re.compile(r"\{query\}|\{document\}")
+_PLACES = re.compile(r"(\{query\}|\{document\})")
 
 
 # Source: llama.cpp, gguf-py/gguf/constants.py, `Keys.General.SAMPLING_*`.
@@ -53,7 +56,8 @@ class Tokenizer:
         self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
         self.pooling = self._model.pooling_with(pooling)
         """How the vectors of a text's tokens become an embedding, or a score."""
-        self._escaper = ControlTokenEscaper(self._model.control_texts)
+        longest_first = sorted(self._model.control_texts, key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.bos = self._special(self._model.bos)
         """The text of the token that begins a text; empty if there is none."""
         self.eos = self._special(self._model.eos)
@@ -73,17 +77,12 @@ class Tokenizer:
         """Find out now what is found out once, at the first text or chat. Processes that are forked from
         this one would each do it again: with a large vocabulary, it takes a tenth of a second."""
         self.least_tokens(0)
-        self._takes_system  # noqa: B018  # is cached
-        self.template_caps  # noqa: B018
+        self.template_caps  # noqa: B018  # is cached
 
-    @cached_property
-    def template_caps(self) -> Mapping[str, bool]:
-        """See `serve_app.prompt.template_caps`."""
-        template = self._template
-        return template_caps.found(
-            lambda messages, tools, extra: template.render(messages, tools, extra=extra),
-            template.names,
-        )
+    @property
+    def template_caps(self) -> TemplateCaps:
+        """The abilities of the chat template."""
+        return self._template.caps
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -175,10 +174,10 @@ class Tokenizer:
         template = self._model.rerank_template
         if template is None:
             return tuple(self._model.encode_pair(query, document))
-        escapes = self._escaper.begin()
-        told = {"{query}": escapes.escape(query), "{document}": escapes.escape(document)}
-        text = _PLACES.sub(lambda found: told[found[0]], template)
-        return self._encode_parts(escapes.split(text), add_special=False)
+        texts = {"{query}": query, "{document}": document}
+        parts = _PLACES.split(template)
+        own = [texts.get(part, TemplateText.own(part)) for part in parts]
+        return tuple(self._encode_rendered(TemplateText.joined(own)))
 
     def least_tokens(self, n_chars: int) -> int:
         """A text of so many characters has so many tokens at least."""
@@ -187,7 +186,14 @@ class Tokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a plain prompt, with BOS if the model wants it; control tokens written out
         in the text are recognised, as llama-server does."""
-        return tuple(self._model.tokenize(text, add_special=True, parse_special=True))
+        return (
+            *self._model.first_tokens,
+            *self._model.tokenize(text, add_special=False, parse_special=True),
+        )
+
+    def encode_for_embedding(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text that becomes an embedding, with those that the model wants around it."""
+        return self.tokenize(text, add_special=True, parse_special=True)
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> tuple[int, ...]:
         """The tokens of any text; see `serve_app.llama.model.Model.tokenize`."""
@@ -217,7 +223,7 @@ class Tokenizer:
             raise NotSupportedError("This model has no tokens for infill.", "suffix")
         prefix, suffix, middle = infill
         said = self._model.tokenize(prompt, add_special=False, parse_special=True)
-        bos = self._model.tokenize("", add_special=True, parse_special=False)
+        bos = self._model.first_tokens
         before_tokens, after_tokens = self._plain(before), self._plain(after)
         return (*bos, prefix, *before_tokens, *said, suffix, *after_tokens, middle)
 
@@ -236,81 +242,95 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        conversation: Conversation,
         tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
+        prefill: str = "",
+    ) -> TemplateText:
         """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`, to
-        the end of the last turn; if it shall not think, reasoning that the template begins is ended. Raises
-        InvalidRequestError if the chat template refuses the messages."""
-        describe = self.tool_format.describe
-        if describe is not None and (tools or any(map(_has_calls, messages))):
-            messages, tools = describe(messages, tools, takes_system=self._takes_system), ()
-        text = self._template.render(
-            messages, tools, add_generation_prompt=add_generation_prompt, extra=extra
-        )
+        the end of the last turn; if it shall not think, reasoning that the template begins is ended.
+        `prefill` is the beginning of the answer. Raises InvalidRequestError if the chat template takes the
+        messages in no shape, or leaves out a user's text."""
+        template = self._template_for(conversation, tools)
+        turns = normaliser.completed(conversation)
+        options = {"add_generation_prompt": add_generation_prompt, "extra": extra}
+        errors = []
+        for caps in dict.fromkeys((template.caps, template.caps.strict())):
+            try:
+                text = _rendered(template, turns, tools, caps, options)
+            except InvalidRequestError as error:
+                errors.append(error)
+                continue
+            lost = normaliser.left_out(turns, text)
+            if lost is None:
+                break
+            message = f"The model's chat template leaves out a message: {lost[:80]!r}"
+            errors.append(InvalidRequestError(message, "messages"))
+        else:
+            raise errors[0]
         if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
-            text = f"{text.rstrip()}\n\n{output_parser.REASONING_CLOSE}\n\n"
-        return text
+            text = text.rstrip() + TemplateText.own(f"\n\n{output_parser.REASONING_CLOSE}\n\n")
+        return text + prefill
 
-    @cached_property
-    def _takes_system(self) -> bool:
-        """Whether the chat template writes what the system says."""
-        said = "Be brief."
-        turns = [{"role": "system", "content": said}, {"role": "user", "content": "Hi"}]
-        try:
-            return said in self._template.render(turns)
-        except InvalidRequestError:
-            return False
+    def _template_for(
+        self, conversation: Conversation, tools: Sequence[Mapping[str, Any]]
+    ) -> ChatTemplate | NamedTemplate:
+        return self._template
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        conversation: Conversation,
         tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
-        places: re.Pattern[str] | None = None,
+        prefill: str = "",
     ) -> tuple[int, ...]:
         """The tokens of a chat as `render_chat` writes it. Only the template's own control tokens
-        become control tokens; those in messages, tools and `extra` stay text. A text that `places`
-        finds becomes a negative token: -1 less the number that is its group. Raises
-        InvalidRequestError like `render_chat`."""
-        escapes = self._escaper.begin()
-        if self._escaper.needed(messages, tools, extra):
-            messages, tools = escapes.escape(list(messages)), escapes.escape(list(tools))
-            # A variable's name is the template's word, and not a text.
-            extra = {name: escapes.escape(value) for name, value in (extra or {}).items()}
+        become control tokens; those in messages, tools, `extra` and `prefill` stay text. An attachment
+        becomes a negative token: -1 less its number in the conversation. Raises InvalidRequestError like
+        `render_chat`."""
+        marks = Marks()
+        if any(turn.attachments for turn in conversation):
+            conversation = [turn.marked(marks.next) for turn in conversation]
         text = self.render_chat(
-            messages, tools, extra, thinks, add_generation_prompt=add_generation_prompt
+            conversation,
+            tools,
+            extra,
+            thinks,
+            add_generation_prompt=add_generation_prompt,
+            prefill=prefill,
         )
-        wants_bos = not (self.bos and text.startswith(self.bos))
-        return self._encode_parts(escapes.split(text), add_special=wants_bos, places=places)
+        begins_itself = self.bos and text.startswith(self.bos)
+        begin = () if begins_itself else self._model.first_tokens
+        return (*begin, *self._encode_parts(text, marks))
 
-    def _encode_parts(
-        self,
-        parts: Iterable[tuple[str, bool]],
-        *,
-        add_special: bool,
-        places: re.Pattern[str] | None = None,
-    ) -> tuple[int, ...]:
-        """The tokens of texts, each of which was escaped or not."""
-        tokens: list[int] = []
-        for part, is_escaped in parts:
-            pieces = [part] if places is None else places.split(part)
-            for i, piece in enumerate(pieces):
-                first = add_special and not tokens
-                if i % 2:
-                    tokens += [*(self.encode("") if first else ()), -1 - int(piece)]
-                elif piece:
-                    tokens += self._model.tokenize(
-                        piece, add_special=first, parse_special=not is_escaped
-                    )
-        return tuple(tokens)
+    def _encode_parts(self, text: TemplateText, marks: Marks) -> Iterator[int]:
+        """The tokens of a rendered text, and negative ones in the places of marks."""
+        at = 0
+        for match in marks.pattern.finditer(text):
+            yield from self._encode_rendered(text[at : match.start()])
+            yield -1 - int(match[1])
+            at = match.end()
+        yield from self._encode_rendered(text[at:])
+
+    def _encode_rendered(self, text: TemplateText) -> Iterator[int]:
+        """The tokens of a rendered text: only the template's own control tokens are some."""
+        own = control_tokens(text, self._controls)
+        if own == [match.span() for match in self._controls.finditer(text)]:
+            yield from self._model.tokenize(text, add_special=False, parse_special=True)
+            return
+        at, after = 0, ""
+        for start, end in [*own, (len(text), len(text))]:
+            control = str.__str__(text[start:end])
+            plain = self._model.trimmed_beside(after, str.__str__(text[at:start]), control)
+            yield from self._plain(plain)
+            yield from self._model.tokenize(control, add_special=False, parse_special=True)
+            at, after = end, control
 
     def output_parser(
         self,
@@ -358,10 +378,8 @@ class Tokenizer:
         ConfigError if the chat template has no system prompts."""
         try:
             one, other = (
-                self.encode_chat(
-                    [{"role": "system", "content": text}, {"role": "user", "content": said}]
-                )
-                for said in ("a", "1")
+                self.encode_chat([Turn("system", (text,)), Turn("user", (question,))])
+                for question in ("a", "1")
             )
         except InvalidRequestError as error:
             raise ConfigError(f"engine.system_prompts: {error.message}") from error
@@ -372,8 +390,35 @@ class Tokenizer:
         return "" if token is None else self._model.detokenize([token], special=True)
 
 
-def _has_calls(message: Message) -> bool:
-    return message["role"] == "tool" or bool(message.get("tool_calls"))
+class Marks:
+    """Stands for the attachments of one chat in its text, through the template: digits, which no user
+    foresees."""
+
+    def __init__(self) -> None:
+        self._secret = f"{secrets.randbelow(10**12):012}"
+        self._n = 0
+        self.pattern = re.compile(rf"{self._secret}<(\d+)>")
+        """The pattern of marks; the group is the attachment's number."""
+
+    def next(self) -> str:
+        """The mark of the next attachment."""
+        self._n += 1
+        return f"{self._secret}<{self._n - 1}>"
+
+
+def _rendered(
+    template: ChatTemplate | NamedTemplate,
+    turns: list[Turn],
+    tools: Sequence[Mapping[str, Any]],
+    caps: TemplateCaps,
+    options: Mapping[str, Any],
+) -> TemplateText:
+    describe = template.tool_format.describe
+    if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
+        turns, tools = describe(turns, tools), ()
+        caps = replace(caps, repeated_user=False)  # calls and their results are neighbours now
+    messages = normaliser.as_messages(normaliser.shaped(turns, caps), caps)
+    return template.render(messages, tools, **options)
 
 
 def _number(text: str) -> int | float:

@@ -27,6 +27,7 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.options import BackendName
+from serve_app.prompt.conversation import from_messages
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, detect
 from tools.builtin_model.corpus import conversation, skills, tables
@@ -243,7 +244,7 @@ async def _replies(
         [
             GenerationRequest(
                 f"{name}/{n}",
-                tokenizer.encode_chat(case.messages, case.tools),
+                tokenizer.encode_chat(from_messages(case.messages), case.tools),
                 SamplingParams(temperature=0, max_tokens=case.max_tokens),
             )
             for n, case in enumerate(cases)

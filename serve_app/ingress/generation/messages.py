@@ -5,14 +5,15 @@ Source: OpenAI's API reference, "Chat".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http import json_body, media
+from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import RequestModel
+from serve_app.prompt.conversation import Attachment, PastCall, Turn
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -110,20 +111,6 @@ class FunctionCall(RequestModel):
     name: str
     arguments: str
 
-    def for_template(self) -> dict[str, Any]:
-        """The call for chat templates: the arguments as an object. Raises InvalidRequestError."""
-        try:
-            arguments = json_body.loads(self.arguments or "{}")
-        except ValueError as error:
-            raise InvalidRequestError(
-                f"The arguments of the call of {self.name!r} are not JSON: {error}", "messages"
-            ) from error
-        if not isinstance(arguments, dict):
-            raise InvalidRequestError(
-                f"The arguments of the call of {self.name!r} are not a JSON object.", "messages"
-            )
-        return {"name": self.name, "arguments": arguments}
-
 
 class MessageToolCall(BaseModel):
     """A call that the assistant made in an earlier turn."""
@@ -182,50 +169,35 @@ class ChatMessage(RequestModel):
             raise InvalidRequestError("A message has no 'content'.", "messages")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """The message for chat templates. A developer is what newer clients call the system."""
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.text,
-        }
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.for_template()}
-                for call in self.tool_calls
-            ]
-        return message
+    def as_turn(self) -> Turn:
+        """The message in the canonical form. A developer is what newer clients call the system."""
+        parts = [self.content] if isinstance(self.content, str) else self.content or []
+        return Turn(
+            "system" if self.role == "developer" else self.role,
+            tuple(
+                part
+                if isinstance(part, str)
+                else part.text
+                if isinstance(part, TextPart)
+                else Attachment(part.url, is_sound=isinstance(part, SoundPart))
+                for part in parts
+            ),
+            self.reasoning_content or "",
+            tuple(
+                PastCall(call.function.name, call.function.arguments, call.id)
+                for call in self.tool_calls or ()
+            ),
+            self.tool_call_id or "",
+            self.name or "",
+        )
 
     @property
     def text(self) -> str:
-        """The content as one text: its parts are lines, as at llama-server and vLLM."""
-        return self.joined("\n")
-
-    def joined(self, separator: str) -> str:
-        """The content's texts with this between them."""
-        if isinstance(self.content, list):
-            return separator.join(part.text for part in self.content if isinstance(part, TextPart))
-        return self.content or ""
+        """The content as one text."""
+        return self.as_turn().text
 
     @property
     def media(self) -> list[MediumPart]:
         """The pictures and sounds among its parts."""
         parts = self.content if isinstance(self.content, list) else ()
         return [part for part in parts if not isinstance(part, TextPart)]
-
-    def marked(self, mark: Callable[[], str]) -> str:
-        """The content as one text, with marks in the places of media. Texts side by side are lines; at
-        media no line ends, as at llama-server."""
-        made = ""
-        after_text = False
-        for part in self.content if isinstance(self.content, list) else ():
-            is_text = isinstance(part, TextPart)
-            made += "\n" if is_text and after_text else ""
-            made += part.text if isinstance(part, TextPart) else mark()
-            after_text = is_text
-        return made

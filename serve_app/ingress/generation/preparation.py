@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
-from serve_app.ingress.generation.messages import ChatMessage
 from serve_app.ingress.generation.requests import ChatCompletionRequest, GenerationParams
 from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
 from serve_app.ingress.media import in_prompts as media
 from serve_app.ingress.model_registry import ModelInfo, active
 from serve_app.prompt import grammars
+from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.sampling import ReasoningBudget, SamplingParams
 from serve_app.types import Adapters, Medium, Size
 
@@ -189,10 +189,10 @@ def chat_with_media(
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     """The prompt that asks for the chat's next turn, with MEDIUM in the places of its pictures and sounds,
     and these. Raises InvalidRequestError, and MediaError for what the model neither sees nor hears."""
-    parts = [one for message in body.messages for one in message.media]
-    for part in parts:
-        media.check(model, part.type == "input_audio", prompt_field)
-    urls = [part.url for part in parts]
+    attachments = [medium for turn in body.conversation for medium in turn.attachments]
+    for medium in attachments:
+        media.check(model, medium.is_sound, prompt_field)
+    urls = [medium.url for medium in attachments]
     return media.placed(model, chat_prompt(model, body), urls, prompt_field)
 
 
@@ -209,70 +209,44 @@ def length(model: ModelInfo, body: ChatCompletionRequest, prompt_field: str) -> 
 def chat_prompt(model: ModelInfo, body: ChatCompletionRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. The first medium is -1 there, the second -2. Raises
     InvalidRequestError."""
-    prompt, prefill = _rendered(model, body, model.tokenizer.encode_chat)
-    return (*prompt, *model.tokenizer.tokenize(prefill, False, False)) if prefill else prompt
+    return _rendered(model, body, model.tokenizer.encode_chat)
 
 
 def chat_text(model: ModelInfo, body: ChatCompletionRequest) -> str:
-    """The same as text. Raises InvalidRequestError."""
-    prompt, prefill = _rendered(model, body, model.tokenizer.render_chat)
-    return prompt + prefill
+    """The prompt as text. Raises InvalidRequestError."""
+    return str(_rendered(model, body, model.tokenizer.render_chat))
 
 
-def _rendered(
-    model: ModelInfo, body: ChatCompletionRequest, render: Callable[..., T]
-) -> tuple[T, str]:
-    """The tokenizer's result for the chat, and the beginning of the answer."""
+def _rendered(model: ModelInfo, body: ChatCompletionRequest, render: Callable[..., T]) -> T:
+    """The tokenizer's result for the chat."""
     turns, prefill = _prefill(body)
-    messages = [message.for_template() for message in turns]
-    placing: dict[str, Any] = {}
-    if any(turn.media for turn in turns):
-        marks = media.Marks()
-        for turn, message in zip(turns, messages, strict=True):
-            if turn.media:
-                text = turn.marked(marks.next)
-                takes_text = model.tokenizer.template_caps["supports_string_content"]
-                message["content"] = text if takes_text else [{"type": "text", "text": text}]
-        if render == model.tokenizer.encode_chat:
-            placing["places"] = marks.pattern
-    if model.defaults.system_prompt and not _has_system(messages):
-        messages.insert(0, {"role": "system", "content": model.defaults.system_prompt})
-    tools = body.tools_for_template()
-    extra = {**model.defaults.chat_template_kwargs, **body.template_kwargs}
+    if model.defaults.system_prompt and not any(turn.role == "system" for turn in turns):
+        turns = [Turn("system", (model.defaults.system_prompt,)), *turns]
     # Templates may leave out all but the contents.
     n_chars = sum(len(turn.text) for turn in turns) + len(prefill)
     refuse_far_too_long(model, "messages", n_chars)
-    prompt = render(
-        messages,
-        tools,
-        extra,
+    return render(
+        turns,
+        body.tools_for_template(),
+        {**model.defaults.chat_template_kwargs, **body.template_kwargs},
         body.may_think and not prefill,
         add_generation_prompt=bool(prefill) or body.add_generation_prompt is not False,
-        **placing,
+        prefill=prefill,
     )
-    return prompt, prefill
 
 
 _PARTS = "\n\n"
 """The text that llama-server puts between the parts of a message that is continued."""
 
 
-def _prefill(body: ChatCompletionRequest) -> tuple[Sequence[ChatMessage], str]:
-    """The turns before an answer that the assistant's last message begins, and its text; all turns and
-    nothing, if there is none."""
-    last = body.messages[-1]
-    if last.role != "assistant" or last.tool_calls or not body.continues:
-        return body.messages, ""
-    before = body.messages[:-1]
-    if before and before[-1].role == "assistant":
-        raise InvalidRequestError(
-            "The last two messages are the assistant's. Only one can be continued.", "messages"
-        )
-    return before, last.joined(_PARTS)
-
-
-def _has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(message["role"] == "system" for message in messages)
+def _prefill(body: ChatCompletionRequest) -> tuple[Conversation, str]:
+    """The turns before an answer that the assistant's last turns begin, and their text; all turns and
+    nothing, if there are none."""
+    before, texts = list(body.conversation), list[str]()
+    while body.continues and before and before[-1].role == "assistant" and not before[-1].calls:
+        parts = before.pop().parts
+        texts[:0] = [part for part in parts if isinstance(part, str)]
+    return before, _PARTS.join(texts)
 
 
 def _with_calls(

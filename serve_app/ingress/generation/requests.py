@@ -18,6 +18,7 @@ from serve_app.ingress.generation.messages import ChatMessage, Tool
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
 from serve_app.prompt import grammars
+from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -434,6 +435,11 @@ class ChatCompletionRequest(GenerationParams):
         """Tokens that reasoning may take, by either name."""
         newer = self.reasoning_budget_tokens
         return self.thinking_budget_tokens if newer is None else newer
+
+    @property
+    def conversation(self) -> list[Turn]:
+        """The messages in the canonical form."""
+        return [message.as_turn() for message in self.messages]
 
     @property
     def continues(self) -> bool:

@@ -128,7 +128,7 @@ async def props(
         "model_ftype": served.tokenizer.file_type,
         "model_path": path_of(served.tokenizer.path),
         "chat_template": served.tokenizer.chat_template or "",
-        "chat_template_caps": served.tokenizer.template_caps,
+        "chat_template_caps": served.tokenizer.template_caps.reported(),
         "bos_token": served.tokenizer.bos,
         "eos_token": served.tokenizer.eos,
         "media_marker": MEDIA_MARKER,

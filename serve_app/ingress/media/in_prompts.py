@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Sequence
 
 from serve_app.errors import InvalidRequestError, MediaError, PicturesWantedError
@@ -12,21 +10,6 @@ from serve_app.ingress.model_registry import ModelInfo
 from serve_app.types import MEDIUM, SAMPLE_RATE, Medium
 
 _PICTURE, _SOUND = "Picture", "Sound"
-
-
-class Marks:
-    """Stands for media in one chat's text, through its template: digits, which no user foresees."""
-
-    def __init__(self) -> None:
-        self._secret = f"{secrets.randbelow(10**12):012}"
-        self._n = 0
-        self.pattern = re.compile(rf"{self._secret}<(\d+)>")
-        """Finds them; the group is the medium's number."""
-
-    def next(self) -> str:
-        """The mark of the next one."""
-        self._n += 1
-        return f"{self._secret}<{self._n - 1}>"
 
 
 def check(model: ModelInfo, is_sound: bool, field: str) -> None:

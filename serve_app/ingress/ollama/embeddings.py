@@ -65,7 +65,7 @@ def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Text
         return ()
     for text in texts:
         refuse_huge(field, len(text))
-    encoded = [model.tokenizer.encode(text) for text in texts]
+    encoded = [model.tokenizer.encode_for_embedding(text) for text in texts]
     if cut:
         encoded = [_cut(model, tokens) for tokens in encoded]
     return checked(model, encoded, field)
@@ -76,7 +76,7 @@ def _cut(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
     most = model.n_ctx_slot
     if len(tokens) <= most:
         return tokens
-    nothing = model.tokenizer.encode("")
+    nothing = model.tokenizer.encode_for_embedding("")
     ending = tokens[-1:] if nothing[-1:] == tokens[-1:] else ()
     return tokens[: most - len(ending)] + ending
 

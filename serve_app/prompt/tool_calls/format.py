@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.parser import CallParser
 
-
-class Describe(Protocol):
-    """See ToolFormat."""
-
-    def __call__(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        takes_system: bool,
-    ) -> list[dict[str, Any]]: ...
-
-
+Describe = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[Turn]]
+"""Puts functions, calls and results into the texts of turns."""
 EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
     {
         "name": "get_weather",
@@ -79,7 +69,7 @@ class ToolFormat:
     has_channels: bool = False
     """Whether its parser splits reasoning off, too, and is needed without tools."""
     describe: Describe | None = None
-    """Puts functions, calls and results into the messages, for templates that have none."""
+    """For templates that have neither tools nor calls."""
 
     def parser(
         self,

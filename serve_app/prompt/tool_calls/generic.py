@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
@@ -20,7 +22,6 @@ from serve_app.prompt.tool_calls.parser import After, CallParser
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
 
 CALLS, RESPONSE = "tool_calls", "response"
-Messages = Sequence[Mapping[str, Any]]
 
 _BEGINNING = re.compile(r"\s*(\{)?")
 _PARAGRAPH = "\n\n"
@@ -74,42 +75,27 @@ class GenericParser(CallParser):
                 self._tell(piece)
 
 
-def describe(messages: Messages, tools: Messages, *, takes_system: bool) -> list[dict[str, Any]]:
-    """A chat as templates without tools take it: functions are described by the system, or where a template
-    has no place for that, by the user; calls and results are texts."""
-    told = _as_texts(messages)
+def describe(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """A chat as templates without tools take it: the system describes the functions; calls and results are
+    texts."""
+    texts = [_as_text(turn) for turn in turns]
     if tools:
         functions = "\n".join(_json(tool["function"]) for tool in tools)
         description = _DESCRIPTION.format(functions=functions)
-        if not (told and told[0]["role"] == "system"):
-            told.insert(0, {"role": "system", "content": ""})
-        told[0]["content"] = _joined(told[0]["content"], description)
-    if not takes_system and len(told) > 1 and told[0]["role"] == "system":
-        system = told.pop(0)
-        told[0]["content"] = _joined(system["content"], told[0]["content"])
-    return told
+        has_system = bool(texts) and texts[0].role == "system"
+        system = texts.pop(0).text if has_system else ""
+        texts.insert(0, Turn("system", (_joined(system, description),)))
+    return texts
 
 
-def _as_texts(messages: Messages) -> list[dict[str, Any]]:
-    names: dict[str, str] = {}
-    told: list[dict[str, Any]] = []
-    for message in messages:
-        text = dict(message)
-        calls = [call["function"] for call in text.pop("tool_calls", None) or ()]
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
-        if calls:
-            made = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
-            text["content"] = _joined(text["content"], _json({CALLS: made}))
-        if message["role"] == "tool":
-            name = names.get(text.pop("tool_call_id", ""))
-            result = {"name": name, "content": text["content"]}
-            text |= {"role": "user", "content": _json({"tool_response": result})}
-        # Many templates want the roles to take turns.
-        if told and told[-1]["role"] == text["role"] == "user":
-            told[-1]["content"] = _joined(told[-1]["content"], text["content"])
-        else:
-            told.append(text)
-    return told
+def _as_text(turn: Turn) -> Turn:
+    if turn.role == "tool":
+        result = {"name": turn.name or None, "content": turn.text}
+        return Turn("user", (_json({"tool_response": result}),))
+    if not turn.calls:
+        return turn
+    calls = [{"name": call.name, "arguments": call.value} for call in turn.calls]
+    return replace(turn, parts=(_joined(turn.text, _json({CALLS: calls})),), calls=())
 
 
 def _joined(*texts: str) -> str:

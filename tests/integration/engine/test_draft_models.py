@@ -27,13 +27,14 @@ from serve_app.engine import (
 )
 from serve_app.engine.backends.draft_model import check_draft
 from serve_app.llama.model import Model
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.models.forgetful_models import write_mamba
 from tools.random_models.model import SHAPES, write_random_gguf
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 PROMPTS = [
-    TOKENIZER.encode_chat([{"role": "user", "content": question}])
+    TOKENIZER.encode_chat([Turn("user", (question,))])
     for question in (
         "Tell me a story about a brave fox.",
         "Name three fruits.",

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from serve_app.engine.backends.llama_cpp import LlamaBackend
+from serve_app.prompt.conversation import from_messages
 from serve_app.prompt.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
@@ -57,9 +58,11 @@ OTHERS = {
 }
 CHATS = st.builds(
     lambda system, n_turns, question: TOKENIZER.encode_chat(
-        [{"role": "system", "content": SYSTEM}] * system
-        + HISTORY[:n_turns]
-        + [{"role": "user", "content": question}]
+        from_messages(
+            [{"role": "system", "content": SYSTEM}] * system
+            + HISTORY[:n_turns]
+            + [{"role": "user", "content": question}]
+        )
     ),
     st.booleans(),
     st.sampled_from([0, 2, 4]),

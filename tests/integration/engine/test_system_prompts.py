@@ -11,6 +11,7 @@ import pytest
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.errors import ConfigError
 from serve_app.prompt.chat_template import ChatTemplate
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.engine.kernels import openvino
 from tools.random_models.model import SHAPES, write_random_gguf
@@ -30,8 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(tokenizer: Tokenizer, said: str) -> tuple[int, ...]:
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
-    return tokenizer.encode_chat(messages)
+    return tokenizer.encode_chat([Turn("system", (SYSTEM,)), Turn("user", (said,))])
 
 
 async def answers(engine: Engine, tokenizer: Tokenizer) -> list[tuple[list[int], int]]:

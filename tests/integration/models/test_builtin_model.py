@@ -10,6 +10,7 @@ import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.prompt.conversation import from_messages
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls.formats import hermes
 from tools.builtin_model.evaluate import SCORES, Score, run
@@ -49,7 +50,7 @@ class Chat:
         self._messages.append({"role": "user", "content": text})
         request = GenerationRequest(
             f"{self._name}/{len(self._messages)}",
-            self._tokenizer.encode_chat(self._messages),
+            self._tokenizer.encode_chat(from_messages(self._messages)),
             SamplingParams(temperature=0, max_tokens=200),
         )
         answer = ""

@@ -30,6 +30,7 @@ from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import GRAPH
 from serve_app.openvino.exported.header import header_of_graph, hyperparameters_of
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.deployment import _prefixes
 from serve_app.store.models import n_bytes
@@ -137,7 +138,7 @@ def test_embeddings_are_llama_cpps(qwen3: Path, gguf_file: Path) -> None:
 
 async def test_greedy_texts_are_llama_cpps(qwen3: Path, gguf_file: Path) -> None:
     prompt = Tokenizer(header_of_graph(qwen3 / GRAPH)).encode_chat(
-        [{"role": "user", "content": "Hello, world!"}]
+        [Turn("user", ("Hello, world!",))]
     )
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts = []

@@ -24,6 +24,7 @@ from serve_app.engine import (
 )
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import TokenLogprobs
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free
@@ -70,7 +71,7 @@ def other() -> Iterator[Engine]:
 async def ask(
     engine: Engine, text: str, params: SamplingParams, **more: object
 ) -> tuple[list[int], list[TokenDelta]]:
-    name, prompt = str(next(numbers)), TOKENIZER.encode_chat([{"role": "user", "content": text}])
+    name, prompt = str(next(numbers)), TOKENIZER.encode_chat([Turn("user", (text,))])
     request = GenerationRequest(name, prompt, params, **more)  # type: ignore[arg-type]
     async with engine.submit(request) as stream:
         deltas = [delta async for delta in stream]

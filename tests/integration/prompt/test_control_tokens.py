@@ -9,6 +9,7 @@ import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.llama.model import Model
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 
 
@@ -27,8 +28,8 @@ def controls() -> set[int]:
     }
 
 
-def chat(content: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
+def chat(content: str) -> list[Turn]:
+    return [Turn("user", (content,))]
 
 
 def test_no_control_token_comes_from_a_user(tokenizer: Tokenizer, controls: set[int]) -> None:

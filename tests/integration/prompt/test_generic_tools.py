@@ -13,6 +13,7 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.output_parser import Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import GENERIC, CallPiece, ToolCall
@@ -38,7 +39,7 @@ WEATHER: dict[str, Any] = {
 }
 FUNCTIONS: list[dict[str, Any]] = [WEATHER, {"name": "now"}]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-CHAT = [{"role": "user", "content": "What is the weather in Oslo tomorrow?"}]
+CHAT = [Turn("user", ("What is the weather in Oslo tomorrow?",))]
 MODEL = Model(BUILTIN_MODEL, vocab_only=True)
 
 every_template = pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
@@ -109,7 +110,7 @@ async def test_an_answer_is_a_call_or_a_text(engine: Engine, source: str) -> Non
 @every_template
 def test_the_prompt_describes_the_functions(source: str) -> None:
     tokenizer = Tokenizer(BUILTIN_MODEL, source)
-    messages = [{"role": "system", "content": "Be brief."}, *CHAT]
+    messages = [Turn("system", ("Be brief.",)), *CHAT]
     text = tokenizer.render_chat(messages, TOOLS)
     assert text.index("Be brief.") < text.index('"name": "get_weather"') < text.index("Oslo")
     assert "Oslo" in tokenizer.render_chat(CHAT)

@@ -26,10 +26,11 @@ from serve_app.engine import (
 )
 from serve_app.errors import ConstraintError, InvalidRequestError
 from serve_app.prompt import grammars
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
-PROMPT = TOKENIZER.encode_chat([{"role": "user", "content": "Name three fruits."}])
+PROMPT = TOKENIZER.encode_chat([Turn("user", ("Name three fruits.",))])
 NAMES = st.text("abcxyz_", min_size=1, max_size=6)
 
 

@@ -15,6 +15,7 @@ from serve_app.engine import Engine, EngineOptions, FinishReason, GenerationRequ
 from serve_app.errors import InvalidRequestError
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars, output_parser
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
@@ -23,7 +24,7 @@ from tests.unit.prompt.tool_calls.formats import every_format
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 MODEL = Model(BUILTIN_MODEL, vocab_only=True)
-PROMPT = TOKENIZER.encode_chat([{"role": "user", "content": "Name three fruits."}])
+PROMPT = TOKENIZER.encode_chat([Turn("user", ("Name three fruits.",))])
 (IM_START,) = TOKENIZER.tokenize("<|im_start|>", False, True)
 (IM_END,) = TOKENIZER.tokenize("<|im_end|>", False, True)
 
@@ -293,7 +294,7 @@ def test_reasoning_that_the_template_begins(monkeypatch: pytest.MonkeyPatch) -> 
     template = "{{ messages[0].content }}|{% if quick is not defined %}<think>\n{% endif %}"
     monkeypatch.setattr(Model, "chat_template", property(lambda self: template))
     tokenizer = Tokenizer(BUILTIN_MODEL)
-    messages = [{"role": "user", "content": "Hi"}]
+    messages = [Turn("user", ("Hi",))]
     thinking = tokenizer.encode_chat(messages)
     assert tokenizer.decode(thinking, special=True) == "Hi|<think>\n"
     assert tokenizer.output_parser(thinking).feed("Hm") == [output_parser.Reasoning("Hm")]

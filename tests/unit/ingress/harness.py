@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import numpy as np
@@ -16,6 +16,8 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.model_registry import Answers
+from serve_app.prompt.conversation import Conversation, Turn
+from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.formats import hermes
@@ -39,11 +41,10 @@ END = SequenceEnd(FinishReason.STOP, Usage(5, 2, 3), Timings(0, 0, 0))
 HELLO = [TokenDelta("Hel", (1,)), TokenDelta("", (2,)), TokenDelta("lo", (3,), END)]
 
 
-def said(message: dict[str, Any]) -> str:
-    calls = [call["function"] for call in message.get("tool_calls", [])]
-    called = [f"{call['name']}{call['arguments']}" for call in calls]
-    reasoning = f"({message['reasoning_content']})" if "reasoning_content" in message else ""
-    return "".join([reasoning, message["content"], *called])
+def said(turn: Turn) -> str:
+    called = [f"{call.name}{call.value}" for call in turn.calls]
+    reasoning = f"({turn.reasoning})" if turn.reasoning else ""
+    return "".join([reasoning, turn.text, *called])
 
 
 class ByteModelFile:
@@ -78,7 +79,7 @@ class ByteTokenizer:
     n_embd = 3
     vocab_type, n_ctx_train = 2, 2048
     n_bytes, n_params, file_type = 1_500_000, 1_520_000_000, "Q4_K - Medium"
-    template_caps: ClassVar[dict[str, bool]] = {"supports_tools": True}
+    template_caps = TemplateCaps(tools=True)
     eog_tokens = (256,)
     pooling = "mean"
     reranks = False
@@ -94,6 +95,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
+
+    encode_for_embedding = encode
 
     def least_tokens(self, n_chars: int) -> int:
         return n_chars // 4
@@ -112,16 +115,8 @@ class ByteTokenizer:
         pieces = (self.piece(token, special=special) for token in tokens)
         return b"".join(pieces).decode(errors="replace")
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
-        extra: dict[str, Any] | None = None,
-        thinks: bool = True,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        return bytes(self.encode_chat(messages, tools, extra, thinks)).decode()
+    def render_chat(self, *args: Any, **options: Any) -> str:
+        return bytes(self.encode_chat(*args, **options)).decode()
 
     def delimiter_token(self, text: str) -> int | None:
         return None
@@ -137,14 +132,15 @@ class ByteTokenizer:
 
     def encode_chat(
         self,
-        messages: list[dict[str, Any]],
+        conversation: Conversation,
         tools: list[dict[str, Any]],
         extra: dict[str, Any] | None = None,
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
+        prefill: str = "",
     ) -> tuple[int, ...]:
-        if messages[0]["content"] == "refuse":
+        if conversation and conversation[0].text == "refuse":
             raise InvalidRequestError("The template refuses.", "messages")
         names = "".join(f"[{tool['function']['name']}]" for tool in tools)
         ending = (
@@ -152,7 +148,8 @@ class ByteTokenizer:
             if thinks
             else "|no reasoning"
         )
-        return self.encode(names + "|".join(f"{m['role']}:{said(m)}" for m in messages) + ending)
+        turns = "|".join(f"{turn.role}:{said(turn)}" for turn in conversation)
+        return self.encode(names + turns + ending + prefill)
 
 
 Script = Sequence[TokenDelta | Exception | asyncio.Event]

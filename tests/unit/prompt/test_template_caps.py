@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from serve_app.prompt import template_caps
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.named_template import NamedTemplate
 
@@ -21,10 +20,7 @@ NOTHING = dict.fromkeys(
 
 
 def caps(template: ChatTemplate | NamedTemplate) -> dict[str, bool]:
-    return template_caps.found(
-        lambda messages, tools, extra: template.render(messages, tools, extra=extra),
-        template.names,
-    )
+    return template.caps.reported()
 
 
 def of_source(source: str) -> dict[str, bool]:
@@ -49,7 +45,7 @@ def test_parts_instead_of_texts() -> None:
         "{% for m in messages %}{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endfor %}"
     )
     parts = {"supports_typed_content": True, "supports_string_content": False}
-    assert of_source(source) == TEXTS | parts | {"supports_system_role": False}
+    assert of_source(source) == TEXTS | parts
 
 
 def test_calls_with_arguments_as_text() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
+from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, Picture
 from tools.builtin_model.pictures.drawing import draw, flawed
@@ -29,7 +29,6 @@ from tools.builtin_model.pictures.scenes import scene
 
 WANTED = 0.9
 _SEED = "held out"
-_PLACES = re.compile(r"<picture (\d)>")
 _N_CTX_SLOT = 256
 
 
@@ -83,8 +82,7 @@ async def _answers(engine: Engine, tokenizer: Tokenizer, asked: Sequence[Case]) 
 
 
 def _prompt(tokenizer: Tokenizer, question: str) -> tuple[int, ...]:
-    messages = [{"role": "user", "content": f"<picture 0>{question}"}]
-    tokens = tokenizer.encode_chat(messages, places=_PLACES)
+    tokens = tokenizer.encode_chat([Turn("user", (Attachment(""), question))])
     return tuple(MEDIUM if token < 0 else token for token in tokens)
 
 

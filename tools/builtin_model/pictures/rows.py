@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from tools.builtin_model.corpus.conversation import PLAIN, Message
 from tools.builtin_model.pictures.questions import Asked, questions
@@ -22,7 +22,6 @@ LENGTH = 128
 """Tokens of a row."""
 PICTURE, NOTHING = -1, -100
 
-_PLACES = re.compile(r"<picture (\d)>")
 _SHARED = 0.8
 """The share of rows whose questions share one picture before them, as most clients send it."""
 
@@ -147,11 +146,17 @@ class Rows:
         key = tuple(message["content"] for message in messages)
         found = self._prompts.get(key)
         if found is None:
-            tokens = self._tokenizer.encode_chat(messages, places=_PLACES)
+            tokens = self._tokenizer.encode_chat([_turn(message) for message in messages])
             at = tokens.index(-1)
             found = (*tokens[:at], *[PICTURE] * self._n_picture, *tokens[at + 1 :])
             self._prompts[key] = found
         return found
+
+
+def _turn(message: Message) -> Turn:
+    before, mark, after = message["content"].partition(MARK)
+    picture = (Attachment(""),) if mark else ()
+    return Turn(message["role"], tuple(part for part in (before, *picture, after) if part))
 
 
 def _chat(asked: Asked, dice: random.Random) -> list[Message]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from serve_app.prompt.template_text import TemplateText
 from serve_app.prompt.tool_calls import json_list
 from serve_app.prompt.tool_calls.calls import ToolCall
 
@@ -23,9 +24,13 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not calls:
         return message
     functions = [call["function"] for call in calls]
-    arguments = [json.dumps(one["arguments"], ensure_ascii=False) for one in functions]
-    told = [ToolCall(one["name"], text) for one, text in zip(functions, arguments, strict=True)]
-    return {**message, "content": f"{message['content']}{_GRANITE_OPEN}{json_list.written(*told)}"}
+    arguments = [json.dumps(call["arguments"], ensure_ascii=False) for call in functions]
+    written = json_list.written(
+        *(ToolCall(call["name"], text) for call, text in zip(functions, arguments, strict=True))
+    )
+    # The opening is the template's word.
+    content = message["content"] + TemplateText.own(_GRANITE_OPEN) + written
+    return {**message, "content": content}
 
 
 FORMATS = (

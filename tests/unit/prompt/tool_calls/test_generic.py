@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
+from serve_app.prompt.conversation import PastCall, Turn
 from serve_app.prompt.tool_calls import GENERIC, ToolCall, generic
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from tests.unit.prompt.splitting import cuts, parse
@@ -50,44 +50,36 @@ def test_a_response_is_told_as_it_comes() -> None:
     assert parser.feed("}") == []
 
 
-USER = {"role": "user", "content": "Hi"}
-SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"x": "é"}}}
-EARLIER: list[dict[str, Any]] = [
+USER = Turn("user", ("Hi",))
+SYSTEM = Turn("system", ("Be brief.",))
+CALL = PastCall("now", '{"x": "é"}', "c1")
+EARLIER = [
     USER,
-    {"role": "assistant", "content": "Hm.", "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "c1", "content": "noon"},
-    {"role": "tool", "tool_call_id": "c1", "content": "night"},
-    {"role": "user", "content": "Thanks."},
+    Turn("assistant", ("Hm.",), calls=(CALL, PastCall("odd", "{", "c2"))),
+    Turn("tool", ("noon",), call_id="c1", name="now"),
+    Turn("tool", ("night",), call_id="c3"),
+    Turn("user", ("Thanks.",)),
 ]
 
 
 def test_functions_are_described_by_the_system() -> None:
-    told, user = generic.describe([SYSTEM, USER], TOOLS, takes_system=True)
+    system, user = generic.describe([SYSTEM, USER], TOOLS)
     assert user == USER
-    assert told["role"] == "system"
-    assert told["content"].startswith("Be brief.\n\nYou can call")
-    assert json.dumps(TOOLS[0]["function"]) in told["content"]
-    (own, _) = generic.describe([USER], TOOLS, takes_system=True)
-    assert own["content"].startswith("You can call")
+    assert system.role == "system"
+    assert system.text.startswith("Be brief.\n\nYou can call")
+    assert json.dumps(TOOLS[0]["function"]) in system.text
+    (own, _) = generic.describe([USER], TOOLS)
+    assert own.text.startswith("You can call")
 
 
-def test_functions_are_described_by_the_user_if_there_is_no_system() -> None:
-    (user,) = generic.describe([SYSTEM, USER], TOOLS, takes_system=False)
-    assert user["role"] == "user"
-    assert user["content"].startswith("Be brief.\n\nYou can call")
-    assert user["content"].endswith("\n\nHi")
-
-
-def test_calls_and_results_become_turns_that_alternate() -> None:
-    told = generic.describe(EARLIER, (), takes_system=True)
-    assert [message["role"] for message in told] == ["user", "assistant", "user"]
-    assert told[1] == {
-        "role": "assistant",
-        "content": 'Hm.\n\n{"tool_calls": [{"name": "now", "arguments": {"x": "é"}}]}',
-    }
-    assert told[2]["content"] == (
-        '{"tool_response": {"name": "now", "content": "noon"}}\n\n'
-        '{"tool_response": {"name": "now", "content": "night"}}\n\nThanks.'
-    )
-    assert EARLIER[1]["tool_calls"] == [CALL]  # what was given is as it was
+def test_calls_and_results_become_texts() -> None:
+    turns = generic.describe(EARLIER, ())
+    assert [turn.role for turn in turns] == ["user", "assistant", "user", "user", "user"]
+    assert [turn.text for turn in turns[1:]] == [
+        'Hm.\n\n{"tool_calls": [{"name": "now", "arguments": {"x": "é"}}, '
+        '{"name": "odd", "arguments": "{"}]}',
+        '{"tool_response": {"name": "now", "content": "noon"}}',
+        '{"tool_response": {"name": null, "content": "night"}}',
+        "Thanks.",
+    ]
+    assert not any(turn.calls for turn in turns)

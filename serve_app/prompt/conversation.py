@@ -1,0 +1,105 @@
+"""The canonical form of a chat: every protocol turns its body into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A picture or a sound in a turn."""
+
+    url: str
+    is_sound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A call in an earlier turn: history, which nothing validates."""
+
+    name: str
+    arguments: str = ""
+    """The text that the client sent, which need not be JSON."""
+    call_id: str = ""
+    """The client's name of the call; empty if the protocol has none."""
+
+    @property
+    def value(self) -> Any:
+        """The arguments as an object if they are one, and else as the text that they are."""
+        try:
+            value = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return self.arguments
+        return value if isinstance(value, dict) else {} if value is None else self.arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message of any role."""
+
+    role: Role
+    parts: tuple[str | Attachment, ...] = ()
+    """Texts, pictures and sounds in their order."""
+    reasoning: str = ""
+    """The assistant's."""
+    calls: tuple[PastCall, ...] = ()
+    """The assistant's."""
+    call_id: str = ""
+    """The call that a tool's result answers; empty if the client does not say."""
+    name: str = ""
+    """The function that a tool's result is of, or the speaker's name."""
+
+    @property
+    def text(self) -> str:
+        """The content as one text: its parts are lines, as at llama-server and vLLM."""
+        return "\n".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def attachments(self) -> list[Attachment]:
+        """The pictures and sounds among the parts."""
+        return [part for part in self.parts if isinstance(part, Attachment)]
+
+    def with_text(self, text: str) -> Turn:
+        """The turn with this text as its whole content."""
+        return dataclasses.replace(self, parts=(text,))
+
+    def marked(self, mark: Callable[[], str]) -> Turn:
+        """The turn with a mark in the place of each attachment. Texts side by side are lines; at
+        attachments no line ends, as at llama-server."""
+        text, after_text = "", False
+        for part in self.parts:
+            is_text = isinstance(part, str)
+            text += "\n" if is_text and after_text else ""
+            text += part if isinstance(part, str) else mark()
+            after_text = is_text
+        return self.with_text(text)
+
+
+Conversation = Sequence[Turn]
+
+
+def from_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
+    """Turns from messages in OpenAI's form with texts as contents: for callers that are no clients."""
+    return [
+        Turn(
+            message["role"],
+            (message["content"],),
+            message.get("reasoning_content", ""),
+            tuple(
+                PastCall(
+                    call["function"]["name"],
+                    json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    call["id"],
+                )
+                for call in message.get("tool_calls", ())
+            ),
+            message.get("tool_call_id", ""),
+        )
+        for message in messages
+    ]

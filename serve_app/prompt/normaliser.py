@@ -1,0 +1,192 @@
+"""Fits a conversation to what a chat template can take.
+
+Clients send conversations in many shapes: several system messages, neighbours of one role, an assistant
+that greets first, results of tools with text behind. Some templates take all of them; others refuse some,
+or leave texts out. A template takes a shape if its probe renders: see `template_caps`. The rest is
+changed step by step into the one shape that every template takes: perhaps a system message, then turns of
+the user and the assistant in alternation, with results right behind their calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from serve_app.prompt.conversation import Conversation, PastCall, Turn
+from serve_app.prompt.template_caps import TemplateCaps
+
+PARAGRAPH = "\n\n"
+_VOLATILE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
+"""Lines of a system message that differ from request to request and mean nothing to a model. Claude Code's
+differs with the user's first message, so that no two sessions would share a prefix."""
+_LATE_SYSTEM = "<system>\n{}\n</system>"
+"""The form of a system message in a user's turn."""
+
+
+def shaped(conversation: Conversation, caps: TemplateCaps) -> list[Turn]:
+    """The conversation in a shape that the template takes."""
+    turns = list(conversation)
+    if not caps.parallel_calls:
+        turns = _one_call_a_turn(turns)
+    n_leading = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    leading, others = turns[:n_leading], turns[n_leading:]
+    if len(leading) > 1 and not caps.several_system:
+        leading = [_joined(leading)]
+    if leading and not caps.system:
+        others = [Turn("user", (_joined(leading).text,)), *others]
+        leading = []
+    if not caps.late_system:
+        others = _with_late_system_as_users(others)
+    if not others and not caps.no_user:
+        others = [Turn("user", ("",))]
+    if others and others[0].role == "assistant" and not caps.assistant_first:
+        others.insert(0, Turn("user", ("",)))
+    return [*leading, *_alternating(others, caps)]
+
+
+def _joined(turns: Iterable[Turn]) -> Turn:
+    """Turns of one role as one."""
+    first, *others = turns
+    for turn in others:
+        text = PARAGRAPH.join(text for text in (first.text, turn.text) if text)
+        reasoning = PARAGRAPH.join(text for text in (first.reasoning, turn.reasoning) if text)
+        first = replace(
+            first, parts=(text,), reasoning=reasoning, calls=(*first.calls, *turn.calls)
+        )
+    return first
+
+
+def completed(turns: Conversation) -> list[Turn]:
+    """The conversation without lines that mean nothing to a model, and with an id for each call."""
+    return _with_ids(
+        turn.with_text(_VOLATILE.sub("", turn.text))
+        if turn.role == "system" and _VOLATILE.search(turn.text)
+        else turn
+        for turn in turns
+    )
+
+
+def _with_ids(turns: Iterable[Turn]) -> list[Turn]:
+    """The turns with an id for each call, and with an id and a function's name for each result. A result
+    that names no call is of the first call of its function that has no result yet, or of the first at
+    all."""
+    named: list[Turn] = []
+    waiting: list[PastCall] = []
+    names: dict[str, str] = {}
+    for place, turn in enumerate(turns):
+        if turn.role == "assistant" and turn.calls:
+            calls = tuple(
+                replace(call, call_id=call.call_id or f"call_{place}_{number}")
+                for number, call in enumerate(turn.calls)
+            )
+            waiting = list(calls)
+            names |= {call.call_id: call.name for call in calls}
+            turn = replace(turn, calls=calls)
+        elif turn.role == "tool":
+            of_name = (call.call_id for call in waiting if call.name == turn.name)
+            default = waiting[0].call_id if waiting else f"call_{place}"
+            call_id = turn.call_id or next(of_name, default)
+            waiting = [call for call in waiting if call.call_id != call_id]
+            turn = replace(turn, call_id=call_id, name=turn.name or names.get(call_id, ""))
+        named.append(turn)
+    return named
+
+
+def _one_call_a_turn(turns: list[Turn]) -> list[Turn]:
+    """Calls in turns of their own, each with its result behind it."""
+    single: list[Turn] = []
+    place = 0
+    while place < len(turns):
+        turn = turns[place]
+        place += 1
+        if len(turn.calls) < 2:
+            single.append(turn)
+            continue
+        results = list(itertools.takewhile(lambda turn: turn.role == "tool", turns[place:]))
+        place += len(results)
+        for number, call in enumerate(turn.calls):
+            parts, reasoning = (turn.parts, turn.reasoning) if number == 0 else ((), "")
+            single.append(replace(turn, parts=parts, reasoning=reasoning, calls=(call,)))
+            single += [result for result in results if result.call_id == call.call_id]
+        ids = {call.call_id for call in turn.calls}
+        single += [result for result in results if result.call_id not in ids]
+    return single
+
+
+def _with_late_system_as_users(turns: list[Turn]) -> list[Turn]:
+    """System messages as users' turns, behind the results of calls that stand before."""
+    changed: list[Turn] = []
+    held: list[Turn] = []
+    for turn in turns:
+        if turn.role == "system":
+            held.append(Turn("user", (_LATE_SYSTEM.format(turn.text),)))
+            continue
+        if turn.role != "tool":
+            changed += held
+            held = []
+        changed.append(turn)
+    return changed + held
+
+
+def _alternating(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
+    shaped: list[Turn] = []
+    for turn in turns:
+        before = shaped[-1] if shaped else None
+        if before is None or turn.role not in ("user", "assistant"):
+            shaped.append(turn)
+        elif before.role == "tool" and turn.role == "user" and not caps.user_after_result:
+            shaped += [Turn("assistant", ("",)), turn]
+        elif before.role == turn.role and not before.calls and not caps.takes_neighbours(turn.role):
+            shaped[-1] = _joined((before, turn))
+        else:
+            shaped.append(turn)
+    return shaped
+
+
+def as_messages(turns: Iterable[Turn], caps: TemplateCaps) -> list[dict[str, Any]]:
+    """The turns as templates read them."""
+    return [_as_message(turn, caps) for turn in turns]
+
+
+def _as_message(turn: Turn, caps: TemplateCaps) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": caps.content(turn.text)}
+    if turn.name:
+        message["name"] = turn.name
+    if turn.role == "tool":
+        message["tool_call_id"] = turn.call_id
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call, caps)},
+            }
+            for call in turn.calls
+        ]
+    return message
+
+
+def _arguments(call: PastCall, caps: TemplateCaps) -> Mapping[str, Any] | str:
+    """The arguments of an earlier call, in a form that the template takes: an object, or else the text."""
+    value = call.value
+    if isinstance(value, dict):
+        return value if caps.object_arguments else json.dumps(value, ensure_ascii=False)
+    return call.arguments if caps.text_arguments else {"arguments": call.arguments}
+
+
+_WORD = re.compile(r"\w+")
+
+
+def left_out(turns: Iterable[Turn], rendered: str) -> str | None:
+    """A user's text of which the rendered prompt has not even the longest word; None if there is none."""
+    for turn in turns:
+        longest = max(_WORD.findall(turn.text), key=len, default="") if turn.role == "user" else ""
+        if longest not in rendered and json.dumps(longest)[1:-1] not in rendered:
+            return turn.text
+    return None
