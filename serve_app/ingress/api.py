@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from serve_app import __version__
 from serve_app.ingress import information
 from serve_app.ingress.anthropic import routes as anthropic_routes
+from serve_app.ingress.anthropic import serving as anthropic_serving
 from serve_app.ingress.batch import routes as batch_routes
 from serve_app.ingress.batch.executor import BatchExecutor
 from serve_app.ingress.batch.service import BatchOptions, BatchService
@@ -29,6 +30,7 @@ from serve_app.ingress.media.fetching import Fetcher, FetchingWorkers
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama import model_routes as ollama_model_routes
 from serve_app.ingress.ollama import routes as ollama_routes
+from serve_app.ingress.ollama import serving as ollama_serving
 from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
@@ -107,7 +109,7 @@ def build_api(
     app.state.runs = runs or Runs(models, Store(Bounds()), open_requests)
     app.state.batches, app.state.takes_batches = BatchService(store, executor), batches is not None
     app.state.broadcaster = Broadcaster(models)
-    errors.install(app)
+    errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     _add_middleware(app, access, accounts, open_requests)
     add_routes(app, ROUTERS)
     spec.install(app)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -14,8 +16,6 @@ from numpy.typing import NDArray
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import ModelNotFoundError
-from serve_app.ingress.openai.answers import ModelCard, ModelMeta, ModelStatus, VersionCard
-from serve_app.ingress.versions.choice import chosen, shares
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
@@ -33,6 +33,7 @@ from serve_app.types import (
 )
 
 T = TypeVar("T")
+_POINTS = 2**64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,71 +161,11 @@ class ServedModel(ModelInfo):
     engine: EngineClient = dataclasses.field(kw_only=True)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    @property
-    def cards(self) -> list[ModelCard]:
-        """Its entries in /v1/models: its own, and those of its adapters."""
-        return [self.card, *(self.adapted(one).card for one in self.adapters.values())]
 
-    @property
-    def card(self) -> ModelCard:
-        """Its entry in /v1/models."""
-        told = self.tokenizer
-        return ModelCard(
-            id=self.id,
-            aliases=sorted({self.id, *self.aliases} - {"*"}),
-            tags=sorted(self.tags),
-            meta=ModelMeta(
-                vocab_type=told.vocab_type,
-                n_vocab=told.n_vocab,
-                n_ctx=self.n_ctx_slot,
-                n_ctx_train=told.n_ctx_train,
-                n_embd=told.n_embd,
-                n_params=told.n_params,
-                size=told.n_bytes,
-                ftype=told.file_type,
-            ),
-            created=self.created,
-            n_ctx_slot=self.n_ctx_slot,
-            status=ModelStatus(value="loaded" if self.engine.is_loaded else "unloaded"),
-            capabilities=[*(["vision"] if self.sees else ()), *(["audio"] if self.hears else ())],
-        )
-
-
-def cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
-    """The entries in /v1/models. Of a model with versions, first the one of the name for all of them."""
-    found = []
-    for name, versions in families(models).items():
-        if versions[0].version is not None:
-            found.append(_card_of_all(name, versions))
-        found += [card for model in versions for card in model.cards]
-    return found
-
-
-def card_of(models: Mapping[str, ServedModel], name: str) -> ModelCard:
-    """The entry of that name. Raises ModelNotFoundError."""
-    found = find(models, name)
-    if found.version is None or name in {found.id, found.version.full_name}:
-        return found.card
-    return _card_of_all(found.version.model, families(models)[found.version.model])
-
-
-def _card_of_all(name: str, versions: Sequence[ServedModel]) -> ModelCard:
-    """That of the version with most, and what all of them have."""
-    card = chosen(versions, None).card
-    parts = present_shares(versions)
-    told = [
-        VersionCard(
-            id=one.id,
-            version=one.version.name,
-            weight=one.version.weight,
-            share=round(parts[one.id], 4),
-            status=one.card.status,
-        )
-        for one in versions
-        if one.version is not None
-    ]
-    names = {name, *card.aliases} - {card.id}
-    return card.model_copy(update={"id": name, "aliases": sorted(names), "versions": told})
+def shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """The weights as parts of 1."""
+    total = math.fsum(weights.values())
+    return {name: weight / total if total else 0.0 for name, weight in weights.items()}
 
 
 def present_shares(versions: Iterable[ServedModel]) -> dict[str, float]:
@@ -277,3 +218,31 @@ def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
             names = (model.id, family(model), *model.aliases)
             if name in {f"{one}:{adapter.id}" for one in names}:
                 yield model.adapted(adapter)
+
+
+def chosen(versions: Sequence[M], beginning: str | None) -> M:
+    """The version for a conversation with this beginning, or with the largest weight without a beginning.
+    A conversation stays at its version, which has its prefix in the cache.
+
+    Each version draws a number for each beginning, and the best one wins: when a weight changes, no
+    conversation moves but those that this version gains or loses. Source: Schindelhauer and Schomaker,
+    "Weighted distributed hash tables", SPAA 2005 (the logarithmic method).
+    """
+    if len(versions) == 1:
+        return versions[0]
+    weights = [0.0 if one.version is None else one.version.present_weight for one in versions]
+    if beginning is None or not any(weights):
+        return versions[weights.index(max(weights))]
+    key = blake2b(beginning.encode(errors="surrogatepass")).digest()
+    draws = [
+        _draw(one, key) / weight if weight else math.inf
+        for one, weight in zip(versions, weights, strict=True)
+    ]
+    return versions[draws.index(min(draws))]
+
+
+def _draw(model: ModelInfo, key: bytes) -> float:
+    """A number that is distributed exponentially, with a mean of 1."""
+    name = "" if model.version is None else model.version.name
+    digest = blake2b(key + name.encode(), digest_size=8).digest()
+    return -math.log((int.from_bytes(digest) + 1) / _POINTS)

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from serve_app.errors import CorralError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
-from serve_app.ingress.http.errors import anthropic_error_body
+from serve_app.ingress.http.errors import ErrorShape, cut
 from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
@@ -162,6 +163,26 @@ def _block(kind: Literal["text", "thinking"], text: str) -> Json:
     return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
 
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: CorralError, status: int) -> Json:
+    """Anthropic's error object. Source: Anthropic's API reference, "Errors"."""
+    otherwise = "invalid_request_error" if status < 500 else "api_error"
+    kind = _ERROR_TYPES.get(status, otherwise)
+    return {"type": "error", "error": {"type": kind, "message": cut(error.message)}}
+
+
+ERRORS = {"/v1/messages/": ErrorShape(error_body)}
+
+
 def usage_body(usage: Usage) -> Json:
     """Anthropic's `usage`, whose `input_tokens` are those that were not cached."""
     return {
@@ -187,7 +208,7 @@ def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
     return sse.events(
         deltas,
         lambda _, delta: answer.events(delta),
-        lambda error: anthropic_error_body(error, error.status),
+        lambda error: error_body(error, error.status),
         opening=answer.opening(),
         write=sse.named,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serve_app.ingress.generation.messages import ChatMessage
-from serve_app.ingress.versions.choice import BEGINNING_CHARS
+
+BEGINNING_CHARS = 1024
+"""The characters that count of a text that is no chat: it may grow, as a chat does."""
 
 
 def of_chat(messages: Sequence[ChatMessage]) -> str:

@@ -1,9 +1,10 @@
-"""Errors as clients expect them: OpenAI's, and on Anthropic's and Ollama's routes, theirs."""
+"""Errors as clients expect them: in OpenAI's shape, and below a protocol's own paths in its shape."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +15,6 @@ from starlette.exceptions import HTTPException
 from serve_app.errors import (
     CorralError,
     InvalidRequestError,
-    ModelNotFoundError,
     QueueFullError,
 )
 from serve_app.ingress.http import json_body, request_context
@@ -30,50 +30,37 @@ def error_body(error: CorralError) -> dict[str, Any]:
     """OpenAI's error object."""
     return {
         "error": {
-            "message": _cut(error.message),
+            "message": cut(error.message),
             "type": error.type,
-            "param": None if error.param is None else _cut(error.param),
+            "param": None if error.param is None else cut(error.param),
             "code": error.code,
             **error.details,
         }
     }
 
 
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-_OLLAMA_FULL = 503
-"""Ollama's status where the queue is full."""
-
-
-def anthropic_error_body(error: CorralError, status: int) -> dict[str, Any]:
-    """Anthropic's error object. Source: Anthropic's API reference, "Errors"."""
-    otherwise = "invalid_request_error" if status < 500 else "api_error"
-    kind = _ANTHROPIC_TYPES.get(status, otherwise)
-    return {"type": "error", "error": {"type": kind, "message": _cut(error.message)}}
-
-
-def ollama_error_body(error: CorralError) -> dict[str, Any]:
-    """Ollama's error object. Clients look for its words where a model is missing. Source: ollama,
-    server/routes.go."""
-    if isinstance(error, ModelNotFoundError):
-        return {"error": _cut(f"model '{error.args[0]}' not found")}
-    return {"error": _cut(error.message)}
-
-
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """The text, or as much of it as an error's message may have."""
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of this app in the shape that belongs to the path."""
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """The form that a protocol's errors have below its paths."""
+
+    body: Callable[[CorralError, int], dict[str, Any]]
+    """An error's body, for that status."""
+    full_status: int | None = None
+    """The status where the queue is full, if it is not the error's own."""
+
+
+_OPENAI = ErrorShape(lambda error, _: error_body(error))
+
+
+def install(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> None:
+    """Answer every error of this app in the shape that belongs to the path: of the paths below a prefix,
+    which ends with a slash, its own, and elsewhere OpenAI's."""
+    app.state.error_shapes = shapes
     app.add_exception_handler(CorralError, _corral_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -94,23 +81,23 @@ def response(
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     """The answer to a request that failed; with the error's own status, unless another is given."""
-    path = _path(request).removeprefix(request.scope.get("root_path", ""))
-    is_ollamas = f"{path}/".startswith("/api/")
+    shape = _shape(request)
     if status is None:
-        is_full = is_ollamas and isinstance(error, QueueFullError)
-        status = _OLLAMA_FULL if is_full else error.status
+        status = error.status
+        if isinstance(error, QueueFullError):
+            status = shape.full_status or status
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     if error.is_final:
         headers["x-should-retry"] = "false"
-    if is_ollamas:
-        body = ollama_error_body(error)
-    elif f"{path}/".startswith("/v1/messages/"):
-        body = anthropic_error_body(error, status)
-    else:
-        body = error_body(error)
-    return JSONResponse(body, status, headers)
+    return JSONResponse(shape.body(error, status), status, headers)
+
+
+def _shape(request: Request) -> ErrorShape:
+    path = f"{_path(request).removeprefix(request.scope.get('root_path', ''))}/"
+    shapes: Mapping[str, ErrorShape] = request.app.state.error_shapes
+    return next((shape for prefix, shape in shapes.items() if path.startswith(prefix)), _OPENAI)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import orjson
 
+from serve_app.errors import CorralError, ModelNotFoundError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
-from serve_app.ingress.http.errors import ollama_error_body
+from serve_app.ingress.http.errors import ErrorShape, cut
 from serve_app.ingress.openai import logprobs
 from serve_app.prompt.output_parser import OutputParser, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
@@ -159,6 +160,17 @@ class OllamaAnswer:
         return found if self.context is None else found | {"context": self.context}
 
 
+def error_body(error: CorralError) -> Json:
+    """Ollama's error object. Clients look for its words where a model is missing. Source: ollama,
+    server/routes.go."""
+    if isinstance(error, ModelNotFoundError):
+        return {"error": cut(f"model '{error.args[0]}' not found")}
+    return {"error": cut(error.message)}
+
+
+ERRORS = {"/api/": ErrorShape(lambda error, _: error_body(error), full_status=503)}
+
+
 def events(answer: OllamaAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
     """The sequence line by line. A failure on the way is the last line."""
-    return sse.events(deltas, lambda _, delta: answer.lines(delta), ollama_error_body, write=line)
+    return sse.events(deltas, lambda _, delta: answer.lines(delta), error_body, write=line)

@@ -1,13 +1,22 @@
-"""The types of OpenAI's answers that are not generated: models, token counts and errors.
+"""OpenAI's answers that are not generated: models, token counts and errors.
 
 Source: OpenAI's API reference, "Models"; `meta` and `status` are llama-server's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import BaseModel
+
+from serve_app.ingress.model_registry import (
+    ServedModel,
+    chosen,
+    families,
+    find,
+    present_shares,
+)
 
 
 class InputTokens(BaseModel):
@@ -94,3 +103,67 @@ class ErrorResponse(BaseModel):
     """Every answer that is not a success."""
 
     error: ErrorBody
+
+
+def model_card(model: ServedModel) -> ModelCard:
+    """The model's entry in /v1/models."""
+    tokenizer = model.tokenizer
+    return ModelCard(
+        id=model.id,
+        aliases=sorted({model.id, *model.aliases} - {"*"}),
+        tags=sorted(model.tags),
+        meta=ModelMeta(
+            vocab_type=tokenizer.vocab_type,
+            n_vocab=tokenizer.n_vocab,
+            n_ctx=model.n_ctx_slot,
+            n_ctx_train=tokenizer.n_ctx_train,
+            n_embd=tokenizer.n_embd,
+            n_params=tokenizer.n_params,
+            size=tokenizer.n_bytes,
+            ftype=tokenizer.file_type,
+        ),
+        created=model.created,
+        n_ctx_slot=model.n_ctx_slot,
+        status=ModelStatus(value="loaded" if model.engine.is_loaded else "unloaded"),
+        capabilities=[*(["vision"] if model.sees else ()), *(["audio"] if model.hears else ())],
+    )
+
+
+def model_cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
+    """The entries in /v1/models, also of the models with an adapter. Of a model with versions, first the
+    entry of the name for all of these."""
+    cards = []
+    for name, versions in families(models).items():
+        if versions[0].version is not None:
+            cards.append(_common_card(name, versions))
+        for model in versions:
+            adapted = (model.adapted(adapter) for adapter in model.adapters.values())
+            cards += map(model_card, (model, *adapted))
+    return cards
+
+
+def card_of(models: Mapping[str, ServedModel], name: str) -> ModelCard:
+    """The entry of that name. Raises ModelNotFoundError."""
+    model = find(models, name)
+    if model.version is None or name in {model.id, model.version.full_name}:
+        return model_card(model)
+    return _common_card(model.version.model, families(models)[model.version.model])
+
+
+def _common_card(name: str, versions: Sequence[ServedModel]) -> ModelCard:
+    """The card of the version with most, and what all of them have."""
+    card = model_card(chosen(versions, None))
+    shares = present_shares(versions)
+    version_cards = [
+        VersionCard(
+            id=model.id,
+            version=model.version.name,
+            weight=model.version.weight,
+            share=round(shares[model.id], 4),
+            status=model_card(model).status,
+        )
+        for model in versions
+        if model.version is not None
+    ]
+    names = {name, *card.aliases} - {card.id}
+    return card.model_copy(update={"id": name, "aliases": sorted(names), "versions": version_cards})

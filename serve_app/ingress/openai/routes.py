@@ -15,9 +15,15 @@ from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
-from serve_app.ingress.model_registry import ServedModel, card_of, cards, find
+from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.openai import preparation, serving
-from serve_app.ingress.openai.answers import InputTokens, ModelCard, ModelList
+from serve_app.ingress.openai.answers import (
+    InputTokens,
+    ModelCard,
+    ModelList,
+    card_of,
+    model_cards,
+)
 from serve_app.ingress.openai.preparation import ChatCompletion, Completion
 from serve_app.ingress.openai.serving import Answer, Choice
 from serve_app.types import GenerationRequest
@@ -89,7 +95,7 @@ async def input_tokens(
 @ROUTER.get("/models")
 async def list_models(models: ModelsArgument) -> ModelList:
     """The models that are served here, the default first."""
-    return ModelList(data=cards(models))
+    return ModelList(data=model_cards(models))
 
 
 @ROUTER.get("/v1/models/{model_id:path}")

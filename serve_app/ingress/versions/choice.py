@@ -1,60 +1,14 @@
-"""Which of a model's versions answers a request. Pure: no Ray, no clock.
+"""The weights of a model's versions. Pure: no Ray, no clock.
 
 Versions are files, or settings, that are served under one id, each by engines of its own.
-A conversation stays at its version, as that has its prefix in the cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping
 
 from serve_app.errors import InvalidRequestError
-from serve_app.types import Version
-
-BEGINNING_CHARS = 1024
-"""Of a text that is no chat, so many characters count: it may grow, as a chat does."""
-_POINTS = 2**64
-
-
-class Versioned(Protocol):
-    """A model that may be one of several versions."""
-
-    @property
-    def version(self) -> Version | None:
-        """None if there is only one."""
-
-
-V = TypeVar("V", bound=Versioned)
-
-
-def chosen(versions: Sequence[V], beginning: str | None) -> V:
-    """The version for a conversation with this beginning; the one with the largest weight if there is none.
-
-    Each version draws a number for each beginning, and the best one wins: when a weight changes, no
-    conversation moves but those that this version gains or loses. Source: Schindelhauer and Schomaker,
-    "Weighted distributed hash tables", SPAA 2005 (the logarithmic method).
-    """
-    if len(versions) == 1:
-        return versions[0]
-    weights = [0.0 if one.version is None else one.version.present_weight for one in versions]
-    if beginning is None or not any(weights):
-        return versions[weights.index(max(weights))]
-    key = blake2b(beginning.encode(errors="surrogatepass")).digest()
-    draws = [
-        _draw(one, key) / weight if weight else math.inf
-        for one, weight in zip(versions, weights, strict=True)
-    ]
-    return versions[draws.index(min(draws))]
-
-
-def _draw(one: Versioned, key: bytes) -> float:
-    """Distributed exponentially, with a mean of 1."""
-    name = "" if one.version is None else one.version.name
-    digest = blake2b(key + name.encode(), digest_size=8).digest()
-    return -math.log((int.from_bytes(digest) + 1) / _POINTS)
 
 
 def changed(weights: Mapping[str, float], asked: Mapping[str, float]) -> dict[str, float]:
@@ -86,12 +40,6 @@ def _part(name: str, others: Mapping[str, float], rest: float) -> float:
             "weights",
         )
     return max(0.0, rest)
-
-
-def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """Parts of 1."""
-    total = math.fsum(weights.values())
-    return {name: weight / total if total else 0.0 for name, weight in weights.items()}
 
 
 def before_rollout(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from serve_app.errors import CorralError, InvalidRequestError
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ServedModel, shares
 from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.versions import choice
 from serve_app.store.version_weights import VersionWeights
@@ -83,7 +83,7 @@ class VersionControl:
         """The part of requests that each version is given now, up to 1, by model and version."""
         given = self.given()
         return {
-            model: choice.shares({name: given[f"{model}@{name}"] for name in weights})
+            model: shares({name: given[f"{model}@{name}"] for name in weights})
             for model, weights in self._weights.items()
         }
 

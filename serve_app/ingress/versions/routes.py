@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.dependencies import ModelsArgument, operators_only, prepared
-from serve_app.ingress.model_registry import card_of
+from serve_app.ingress.openai.answers import card_of
 from serve_app.ingress.versions import preparation
 from serve_app.ingress.versions.control import Versions
 from serve_app.ingress.versions.protocol import VersionList, WeightsRequest

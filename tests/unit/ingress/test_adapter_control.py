@@ -14,6 +14,7 @@ from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.errors import ConfigError, EngineUnavailableError, InvalidRequestError
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.openai.answers import model_cards
 from serve_app.ingress.others import OtherIngresses
 from serve_app.routing import broadcast
 from serve_app.store.loaded_adapters import LoadedAdapters
@@ -47,7 +48,7 @@ class Scene:
 
     @property
     def names(self) -> list[str]:
-        return [one.id for one in self.models["m"].cards]
+        return [card.id for card in model_cards(self.models)]
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from serve_app.errors import InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import beginnings
 from serve_app.ingress.generation.messages import ChatMessage
-from serve_app.ingress.model_registry import ModelInfo, ServedModel, card_of, cards, find
+from serve_app.ingress.model_registry import ModelInfo, ServedModel, find
 from serve_app.ingress.ollama import names
-from serve_app.ingress.versions import choice
+from serve_app.ingress.openai.answers import card_of, model_cards
 from serve_app.ingress.versions.choice import before_rollout, changed, given
 from serve_app.ingress.workers.worker import Changes
 from serve_app.types import AdapterUse, Version
@@ -118,7 +118,7 @@ def test_a_conversation_keeps_its_beginning_as_it_goes_on() -> None:
     first = ("system", "Be kind."), ("user", "Hello")
     assert chat(*first) == chat(*first, ("assistant", "Hi"), ("user", "And then?"))
     assert chat(*first) != chat(first[0], ("user", "Good morning"))
-    text = "x" * choice.BEGINNING_CHARS
+    text = "x" * beginnings.BEGINNING_CHARS
     assert beginnings.of_text(text) == beginnings.of_text(text + " and more")
 
 
@@ -202,7 +202,7 @@ def test_cards_name_the_versions_behind_a_name() -> None:
         name: replace(served(name), version=Version("m", name[2:], weight, given))
         for name, weight, given in (("m@old", 90.0, 90.0), ("m@new", 10.0, 0.0))
     }
-    found = {one.id: one for one in cards({"alone": served("alone"), **models})}
+    found = {one.id: one for one in model_cards({"alone": served("alone"), **models})}
     assert list(found) == ["alone", "m", "m@old", "m@new"]
     told = [(one.id, one.weight, one.share) for one in found["m"].versions]
     assert told == [("m@old", 90.0, 1.0), ("m@new", 10.0, 0.0)]
