@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from serve_app.ingress.openapi import reference
-from tests.documents import configuration, operations, sizes
+from tests.documents import configuration, operations, parameters, sizes
 from tests.documents.tables import replaced
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -31,7 +30,7 @@ def rewritten(page: Path) -> str:
     """The page as it should be now."""
     text = page.read_text()
     if page == _PARAMETERS:
-        return reference.rewritten(text)
+        return parameters.rewritten(text)
     for name, make in _PARTS[page].items():
         text = replaced(text, name, make())
     return text

@@ -24,9 +24,8 @@ from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.errors import ConfigError, CorralError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.http.api_keys import KeyFile
-from serve_app.ingress.openapi import reference
 from serve_app.prompt.tool_calls import FORMATS
-from tests.documents import configuration, pages
+from tests.documents import configuration, pages, parameters
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -213,7 +212,7 @@ def _sampling_parameters() -> dict[str, set[str]]:
     """What the table says of the endpoints' sampling parameters."""
     everywhere = ("/v1/completions", "/v1/chat/completions", "/completion", "/infill")
     found: dict[str, set[str]] = {}
-    for row in re.findall(r"^\| `.*", reference.table(), re.M):
+    for row in re.findall(r"^\| `.*", parameters.table(), re.M):
         name, _, _, elsewhere, _ = (cell.strip(" `") for cell in row[1:-1].split("|"))
         for endpoint in everywhere:
             found.setdefault(endpoint, set()).add(name)

@@ -1,1 +1,1 @@
-"""The backend protocol, which is what the engine needs of a model; llama.cpp; and the scripted fake."""
+"""The backend protocol, which is what the engine needs of a model, and llama.cpp behind it."""

@@ -1,4 +1,4 @@
-"""The backend protocol: what the engine needs of a model. `llama_cpp` is the real one, `fake` is scripted.
+"""The backend protocol: what the engine needs of a model. `tests.doubles.backend` is a scripted one.
 
 Except for `Vocabulary`, which is immutable, and `cancel`, everything is used by the decoder thread alone.
 """

@@ -20,10 +20,10 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.backends.base import Row
-from serve_app.engine.backends.fake import FakeBackend, FakeSampler, FakeVocabulary
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.llama.grammars.constraint import Constraint
+from tests.doubles.backend import FakeBackend, FakeSampler, FakeVocabulary
 
 EOS = FakeVocabulary.eos
 PATIENCE_S = 30.0

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import EmbeddingShape, Row
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
 from serve_app.engine.health import Progress
 from serve_app.engine.scheduler.accounts import Accounts
@@ -27,6 +26,7 @@ from serve_app.errors import (
     TextTooLongError,
 )
 from serve_app.llama.formats import EmbeddingPooling
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
     WatchedBackend,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.engine.outbox import Outbox
 from serve_app.engine.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import FinishReason, GenerationRequest, Sampled
+from tests.doubles.backend import FakeVocabulary
 
 N_TOGETHER, N_CTX_SLOT = 16, 64
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.config.sources import AdapterConfig
-from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.model_registry import Answers
 from serve_app.prompt.conversation import Conversation, Turn
@@ -35,6 +34,7 @@ from serve_app.types import (
     TokenDelta,
     Usage,
 )
+from tests.doubles.backend import FakeVocabulary
 
 N_CTX_SLOT = 64
 END = SequenceEnd(FinishReason.STOP, Usage(5, 2, 3), Timings(0, 0, 0))

@@ -15,13 +15,13 @@ from serve_app.channel.address import Address
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channels
 from serve_app.engine import Engine
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.errors import ChannelBrokenError
 from serve_app.replica import reporting
 from serve_app.replica.reporting import Reporting
 from serve_app.routing.blocks import chain, request_key
 from serve_app.routing.reports import Reports
 from serve_app.routing.score import Report
+from tests.doubles.backend import FakeBackend
 from tests.unit.channel.harness import ELSEWHERE, HERE, PATIENCE_S, delta, settle
 from tests.unit.engine.harness import ask, endless, options, request, running
 

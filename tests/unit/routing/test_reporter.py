@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.engine import CachedPrefixes, EngineStats, SlotStats
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.metrics.stats import CachedPrompt
 from serve_app.routing.blocks import chain, request_key, turn_key
 from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report
 from serve_app.types import SHARED_GROUP, AdapterUse
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import ask, endless, options, request, running, start, until
 
 LONG = "once upon a time there was a fox that" + "!" * 60 + "\n"

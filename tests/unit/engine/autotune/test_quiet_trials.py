@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.quiet_trials import QuietTrials
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.slots import SlotTable
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import endless
 
 DOUBTFUL = Profile({1: 0.01, 2: 9.0, 4: 0.02}, {8: 7.0, 16: 0.02}, {2: 0.01, 4: 8.0, 8: 0.02})

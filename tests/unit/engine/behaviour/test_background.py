@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.command_queue import CommandQueue
 from serve_app.engine.embedding import Texts
 from serve_app.engine.loop import DecoderLoop
@@ -18,6 +17,7 @@ from serve_app.engine.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import QueueFullError
 from serve_app.types import FinishReason, GenerationRequest
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,

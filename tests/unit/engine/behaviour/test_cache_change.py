@@ -12,8 +12,8 @@ from serve_app.engine.autotune.copy_budget import Speed
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Load, Traffic
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.types import FinishReason
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.behaviour.test_pictures import GOOD, N_SEEN, asked, seeing
 from tests.unit.engine.harness import (
     continuation,

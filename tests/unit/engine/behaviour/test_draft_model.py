@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from serve_app.engine import EngineStats
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import GUESSED, Row
-from serve_app.engine.backends.fake import FakeBackend, Script
-from serve_app.engine.backends.fake_draft import CHEAP, FakeDraft
 from serve_app.types import FinishReason
+from tests.doubles.backend import FakeBackend, Script
+from tests.doubles.draft import CHEAP, FakeDraft
 from tests.unit.engine.harness import (
     EOS,
     ask,

@@ -7,7 +7,7 @@ import pytest
 from serve_app.engine import (
     FinishReason,
 )
-from serve_app.engine.backends.fake import FakeBackend
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine import FinishReason, GenerationRequest, PromptTooLongError
-from serve_app.engine.backends.fake import FakeBackend
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     Inbox,
     SteppedBackend,

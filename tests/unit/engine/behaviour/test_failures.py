@@ -16,11 +16,11 @@ from serve_app.engine import (
     FinishReason,
     TokenStream,
 )
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError
 from serve_app.sampling import SamplingParams
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
     SteppedBackend,

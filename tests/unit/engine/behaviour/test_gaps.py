@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.scheduler.batch import Turn, plan_batch
 from serve_app.types import FinishReason
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import continuation, endless, options, request, running, start
 from tests.unit.engine.scheduler.test_scheduler import streaming
 

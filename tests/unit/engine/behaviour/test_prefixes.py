@@ -12,8 +12,8 @@ from serve_app.engine import (
     DecodeError,
 )
 from serve_app.engine.backends.base import Row
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.loop import DecoderLoop
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
     SteppedBackend,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.backends.fake import FakeBackend, Script
 from serve_app.sampling import SamplingParams
 from serve_app.types import FinishReason
+from tests.doubles.backend import FakeBackend, Script
 from tests.unit.engine.harness import EOS, ask, options, request, running, start
 
 # Drafted rows cost next to nothing. What batches really take here is less, but learned slowly.

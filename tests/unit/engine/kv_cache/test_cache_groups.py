@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from serve_app.engine import Engine
 from serve_app.engine.backends.base import Row, State
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.packing import common_prefix
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     SteppedBackend,
     ask,

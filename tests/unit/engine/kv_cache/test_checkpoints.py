@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.checkpoints import Checkpoint, Checkpoints
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
@@ -17,6 +16,7 @@ from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
 from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.errors import DecodeError
 from serve_app.types import GenerationRequest
+from tests.doubles.backend import FakeBackend
 
 
 def backend(n_slots: int = 2, *, n_cells: int | None = None, forgets: bool = True) -> FakeBackend:

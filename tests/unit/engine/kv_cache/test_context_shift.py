@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.types import FinishReason, GenerationRequest
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import ask, endless, options, request, running
 
 PROMPT = "abcdefgh"

@@ -9,7 +9,6 @@ import pytest
 
 from serve_app.engine.autotune.copy_budget import CopyBudget, Speed
 from serve_app.engine.backends.base import State
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import packed, token_array
@@ -17,6 +16,7 @@ from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import SlotTable
 from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.types import GenerationRequest
+from tests.doubles.backend import FakeBackend
 
 BYTE_S = 0.001
 """Simulated: 4 ms for a token's state."""

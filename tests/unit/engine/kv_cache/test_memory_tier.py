@@ -8,9 +8,9 @@ import pytest
 
 from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.errors import DecodeCancelledError
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     ask,
     continuation,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.backends.fake import FakeBackend
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import continuation, endless, options, request, running, start
 
 BEGINNINGS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve_app.engine.backends.fake import FakeBackend
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import ask, continuation, endless, options, request, running
 
 STORY = "a story that is long enough to be kept, "

@@ -15,11 +15,11 @@ import pytest
 from serve_app.engine import DecodeError, Engine
 from serve_app.engine.autotune.copy_budget import Speed
 from serve_app.engine.backends.base import State
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.kv_cache.packing import packed
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.kv_cache.transfers.transfer import Payload, RefusedPrefixError
 from serve_app.errors import EngineClosedError
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
     SteppedBackend,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serve_app.engine.backends.fake import FakeBackend
 from serve_app.engine.metrics.latencies import BOUNDS, Latencies
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import SteppedBackend, ask, endless, options, request, running, start
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.engine.backends.fake import FakeBackend
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import endless, options, running
 
 MIB = 2**20

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.engine.scheduler.accounts import Accounts
 from serve_app.engine.scheduler.backlog import Backlog
 from serve_app.engine.scheduler.fair_queue import FairQueue
 from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import Sequence
 from serve_app.types import Sampled
+from tests.doubles.backend import FakeVocabulary
 from tests.unit.engine.scheduler.test_scheduler import N_CTX_SLOT, NOW, running, served
 
 DEAR = {1: 0.1, 2: 0.2, 4: 0.3, 8: 0.6}

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import Row
-from serve_app.engine.backends.fake import FakeVocabulary
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.scheduler.batch import Batch
 from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
@@ -19,6 +18,7 @@ from serve_app.engine.scheduler.scheduler import Scheduler
 from serve_app.engine.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
+from tests.doubles.backend import FakeVocabulary
 
 N_CTX_SLOT = 1000
 NOW = 100.0

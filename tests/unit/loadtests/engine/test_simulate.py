@@ -13,7 +13,7 @@ import pytest
 from loadtests.engine.simulate import parse_args, summary, table
 from loadtests.engine.simulation import Answer, Requests, Scenario, Simulation, make_requests
 from serve_app.engine import Engine, QueueFullError, Usage
-from serve_app.engine.backends.fake import FakeBackend
+from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import endless
 
 SCENARIO = Scenario(

@@ -1,0 +1,1 @@
+"""Doubles of what needs a model: scripted backends and drafts."""
