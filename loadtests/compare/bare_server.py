@@ -27,6 +27,7 @@ from serve_app.config import schema
 from serve_app.engine import Engine
 from serve_app.folders import cache_folder
 from serve_app.ingress.api import WORKER_MODULES, build_api
+from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES, senses
@@ -59,8 +60,7 @@ def serve(file: Path) -> None:
             model.defaults,
             aliases=model.aliases,
             tags=model.tags,
-            sees=found.sees,
-            hears=found.hears,
+            media=MediaDecoder.of(found),
         )
         served = read().served_by(LocalClient(engine))
         workers = WorkerPool([read], WORKER_MODULES)

@@ -24,6 +24,7 @@ from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.open_requests import OpenRequests
+from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.responses.actor import RayStore
@@ -61,8 +62,7 @@ def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
         aliases=model.aliases,
         tags=model.tags,
         adapters=numbered(model),
-        sees=senses.sees,
-        hears=senses.hears,
+        media=MediaDecoder.of(senses),
         is_on_demand=model.is_on_demand,
         version=model.version,
     )

@@ -24,6 +24,7 @@ from serve_app.types import (
     AdapterUse,
     FetchingReplica,
     GenerationRequest,
+    Medium,
     ReplicaStats,
     RequestRecord,
     Size,
@@ -102,6 +103,28 @@ class EngineClient(Protocol):
         """The replicas' records of a request. Raises nothing because of a late one."""
 
 
+class MediaReader(Protocol):
+    """Reads the pictures and sounds of requests for one model, in workers."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes pictures."""
+
+    @property
+    def hears(self) -> bool:
+        """Whether the model takes sounds."""
+
+    def load(self) -> None:
+        """Load the libraries that decode, before workers are forked."""
+
+    def check(self, is_sound: bool, field: str) -> None:
+        """Raises MediaError for a kind that the model does not take."""
+
+    def decode(self, urls: Sequence[str], field: str) -> list[Medium]:
+        """The pictures and sounds at these URLs. Raises InvalidRequestError, MediaError, and
+        PicturesWantedError for those that are to be fetched."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
     """A model under one of its clients' names, and what every process of an ingress knows of it."""
@@ -119,10 +142,8 @@ class ModelInfo:
     """The model's LoRA adapters, each with its scale where it is asked for by its name."""
     used: Adapters = ()
     """Adapters of requests that do not say which they want."""
-    sees: bool = False
-    """Whether the model has a projector for pictures."""
-    hears: bool = False
-    """Whether the model has a projector for sounds."""
+    media: MediaReader | None = None
+    """The reader of pictures and sounds, if the model has a projector."""
     is_on_demand: bool = False
     """Whether the model is loaded when somebody asks for it."""
     version: Version | None = None
@@ -143,6 +164,16 @@ class ModelInfo:
         tokenizer = Tokenizer(path, defaults.chat_template, pooling)
         own = defaults.over(tokenizer.recommended)
         return cls(name, n_ctx_slot, tokenizer, defaults=own, **fields)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model has a projector for pictures."""
+        return self.media is not None and self.media.sees
+
+    @property
+    def hears(self) -> bool:
+        """Whether the model has a projector for sounds."""
+        return self.media is not None and self.media.hears
 
     def adapted(self, adapter: AdapterUse) -> Self:
         """The model with one of its adapters, under a name of its own."""

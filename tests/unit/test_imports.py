@@ -108,6 +108,25 @@ def test_package_does_not_import(importer: str, forbidden: tuple[str, ...]) -> N
     assert offenders(importer, *forbidden) == []
 
 
+INGRESS_CORE = tuple(
+    f"serve_app.ingress.{name}" for name in ("http", "workers", "generation", "model_registry")
+)
+"""What a chat passes in every protocol. Protocols, media, batches, versions and views are its guests."""
+
+
+def in_ingress_core(module: str) -> bool:
+    return any(within(module, package) for package in INGRESS_CORE)
+
+
+def test_the_core_of_the_ingress_imports_no_guest_and_no_protocol() -> None:
+    imported = [
+        found for package in INGRESS_CORE for found in offenders(package, "serve_app.ingress")
+    ]
+    guests = [(core, guest) for core, guest in imported if not in_ingress_core(guest)]
+    assert [(core, guest) for core, guest in guests if guest != "serve_app.ingress"] == []
+    assert imported, "the check found no import at all: it is broken"
+
+
 def test_the_engine_knows_nothing_of_prompts_but_the_delimiters_of_answers() -> None:
     delimiters = "serve_app.prompt.output_parser"
     assert offenders("serve_app.engine", "serve_app.prompt") == [

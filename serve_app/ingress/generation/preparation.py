@@ -9,8 +9,12 @@ from typing import Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
 from serve_app.ingress.generation.requests import ChatCompletionRequest, GenerationParams
-from serve_app.ingress.generation.tokenization import refuse_far_too_long, refuse_unknown_tokens
-from serve_app.ingress.media import in_prompts as media
+from serve_app.ingress.generation.tokenization import (
+    check_medium,
+    refuse_far_too_long,
+    refuse_unknown_tokens,
+    with_media,
+)
 from serve_app.ingress.model_registry import ModelInfo, active
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
@@ -191,9 +195,9 @@ def chat_with_media(
     and these. Raises InvalidRequestError, and MediaError for what the model neither sees nor hears."""
     attachments = [medium for turn in body.conversation for medium in turn.attachments]
     for medium in attachments:
-        media.check(model, medium.is_sound, prompt_field)
+        check_medium(model, medium.is_sound, prompt_field)
     urls = [medium.url for medium in attachments]
-    return media.placed(model, chat_prompt(model, body), urls, prompt_field)
+    return with_media(model, chat_prompt(model, body), urls, prompt_field)
 
 
 def length(model: ModelInfo, body: ChatCompletionRequest, prompt_field: str) -> PromptLength:

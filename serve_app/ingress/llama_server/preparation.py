@@ -11,9 +11,11 @@ from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.generation.requests import ChatCompletionRequest
 from serve_app.ingress.generation.tokenization import (
+    check_medium,
     refuse_huge,
     refuse_unknown_tokens,
     tokenize_checked,
+    with_media,
 )
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.llama_server.protocol import (
@@ -30,7 +32,6 @@ from serve_app.ingress.llama_server.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
-from serve_app.ingress.media import in_prompts as media
 from serve_app.ingress.model_registry import ModelInfo, find
 from serve_app.ingress.workers.worker import Models
 from serve_app.sampling import SamplingParams, Triggers
@@ -66,7 +67,7 @@ def completion(models: Models, body: bytes) -> LlamaCompletion:
 
 
 def _with_media(model: ModelInfo, asked: MediaPrompt) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
-    media.check(model, model.hears, "prompt")
+    check_medium(model, model.hears, "prompt")
     texts = asked.prompt_string.split(MEDIA_MARKER)
     if len(texts) - 1 != len(asked.multimodal_data):
         raise InvalidRequestError(
@@ -80,7 +81,7 @@ def _with_media(model: ModelInfo, asked: MediaPrompt) -> tuple[tuple[int, ...], 
         tokens += [-i] if i else []
         tokens += tokenize_checked(model, "prompt", len(text), encode, text, i == 0, True)
     urls = [f"data:;base64,{data}" for data in asked.multimodal_data]
-    return media.placed(model, tuple(tokens), urls, "prompt")
+    return with_media(model, tuple(tokens), urls, "prompt")
 
 
 def infill(models: Models, body: bytes) -> LlamaCompletion:

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from serve_app.errors import CorralError
-from serve_app.ingress.media import pictures, sounds
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers import slices, wire, worker
 
@@ -66,10 +65,8 @@ def _models(start: Start) -> dict[str, ModelInfo] | CorralError:
         models = [read() for read in start.models]
         for model in models:
             model.tokenizer.warm_up()
-        if any(model.sees for model in models):
-            pictures.load()
-        if any(model.hears for model in models):
-            sounds.load()
+            if model.media is not None:
+                model.media.load()
         return {model.id: model for model in models}
     except CorralError as error:
         return error

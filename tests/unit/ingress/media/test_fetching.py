@@ -17,6 +17,7 @@ from PIL import Image
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
+from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.media.fetching import (
     MAX_FILE_BYTES,
     Fetcher,
@@ -219,7 +220,9 @@ async def test_what_is_too_large_or_fails_is_refused_by_its_name() -> None:
 
 
 async def test_a_body_is_read_again_with_its_files() -> None:
-    models: Any = {"m": ModelInfo("m", 512, Tokenizer(BUILTIN_MODEL), sees=True)}
+    models: Any = {
+        "m": ModelInfo("m", 512, Tokenizer(BUILTIN_MODEL), media=MediaDecoder(sees=True))
+    }
     async with site(a=ok(red())) as web:
         workers = FetchingWorkers(InProcess(models), fetcher(Names()))
         parts = [{"type": "image_url", "image_url": {"url": web.url("/a")}}] * 2

@@ -26,7 +26,7 @@ from serve_app.ingress.generation.generation import n_tokens
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.llama_server import preparation as llama_server
 from serve_app.ingress.media import pictures
-from serve_app.ingress.media.in_prompts import read
+from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.ollama import preparation as ollama
 from serve_app.ingress.openai import preparation as openai
@@ -38,7 +38,7 @@ from tests.unit.ingress.harness import ScriptedEngine
 Image = pytest.importorskip("PIL.Image")
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
-SEEING = {"m": ModelInfo("m", 512, TOKENIZER, sees=True)}
+SEEING = {"m": ModelInfo("m", 512, TOKENIZER, media=MediaDecoder(sees=True))}
 BLIND = {"m": ModelInfo("m", 512, TOKENIZER)}
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -272,7 +272,7 @@ def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> No
 def test_urls_are_named_all_at_once_for_who_fetches_them() -> None:
     urls = [url(file_of()), "http://169.254.169.254/latest", "HTTPS://a.example/b.png"]
     with pytest.raises(PicturesWantedError, match="Picture 2 of 3: URLs are not fetched") as caught:
-        read(SEEING["m"], urls, "messages")
+        MediaDecoder(sees=True).decode(urls, "messages")
     assert caught.value.param == "messages"
     assert caught.value.pictures == ((urls[1], "Picture 2 of 3"), (urls[2], "Picture 3 of 3"))
 

@@ -18,6 +18,7 @@ from serve_app.errors import CorralError, InvalidRequestError, MediaError
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.llama_server import preparation as llama_server
 from serve_app.ingress.media import sounds
+from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation as openai
 from serve_app.ingress.responses import preparation as responses
@@ -27,9 +28,9 @@ from serve_app.types import MEDIUM, SAMPLE_RATE, Sound
 pytest.importorskip("miniaudio")
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
-HEARING = {"m": ModelInfo("m", 512, TOKENIZER, hears=True)}
-BOTH = {"m": ModelInfo("m", 512, TOKENIZER, sees=True, hears=True)}
-DEAF = {"m": ModelInfo("m", 512, TOKENIZER, sees=True)}
+HEARING = {"m": ModelInfo("m", 512, TOKENIZER, media=MediaDecoder(hears=True))}
+BOTH = {"m": ModelInfo("m", 512, TOKENIZER, media=MediaDecoder(sees=True, hears=True))}
+DEAF = {"m": ModelInfo("m", 512, TOKENIZER, media=MediaDecoder(sees=True))}
 MP3_FRAME = b"\xff\xfb\x90\x00" + bytes(413)
 """1152 samples of silence, at 44,100 a second and 128 kbit/s."""
 
