@@ -13,7 +13,7 @@ from loadtests.batch.people import People, Shape, for_a_while
 from loadtests.common.benchmark import BenchmarkError, Prompt, Prompts
 from loadtests.engine import process
 from serve_app.engine import CorralError, GenerationRequest, SamplingParams
-from serve_app.engine.loop import BACKGROUND_PLACES
+from serve_app.engine.core.loop import BACKGROUND_PLACES
 
 _LOOK_S = 0.05
 _IDLE_S = 30.0

@@ -7,18 +7,18 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
-from serve_app.engine.admission import Admission
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.autotune.traffic import Alive, Load, Traffic
 from serve_app.engine.backends.base import Backend, State
+from serve_app.engine.core.admission import Admission
+from serve_app.engine.core.scheduler.batch import Batch
+from serve_app.engine.core.scheduler.fair_queue import FairQueue
+from serve_app.engine.core.scheduler.scheduler import Scheduler
+from serve_app.engine.core.sequence import Sequence, SequenceState
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.opening import min_copy
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.scheduler.batch import Batch
-from serve_app.engine.scheduler.fair_queue import FairQueue
-from serve_app.engine.scheduler.scheduler import Scheduler
-from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.errors import DecodeError
 
 logger = logging.getLogger("corral.engine")

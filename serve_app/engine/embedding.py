@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
+from serve_app.engine.core.scheduler.accounts import Accounts
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.health import Progress
-from serve_app.engine.scheduler.accounts import Accounts
-from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError, DecodeError
 from serve_app.types import account
 

@@ -11,16 +11,16 @@ from concurrent.futures import Future
 from serve_app import progress
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.backends.choice.choosing import open_backend
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.embedding import Texts, Vectors
 from serve_app.engine.health import HangWatch
 from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.kv_cache.slot_files import SlotFiles
 from serve_app.engine.kv_cache.transfers.transfer import PrefixTransfer
-from serve_app.engine.loop import DecoderLoop
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.pictures.tiles import PlacedTile, expanded
-from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
     CorralError,

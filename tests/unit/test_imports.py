@@ -13,11 +13,11 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 PURE = (
-    "scheduler",
-    "sequence",
+    "core.scheduler",
+    "core.sequence",
     "kv_cache.slots",
     "kv_cache.shifts.context_shift",
-    "decode",
+    "core.decode",
     "autotune.cost_model",
     "autotune.curve",
     "autotune.kalman",

@@ -27,12 +27,12 @@ from unittest import mock
 from loadtests.common.benchmark import listed, table
 from serve_app.engine import GenerationRequest
 from serve_app.engine.backends.base import MemoryUse
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
-from serve_app.engine.sequence import Sequence
 
 T = TypeVar("T")
 

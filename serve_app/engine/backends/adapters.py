@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.engine.backends.base import Backend
-from serve_app.engine.commands import Command
+from serve_app.engine.core.commands import Command
 from serve_app.types import Adapters
 
 

@@ -11,8 +11,8 @@ from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.profiler import Profiler
 from serve_app.engine.backends.base import MemoryUse, Row
+from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
 from serve_app.errors import ConfigError
 from serve_app.llama import library
 from serve_app.llama.context import Context

@@ -22,9 +22,9 @@ from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
 from serve_app.engine.backends.mode_chooser import ModeChooser
 from serve_app.engine.backends.own_layers import OwnLayers
 from serve_app.engine.backends.state_layout import Layout, converted
+from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
+from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions, KernelsName
-from serve_app.engine.scheduler.drafting import MAX_DRAFTED_ROWS
-from serve_app.engine.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.context import Adapter, Context

@@ -9,10 +9,10 @@ from collections.abc import Sequence as SequenceOf
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import GUESSED, DraftModel, Row
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.drafts.rates import Allowance, CommonRate, SequenceRate
 from serve_app.engine.drafts.window import SlotWindow
 from serve_app.engine.health import Progress
-from serve_app.engine.sequence import Sequence
 from serve_app.errors import DecodeError
 
 logger = logging.getLogger("corral.engine")

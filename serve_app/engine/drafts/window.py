@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.drafts.rates import SequenceRate
 from serve_app.engine.kv_cache.packing import TokenArray
-from serve_app.engine.sequence import Sequence
 
 # Tokens at the beginning that are always there: models rest their attention on the first ones.
 # Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
@@ -18,7 +19,6 @@ from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
 from serve_app.engine.kv_cache.transfers.exchange import PrefixExchange
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.engine.metrics.stats import CachedPrompt
-from serve_app.engine.sequence import Sequence
 from serve_app.errors import (
     DecodeCancelledError,
     DecodeError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.packing import (
     TOKEN_BYTES,
     TokenArray,
@@ -13,7 +14,6 @@ from serve_app.engine.kv_cache.packing import (
     token_array,
 )
 from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
-from serve_app.engine.sequence import Sequence
 from serve_app.types import SHARED_GROUP, may_start_from
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serve_app.engine.core.sequence import Sequence, SequenceState
 from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot, SlotIndex
-from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.types import SHARED_GROUP, adapters_of
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
-from serve_app.engine.scheduler.backlog import Forecast
 
 _EVERY_S = 0.5
 """The oldest that anything is while the engine works."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.scheduler.backlog import Forecast
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.metrics.stats import Counts, EngineStats, SlotStats
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.sequence import Sequence
 
 
 def engine_stats(

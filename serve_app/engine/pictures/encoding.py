@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.backends.base import Projector
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.pictures.node_times import NodeTimes
 from serve_app.engine.pictures.tiles import PlacedTile
-from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError
 from serve_app.types import Medium
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, loop
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Choice, Mode
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.backends.mode_chooser import Found, ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
+from serve_app.engine.core import loop
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
 from tests.unit.engine.harness import until

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_app.engine.command_queue import CommandQueue
+from serve_app.engine.core.command_queue import CommandQueue
 
 
 @pytest.fixture

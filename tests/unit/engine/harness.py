@@ -20,8 +20,8 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.backends.base import Row
-from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.llama.grammars.constraint import Constraint
 from tests.doubles.backend import FakeBackend, FakeSampler, FakeVocabulary
 

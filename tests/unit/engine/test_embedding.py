@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import EmbeddingShape, Row
+from serve_app.engine.core.scheduler.accounts import Accounts
+from serve_app.engine.core.scheduler.queue_capacity import may_embed
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
 from serve_app.engine.health import Progress
-from serve_app.engine.scheduler.accounts import Accounts
-from serve_app.engine.scheduler.queue_capacity import may_embed
-from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import (
     DecodeError,
     EngineClosedError,

@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from serve_app.engine import GenerationRequest, SamplingParams
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.pictures.encoding import Encoding
 from serve_app.engine.pictures.tiles import expanded
-from serve_app.engine.sequence import Sequence
 from serve_app.llama.vision.tiles import Pause
 from serve_app.types import MEDIUM, Picture
 from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector

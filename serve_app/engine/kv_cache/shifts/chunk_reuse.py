@@ -9,11 +9,11 @@ import logging
 from typing import NamedTuple
 
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, common_prefix, n_matching, n_tokens
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import Choice, SlotTable
-from serve_app.engine.sequence import Sequence
 from serve_app.errors import DecodeError
 
 logger = logging.getLogger("corral.engine")

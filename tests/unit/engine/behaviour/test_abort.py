@@ -7,10 +7,10 @@ import pytest
 from serve_app.engine import (
     FinishReason,
 )
-from serve_app.engine.command_queue import CommandQueue
-from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.scheduler.queue_capacity import QueueCapacity
-from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.engine.core.command_queue import CommandQueue
+from serve_app.engine.core.scheduler.backlog import Forecast
+from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
     Inbox,
     SteppedBackend,

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.command_queue import CommandQueue
+from serve_app.engine.core.command_queue import CommandQueue
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.scheduler.backlog import Forecast
+from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.embedding import Texts
-from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.scheduler.queue_capacity import QueueCapacity
-from serve_app.engine.sequence import Sequence as EngineSequence
 from serve_app.errors import QueueFullError
 from serve_app.types import FinishReason, GenerationRequest
 from tests.doubles.backend import FakeBackend

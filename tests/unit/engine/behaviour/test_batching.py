@@ -11,10 +11,10 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.command_queue import CommandQueue
-from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.scheduler.backlog import Forecast
-from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.engine.core.command_queue import CommandQueue
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.scheduler.backlog import Forecast
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
     PATIENCE_S,
     WatchedBackend,

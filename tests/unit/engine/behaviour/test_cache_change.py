@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine import loop
 from serve_app.engine.autotune.copy_budget import Speed
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Load, Traffic
+from serve_app.engine.core import loop
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.behaviour.test_pictures import GOOD, N_SEEN, asked, seeing

@@ -16,8 +16,8 @@ from serve_app.engine import (
     FinishReason,
     TokenStream,
 )
-from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.errors import CorralError
 from serve_app.sampling import SamplingParams
 from tests.doubles.backend import FakeBackend

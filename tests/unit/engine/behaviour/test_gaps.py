@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.scheduler.batch import Turn, plan_batch
+from serve_app.engine.core.scheduler.batch import Turn, plan_batch
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
+from tests.unit.engine.core.scheduler.test_scheduler import streaming
 from tests.unit.engine.harness import continuation, endless, options, request, running, start
-from tests.unit.engine.scheduler.test_scheduler import streaming
 
 FEW_BATCHES = Profile(dict.fromkeys((1, 2, 4, 8), 1.0), {8: 1e-6, 64: 1e-6})
 """A batch takes as long for many rows as for one. What batches really take here is learned slowly."""

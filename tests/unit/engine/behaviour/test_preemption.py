@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.scheduler import anticipation
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.scheduler import anticipation
 from serve_app.errors import CacheFullError
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend

@@ -12,7 +12,7 @@ from serve_app.engine import (
     DecodeError,
 )
 from serve_app.engine.backends.base import Row
-from serve_app.engine.loop import DecoderLoop
+from serve_app.engine.core.loop import DecoderLoop
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine import batch_runner
-from serve_app.engine import loop as decoder
-from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.engine.core import batch_runner
+from serve_app.engine.core import loop as decoder
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import Inbox, WatchedBackend, endless, options, request
 
 

@@ -21,8 +21,8 @@ from serve_app.engine import (
     TokenDelta,
 )
 from serve_app.engine.backends.base import Row
-from serve_app.engine.loop import DecoderLoop
-from serve_app.engine.sequence import Sequence as EngineSequence
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.drafts.window import N_SINK, SlotWindow
-from serve_app.engine.sequence import Sequence
 from tests.unit.engine.harness import request
 
 N_CTX = 64

@@ -245,7 +245,7 @@ def test_what_others_said_changes_nothing_that_is_done_for_a_prompt(
         backend = Noting(n_slots, n_cells)
         sizes = options(n_slots, n_ctx_slot=128, cache_ram_bytes=cache_ram_bytes)
         with ExitStack() as stack:
-            stack.enter_context(mock.patch("serve_app.engine.loop._REST_S", 1e6))
+            stack.enter_context(mock.patch("serve_app.engine.core.loop._REST_S", 1e6))
             engine = stack.enter_context(running(backend, sizes))
             for i, (group, prompt) in enumerate(asked):
                 moved = shift if group == "victim" else 0

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from serve_app.engine.core.sequence import Sequence, SequenceState
 from serve_app.engine.kv_cache.checkpoints import Checkpoint, Checkpoints
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
@@ -13,7 +14,6 @@ from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
-from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.errors import DecodeError
 from serve_app.types import GenerationRequest
 from tests.doubles.backend import FakeBackend

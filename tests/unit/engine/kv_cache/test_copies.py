@@ -9,12 +9,12 @@ import pytest
 
 from serve_app.engine.autotune.copy_budget import CopyBudget, Speed
 from serve_app.engine.backends.base import State
+from serve_app.engine.core.sequence import Sequence, SequenceState
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import SlotTable
-from serve_app.engine.sequence import Sequence, SequenceState
 from serve_app.types import GenerationRequest
 from tests.doubles.backend import FakeBackend
 

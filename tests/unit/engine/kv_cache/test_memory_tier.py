@@ -152,7 +152,7 @@ def test_what_idle_slots_hold_is_stored_while_nobody_is_there(
     saves = mock.Mock(side_effect=backend.save)
     with (
         mock.patch.object(backend, "save", saves),
-        mock.patch("serve_app.engine.loop._REST_S", 0.0),
+        mock.patch("serve_app.engine.core.loop._REST_S", 0.0),
         running(backend, options(2, n_ctx_slot=256, cache_ram_bytes=room)) as engine,
     ):
         for name in "AB":
@@ -182,7 +182,7 @@ def test_who_comes_does_not_wait_for_a_save_that_nobody_asked_for() -> None:
 
     backend = Holding(endless, n_slots=2)
     with (
-        mock.patch("serve_app.engine.loop._REST_S", 0.0),
+        mock.patch("serve_app.engine.core.loop._REST_S", 0.0),
         running(backend, options(2, n_ctx_slot=256, cache_ram_bytes=10_000)) as engine,
     ):
         talk(engine, "A", "1")

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import common_prefix, token_array
 from serve_app.engine.kv_cache.slots import Choice, PrefixPending, SlotTable
 from serve_app.engine.pictures.tiles import PlacedTile
-from serve_app.engine.sequence import Sequence
 from serve_app.llama.vision.tiles import Tile
 from serve_app.types import SHARED_GROUP, GenerationRequest, Picture
 

@@ -1,0 +1,211 @@
+"""Decides which request gets a slot, and which loses one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as SequenceOf
+
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.outbox import Outbox
+from serve_app.engine.core.scheduler.accounts import Accounts
+from serve_app.engine.core.scheduler.anticipation import Anticipation
+from serve_app.engine.core.scheduler.fair_queue import FairQueue
+from serve_app.engine.core.scheduler.preemption import PreemptionPolicy
+from serve_app.engine.core.scheduler.scheduler import Scheduler
+from serve_app.engine.core.sequence import NO_SLOT, Sequence
+from serve_app.engine.kv_cache.manager import KVCacheManager, Place
+from serve_app.engine.kv_cache.slots import PrefixPending
+from serve_app.engine.metrics.stats import Counts
+from serve_app.engine.options import EngineOptions
+from serve_app.errors import DecodeError
+from serve_app.types import FinishReason
+
+logger = logging.getLogger("corral.engine")
+
+
+class Admission:
+    """Moves sequences from the queue into slots, and back where another client's turn has come or
+    the cache is full. Background requests give their slots back to any other request. Decoder
+    thread only."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        backend: Backend,
+        cache: KVCacheManager,
+        scheduler: Scheduler,
+        costs: CostModel,
+        waiting: FairQueue,
+        accounts: Accounts,
+        counts: Counts,
+        outbox: Outbox,
+    ) -> None:
+        self._options = options
+        self._backend = backend
+        self._cache = cache
+        self._scheduler = scheduler
+        self._costs = costs
+        self._waiting = waiting
+        self._accounts = accounts
+        self._counts = counts
+        self._outbox = outbox
+        self._preemption_policy = PreemptionPolicy()
+        self._anticipation = Anticipation(options.n_slots)
+        self._paused = False
+        """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
+        self._background_paused = False
+        """The same for what is in the background, as one of it lost its slot."""
+        self.changed = False
+        """Whether a sequence has got a slot or lost one since this was last set to False."""
+
+    def queue(self, sequences: SequenceOf[Sequence]) -> None:
+        """They have come, and wait."""
+        self._waiting.extend(sequences)
+        for sequence in sequences:
+            if not sequence.request.background:
+                self._anticipation.came(sequence.request.client)
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into idle slots, in the order that is fair to their clients; one
+        that waits for a prefix lets others pass. Returns those that have got their first slot."""
+        for sequence in self._scheduler.running:
+            sequence.n_awaited = 0
+        if self._paused or not self._waiting:
+            return []
+        self._preempt_fairly()
+        n_awaiting, started = 0, list[Sequence]()
+        for sequence in self._waiting:
+            if not self._cache.table.has_idle:
+                break
+            if sequence.finished or self._is_held_back(sequence):
+                continue
+            place = self._cache.place(sequence)
+            if place is None:
+                continue
+            if isinstance(place, PrefixPending):
+                n_awaiting += 1
+                if (owner := place.slot.sequence) is not None:
+                    owner.n_awaited = max(owner.n_awaited, place.n_tokens)
+                continue
+            is_new = sequence.trace.admitted is None
+            if self._occupy(sequence, place) and is_new:
+                started.append(sequence)
+        else:
+            self._cache.make_way(n_awaiting)
+        return started
+
+    def _occupy(self, sequence: Sequence, place: Place) -> bool:
+        """Let a sequence run in its slot. False if no sampler can be made for it: that is its end."""
+        sampler = None
+        if sequence.trace.admitted is None:  # one that was preempted goes on with its own
+            try:
+                sampler = self._backend.sampler(
+                    sequence.request.sampling, sequence.request.given, sequence.constraint
+                )
+            except Exception as error:
+                logger.exception("No sampler could be made for %s.", sequence.id)
+                refusal = DecodeError(f"No sampler could be made for this request: {error}")
+                self._outbox.end(sequence, FinishReason.ERROR, refusal)
+                return False
+        self.changed = True
+        self._waiting.admit(sequence)
+        sequence.admit(place.slot.id, place.n_cached, sampler)
+        self._cache.table.occupy(place.slot, sequence)
+        self._scheduler.add(sequence)
+        self._counts.cached_tokens += place.n_cached
+        self._counts.restored_tokens += place.n_restored
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """It has ended, wherever it was, and is in the queue no more."""
+        client, background = sequence.request.client, sequence.request.background
+        if sequence.trace.admitted is not None and client not in self._accounts and not background:
+            self._anticipation.left(client, time.monotonic())
+        if sequence.slot_id == NO_SLOT:
+            return
+        self._paused = self._background_paused = False
+        self._scheduler.remove(sequence)
+        self._cache.release(sequence)
+
+    # -- when the cache is full -------------------------------------------------------------------
+
+    def make_room(self) -> bool:
+        """Free the cells of the least used idle slot, or else of the sequence that got its slot last, of
+        those in the background if there are any, which waits then. False if there is but one sequence."""
+        if self._cache.evict_idle():
+            return True
+        running = [one for one in self._scheduler.running if not one.finished]
+        if len(running) < len(self._scheduler.running):
+            return True  # some have just ended
+        if len(running) == 1:
+            return False
+        behind = [one for one in running if one.request.background]
+        self._preempt(max(behind or running, key=_admitted))
+        self._background_paused = True
+        self._paused = not behind
+        return True
+
+    def interrupt(self) -> None:
+        """Take all slots away, and what is in them: the sequences wait for others, before all new ones."""
+        for sequence in self._scheduler.running:
+            if not sequence.finished:
+                self._preempt(sequence, stored=False)
+        self._paused = self._background_paused = False
+
+    def _preempt(
+        self, sequence: Sequence, *, for_another: bool = False, stored: bool = True
+    ) -> None:
+        """Take its slot away; it waits for another one."""
+        self._scheduler.remove(sequence)
+        self._cache.preempt(sequence, stored=stored)
+        self._waiting.put_back(sequence, for_another=for_another)
+        self.changed = True
+        self._counts.preemptions += 1
+
+    # -- when somebody else needs a slot ----------------------------------------------------------
+
+    def _preempt_background(self) -> None:
+        """Have as many sequences in the background lose their slots as others lack. Their part of
+        the cache is stored, unless that takes too long."""
+        waiting = self._waiting.unordered
+        n_lacking = sum(not (one.request.background or one.finished) for one in waiting)
+        n_lacking -= self._cache.table.n_idle
+        behind = [one for one in self._scheduler.running if one.request.background]
+        behind = sorted((one for one in behind if not one.finished), key=_admitted)
+        for sequence in behind[len(behind) - max(0, min(n_lacking, len(behind))) :]:
+            is_stored = self._preemption_s(sequence) is not None
+            self._preempt(sequence, for_another=True, stored=is_stored)
+
+    def _preempt_fairly(self) -> None:
+        """Preempt one sequence for another client's request, if that is fair and pays; those in the
+        background always."""
+        self._preempt_background()
+        if self._accounts.active < 2 or self._cache.table.has_idle:
+            return
+        running, now = self._scheduler.running, time.monotonic()
+        sequence = self._preemption_policy.find(self._waiting, running, self._preemption_s, now)
+        if sequence is not None:
+            self._preempt(sequence, for_another=True)
+
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        """Whether the slots that are idle are for others, who will probably be back at once.
+        Background requests may have them, since they give them back, unless the cache was too small
+        for them."""
+        client, running = sequence.request.client, self._scheduler.running
+        if sequence.request.background:
+            return self._background_paused
+        n_kept = self._anticipation.n_kept(client, running, time.monotonic())
+        return self._cache.table.n_idle <= n_kept
+
+    def _preemption_s(self, sequence: Sequence) -> float | None:
+        """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
+        n_kept, save_s = self._cache.would_keep(sequence)
+        if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:
+            return None
+        return 2 * save_s + self._costs.prefill_s(sequence.n_past - n_kept, n_kept)
+
+
+def _admitted(sequence: Sequence) -> float:
+    return sequence.trace.admitted or 0.0

@@ -1,0 +1,79 @@
+"""The running sequence that is preempted for another one. Pure: no model, no threads, no clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from serve_app.engine.core.scheduler.fair_queue import FairQueue
+from serve_app.engine.core.sequence import Sequence
+
+# After a preemption, the next one may so many times later as that took: slots change hands for a tenth of
+# the decoder's time at most.
+_PAUSE = 9
+# A client with but one slot more than the one that waits keeps it until it has had so many seconds more.
+_QUANTUM_S = 2.0
+
+
+class PreemptionPolicy:
+    """Chooses the sequences to preempt, one at a time.
+
+    A client that has at least two slots more than the one whose request is next gives one of them
+    back, unless it has less due all the same: then the other has had more for its slots. With one
+    slot more, it does so when it is ahead by a quantum, so that clients take turns where slots are
+    fewer than they. Slots so get equal, and nobody gives back what it would get again at once.
+    Background requests are preempted only for each other here; for all others always.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def find(
+        self,
+        waiting: FairQueue,
+        running: SequenceOf[Sequence],
+        cost_s: Callable[[Sequence], float | None],
+        now: float,
+    ) -> Sequence | None:
+        """The sequence to preempt for the first one that waits; None if there is none. `cost_s` is what
+        it takes to store one and to have it back, None if it must not be stored. All slots are taken."""
+        first = next(iter(waiting), None)
+        if first is None or now < self._quiet_until:
+            return None
+        held = Counter(one.request.account for one in running if not one.finished)
+        own = first.request.account
+        due_s = waiting.due_s(own)
+        for client in sorted(held, key=waiting.due_s, reverse=True):
+            n_more = held[client] - held[own]
+            found = self._youngest(client, first, running, cost_s) if n_more > 0 else None
+            if found is None:
+                continue
+            sequence, seconds = found
+            ahead_s = waiting.due_s(client, without=sequence) - due_s
+            if ahead_s > (0.0 if n_more > 1 else max(_QUANTUM_S, _PAUSE * seconds)):
+                self._quiet_until = now + _PAUSE * seconds
+                return sequence
+        return None
+
+    @staticmethod
+    def _youngest(
+        client: str,
+        first: Sequence,
+        running: SequenceOf[Sequence],
+        cost_s: Callable[[Sequence], float | None],
+    ) -> tuple[Sequence, float] | None:
+        """The client's newest sequence that may be preempted, and what that costs."""
+        may = [
+            one
+            for one in running
+            if one.request.account == client
+            and one.request.background == first.request.background
+            and one.request.priority >= first.request.priority
+            and not one.finished
+        ]
+        for one in sorted(may, key=lambda one: one.trace.admitted or 0.0, reverse=True):
+            seconds = cost_s(one)
+            if seconds is not None:
+                return one, seconds
+        return None

@@ -1,0 +1,457 @@
+"""The scheduler: chooses the rows of the next batches. Pure but for drafts: no threads, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+
+from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.engine.backends.adapter_turns import AdapterTurns
+from serve_app.engine.core.scheduler.batch import Batch, Turn, plan_batch
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.drafts.drafting import Drafting, Drafts, Proposer
+from serve_app.types import Adapters
+
+# Of the stall budget, what batches are first planned for; and how fast that follows what they take.
+_FIRST_MARGIN = 0.92
+_TOO_LONG, _IN_TIME = 0.97, 1.0003  # balanced when one step in a hundred takes too long
+# How much longer than its fair share a prompt may be held back: shares are forecasts.
+_PATIENCE = 1.5
+SlotEnds = Callable[[], Mapping[int, int]]
+# Prompt rows of one batch whose logits are wanted: each takes memory for the whole vocabulary.
+MAX_SCORED_ROWS = 32
+# How much longer than the stall budget the step may take that finds somebody new, while nobody streams, if
+# it computes all of a prompt then: two passes take longer than one.
+_STRETCH = 1.5
+# Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
+_ENOUGH_ROWS = 128
+# Seconds of a prompt's pass in the background, which are lost when somebody comes and it is left: so many,
+# or that part of the time since somebody was last served, up to so many. Large passes are faster.
+_LOST_S, _LOST_PART, _MOST_LOST_S = 0.25, 0.1, 2.0
+# How much longer the others' decoding may take for what is decoded in the background.
+_FREE = 0.02
+
+
+class Scheduler:
+    """Plans steps over the running sequences: batches over every decoding one's next token, then a batch
+    over at most `n_batch` prompt tokens.
+
+    Decoding sequences share one batch, unless the cost model says that several are faster. Where it says
+    that it pays, some of them have drafted tokens verified in a batch of their own. With `mixed`, decoding
+    sequences and prompts share one batch, if there are both.
+
+    While sequences decode, prompts get as much of a step as keeps it within `max_stall_s`, by the cost
+    model: so long at most a stream waits between two tokens. Where decoding alone takes more than half of
+    that, prompts may take as long as it takes; and one of them always gets on.
+
+    Before the first stream begins, nobody waits between two tokens, and prompts are computed in chunks as
+    large as pays, which is faster for all. One that is done but for its last token holds that back while
+    others catch up, for as long as it would have taken had all shared the machine alike. As long as every
+    step finds somebody new, steps are short, so that whoever belongs to a burst is seen before its first
+    stream begins; and a chunk ends where a prefix ends that others wait for, or where
+    a checkpoint is to be made.
+
+    Background requests advance while there is nothing else. Beside others, only its decoding
+    sequences do, as many as cost these next to nothing; where all is in the background nobody waits
+    between two tokens, and a batch that takes long can be cancelled (`cancellable`): prompts may take
+    longer then, the longer nobody came. Unless they share batches, decoding ones wait for the prompts, so
+    that they are as many as possible.
+
+    Sequences with different adapters take turns, by steps: see `AdapterTurns`.
+
+    The prompt goes first that has waited longest for what it needs (highest response ratio next): short
+    ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
+    Scheduling", 1971.
+    """
+
+    def __init__(
+        self,
+        n_batch: int,
+        costs: CostModel | None = None,
+        max_stall_s: float | None = None,
+        *,
+        speculate: bool = False,
+        n_ctx_slot: int = 0,
+        mixed: bool = False,
+        cancellable: bool = False,
+        proposer: Proposer | None = None,
+    ) -> None:
+        """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
+        Without anything measured or without a bound, only `n_batch` limits the prompts. `cancellable` says
+        whether a batch in the background ends when somebody comes. `proposer` drafts besides lookup, which
+        `speculate` turns on: its passes run while a step is planned."""
+        self._n_batch = n_batch
+        self._costs = costs or CostModel(Profile())
+        self._max_stall_s = max_stall_s
+        self._drafting: Drafting | None = None
+        if (speculate or proposer is not None) and self._costs:
+            self._drafting = Drafting(
+                self._costs,
+                n_ctx_slot,
+                lookup=speculate,
+                proposer=proposer,
+                max_stall_s=max_stall_s,
+            )
+        self._mixed = mixed
+        self._cancellable = cancellable
+        self._n_cells = 0
+        self._slot_ends: SlotEnds | None = None
+        self._beside_s = 0.0
+        self._margin = _FIRST_MARGIN
+        self._running: list[Sequence] = []
+        self.adapter_turns = AdapterTurns(max_stall_s)
+        self._adapters: Adapters = ()
+        """Those of the step that was planned last."""
+        self._others_stream = False
+        """Whether somebody whose turn it is not waits for a next token."""
+        self._n_prompting = 1
+        """Turns that have prompts then: they share what a stream may wait for those."""
+        self._all_served = True
+        self._together: list[Sequence] = []
+        """Those that take turns,"""
+        self._served: list[Sequence] = []
+        """and those that may get on in the step that is planned."""
+        self._in_background = False
+        """Whether nobody waits for any of them, and the step can be left."""
+        self._has_news = False
+        """Whether somebody came since the last step."""
+        self._planned = 0.0
+        """When that was."""
+        self._seen_ahead = -math.inf
+        """When somebody who is not in the background was running."""
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence got a slot; it is served in the next step if there is room."""
+        self._running.append(sequence)
+        self._has_news |= (
+            sequence.trace.submitted > self._planned and not sequence.request.background
+        )
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence ended, or lost its slot."""
+        self._running.remove(sequence)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """The sequences that have a slot, in the order in which they got it."""
+        return tuple(self._running)
+
+    @property
+    def served_all(self) -> bool:
+        """Whether all could get on in the step that was planned last, or have their turns."""
+        return self._all_served
+
+    def schedule(
+        self,
+        now: float,
+        n_cells: int = 0,
+        slot_ends: SlotEnds | None = None,
+        beside_s: float = 0.0,
+    ) -> list[Batch]:
+        """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
+        `n_cells` are in use, if the cache is unified. `slot_ends` tells, where it is wanted, the tokens in
+        the cache of each slot that has room for one more and could drop it again; None if that does not
+        matter. `beside_s` were spent on embeddings: prompts get less of the step."""
+        self._n_cells = n_cells if self._mixed else 0
+        self._slot_ends, self._beside_s = slot_ends, beside_s
+        served = self._together = self._who_is_served(now)
+        self._all_served = len(served) == len(self._running)
+        self._served = self.adapter_turns.choose(self._without_held(now), now)
+        if self._served:
+            self._beside_s += self.adapter_turns.price_s(self._adapters)
+            self._adapters = self._served[0].request.adapters
+        self._others_stream = any(
+            one.n_generated and one.request.adapters != self._adapters for one in served
+        )
+        if self._others_stream:
+            prompting = {one.request.adapters for one in served if one.n_pending > 1}
+            self._n_prompting = max(1, len(prompting))
+        else:
+            self._n_prompting = 1
+        self._in_background = self._cancellable and all(
+            one.request.background for one in self._served
+        )
+        decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
+        decoding.sort(key=lambda sequence: sequence.slot_id)
+        rest_s = self._catch_up_s()
+        held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
+        groups = [] if held or self._prompts_first else self._decode_turns(decoding)
+        prompts = self._prompt_turns(groups, now)
+        self._has_news, self._planned = False, now
+        if held:
+            prompts = self._without_last_tokens(prompts, rest_s, now)
+        tiles = [plan_batch([turn], self._n_cells) for turn in prompts if turn.sequence.tile]
+        prompts = [turn for turn in prompts if not turn.sequence.tile]
+        if self._mixed and prompts:
+            return [plan_batch([*chain(*groups), *prompts], self._n_cells), *tiles]
+        batches = [self._plan(turns) for turns in groups]
+        return [*batches, *([plan_batch(prompts)] if prompts else []), *tiles]
+
+    def mix(self, mixed: bool) -> None:
+        """Another kind of cache is there: see `mixed` above."""
+        self._mixed = mixed
+
+    def observe(self, batches: list[Batch], seconds: float) -> None:
+        """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
+        both = any(one.decodes for one in batches) and any(one.prefills for one in batches)
+        if self._max_stall_s is not None and both and not self._in_background:
+            change = _IN_TIME if seconds <= self._max_stall_s else _TOO_LONG
+            self._margin = min(1.0, max(0.5, self._margin * change))
+
+    def _depth(self, sequences: Iterable[Sequence]) -> float:
+        """Tokens that a row of these attends past."""
+        depths = [sequence.n_past for sequence in sequences]
+        return self._costs.attended(sum(depths) / len(depths), self._n_cells)
+
+    # -- in the background ------------------------------------------------------------------------
+
+    @property
+    def _prompts_first(self) -> bool:
+        """Whether decoding waits for prompts: nobody waits for a token, and a batch that is full is as fast
+        as one that lacks whose prompt is not done."""
+        return self._in_background and not self._mixed and bool(self._ready_prompts)
+
+    def _who_is_served(self, now: float) -> list[Sequence]:
+        """All; or all that somebody waits for, and what is as good as free beside them."""
+        ahead = [one for one in self._running if not one.request.background]
+        if ahead:
+            self._seen_ahead = now
+        if not ahead or len(ahead) == len(self._running):
+            return list(self._running)
+        return [*ahead, *self._free_riders(ahead)]
+
+    def _free_riders(self, ahead: list[Sequence]) -> list[Sequence]:
+        """As many decoding sequences in the background as cost those ahead next to nothing."""
+        decoding = [one for one in ahead if one.n_pending == 1]
+        if not self._costs or not any(one.n_generated for one in decoding):
+            return []
+        behind = [one for one in self._running if one.request.background and one.n_pending == 1]
+        behind.sort(key=lambda one: _span([*decoding, one]))
+        n_past = self._depth([*decoding, *behind])
+        most_s = (1 + _FREE) * self._costs.steps_s(len(decoding), n_past)
+        n_free = 0
+        for n in range(1, len(behind) + 1):
+            together = [*decoding, *behind[:n]]
+            n_rows = len(together) if self._mixed else _span(together)
+            sampling_s = sum(one.sampling_cost.token_s for one in behind[:n])
+            if self._costs.decode_s(n_rows, n_past) + sampling_s <= most_s:
+                n_free = n
+        return behind[:n_free]
+
+    # -- before the first stream ------------------------------------------------------------------
+
+    def _catch_up_s(self) -> float:
+        """Seconds until all prompts are done; 0 if that does not matter, as when somebody streams."""
+        if self._max_stall_s is None or any(
+            one.n_generated and one.n_pending == 1 for one in self._together
+        ):
+            return 0.0
+        return sum(one.n_pending for one in self._prompts) * self._costs.prompt_token_s
+
+    @property
+    def _prompts(self) -> list[Sequence]:
+        """Whoever's turn it is."""
+        return [one for one in self._together if one.n_pending > 1 and not one.awaits_picture]
+
+    def _without_held(self, now: float) -> list[Sequence]:
+        """The sequences that may have the next turn: those with finished prompts wait while
+        sequences of other adapters catch up."""
+        prompts, rest_s = self._prompts, self._catch_up_s()
+        if not rest_s or len(prompts) == len(self._together):
+            return self._together
+        done = (one for one in self._together if one.n_pending == 1)
+        return prompts if all(self._can_wait(one, rest_s, now) for one in done) else self._together
+
+    def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
+        """Whether it would have waited that long if all shared the machine alike. Before it got its slot
+        it may have waited for a prefix that it need not compute now: that does not count."""
+        own_s = sequence.n_computed * self._costs.prompt_token_s
+        since = (
+            sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
+        )
+        return now - since + rest_s <= _PATIENCE * len(self._together) * own_s
+
+    def _without_last_tokens(self, prompts: list[Turn], rest_s: float, now: float) -> list[Turn]:
+        """The same, but prompts that can wait stop before their last token; unless all are done now."""
+        n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
+        if n_done == len(self._prompts):
+            return prompts
+        return [
+            turn._replace(n_rows=turn.n_rows - 1)
+            if turn.n_rows == turn.sequence.n_pending and self._can_wait(turn.sequence, rest_s, now)
+            else turn
+            for turn in prompts
+        ]
+
+    # -- decoding ---------------------------------------------------------------------------------
+
+    def _decode_turns(self, decoding: list[Sequence]) -> list[list[Turn]]:
+        """The batches for the decoding sequences' next tokens."""
+        if not decoding:
+            return []
+        n_past = self._depth(decoding)
+        drafting: Drafts = {}
+        if self._drafting is not None:
+            drafting = self._drafting.drafts(decoding, n_past, mixed=self._mixed)
+        plain = [sequence for sequence in decoding if sequence.id not in drafting]
+        parts = iter(plain)
+        groups = [
+            [Turn(next(parts), 1) for _ in range(size)] for size in self._split(plain, n_past)
+        ]
+        if drafting:
+            groups.append(
+                [Turn(one, 1, drafting[one.id]) for one in decoding if one.id in drafting]
+            )
+        return groups
+
+    def _plan(self, turns: list[Turn]) -> Batch:
+        """A batch over decoding sequences."""
+        fills = bool(self._costs) and not turns[0].draft
+        ends = self._slot_ends() if fills and self._slot_ends and _has_gaps(turns) else None
+        return plan_batch(turns, self._n_cells, ends)
+
+    def _split(self, decoding: list[Sequence], n_past: float) -> tuple[int, ...]:
+        """How many of these, ordered by slot, each batch computes."""
+        if not decoding:
+            return ()
+        slots = tuple(sequence.slot_id for sequence in decoding)
+        if self._mixed:  # all slots are computed together
+            slots = tuple(range(len(slots)))
+        between = set(range(slots[0], slots[-1])).difference(slots)
+        if between and self._slot_ends:
+            between.difference_update(self._slot_ends())
+        return self._costs.split(slots, n_past, frozenset(between))
+
+    # -- prompts ----------------------------------------------------------------------------------
+
+    @property
+    def _ready_prompts(self) -> list[Sequence]:
+        return [one for one in self._served if one.n_pending > 1 and not one.awaits_picture]
+
+    def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
+        """Which prompts get on in this step, and by how many rows."""
+        prompts = self._ready_prompts
+        if not prompts:
+            return []
+        sample_s = sum(map(_sample_s, chain(*decoding)))
+        decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
+        n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
+        bounded = self._max_stall_s is not None and bool(self._costs)
+        hurries = bool(decoding) or self._others_stream or self._in_background
+        bounded, stretches = bounded and (hurries or self._has_news), not hurries
+        stall_s = self._margin * (self._max_stall_s or 0.0) / self._n_prompting
+        within_s = max(stall_s, 2 * decode_s) - self._beside_s
+        if self._in_background:
+            lost_s = max(_LOST_S, _LOST_PART * (now - self._seen_ahead))
+            within_s = decode_s + min(_MOST_LOST_S, lost_s)
+        left, left_scored = self._n_batch, MAX_SCORED_ROWS
+        turns: list[Turn] = []
+        n_slots = Counter(one.request.account for one in self._served)
+        n_most = len(self._served)
+        for sequence in _in_fair_parts(self._most_urgent_first(prompts, n_slots, now), n_slots):
+            if n_slots[sequence.request.account] > n_most:
+                continue
+            to_stop = min(sequence.n_pending, sequence.n_to_stop)
+            depth, n_rows = self._depth([sequence]), min(left, to_stop)
+            if sequence.unscored:
+                if not left_scored:
+                    continue
+                n_rows = min(n_rows, left_scored)
+                left_scored -= n_rows
+            if bounded:
+                n_beside = n_decoding + self._n_batch - left if self._mixed else 0
+                beside_s = sample_s if self._mixed else spent_s
+                n_rows = self._chunk(n_rows, n_beside, depth, within_s, beside_s, stretches)
+            if bounded and sequence.unscored:  # their logits take as long again at most
+                n_rows = -(-n_rows // 2)
+            if n_rows == 0 and turns:
+                break
+            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
+            tile = sequence.tile
+            if tile is not None and not tile.tile.causal:  # all of it, or nothing
+                if turns and n_rows < tile.tile.n_tokens:
+                    continue
+                n_rows = tile.tile.n_tokens
+            turns.append(Turn(sequence, n_rows))
+            if (
+                n_rows == sequence.n_pending
+            ):  # a first token, which waits for no client with more slots
+                n_most = min(n_most, n_slots[sequence.request.account])
+            left -= n_rows
+            if left <= 0:
+                break
+            sample_s += _sample_s(turns[-1])
+            spent_s += self._costs.prefill_s(n_rows, depth) + _sample_s(turns[-1])
+        return turns
+
+    def _chunk(
+        self,
+        n_rows: int,
+        n_beside: int,
+        depth: float,
+        within_s: float,
+        beside_s: float,
+        stretches: bool,
+    ) -> int:
+        """How many of a prompt's next rows to compute in a step of `within_s`, of which the rest takes
+        `beside_s`; 0 if none fit."""
+        within_s -= beside_s
+        if stretches and self._costs.prefill_s(n_beside + n_rows, depth) <= _STRETCH * within_s:
+            return n_rows
+        if self._mixed:
+            return self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
+        return self._costs.chunk(n_rows, depth, within_s=within_s, beside_s=beside_s)
+
+    def _batch_s(self, turns: list[Turn]) -> float:
+        n_past = self._depth(turn.sequence for turn in turns)
+        if turns[0].draft or self._mixed or self._slot_ends is None:
+            return self._costs.verify_s(len(turns), len(turns[0].draft), n_past)
+        return self._costs.decode_s(
+            turns[-1].sequence.slot_id - turns[0].sequence.slot_id + 1, n_past
+        )
+
+    def _most_urgent_first(
+        self, prompts: list[Sequence], n_slots: Mapping[str, int], now: float
+    ) -> list[Sequence]:
+        """By how long they have waited for how long they need. Clients' slots share what a client may
+        hurry."""
+
+        def urgency(sequence: Sequence) -> float:
+            needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
+            waited_s = now - sequence.trace.submitted
+            return waited_s / (needs_s or sequence.n_pending) / n_slots[sequence.request.account]
+
+        return sorted(prompts, key=urgency, reverse=True)
+
+
+def _in_fair_parts(prompts: list[Sequence], n_slots: Mapping[str, int]) -> list[Sequence]:
+    """Those that may get on in one step. Beside other clients, one that has several prompts makes the step
+    hardly longer than one of them would: its next one joins only behind short ones."""
+    if len(n_slots) == 1:
+        return prompts
+    n_rows, parts = Counter[str](), []
+    for one in prompts:
+        if n_rows[one.request.account] < _ENOUGH_ROWS:
+            parts.append(one)
+        n_rows[one.request.account] += one.n_pending
+    return parts
+
+
+def _has_gaps(turns: list[Turn]) -> bool:
+    """Whether slots lie between those of the sequences, which are ordered by them."""
+    return turns[-1].sequence.slot_id - turns[0].sequence.slot_id >= len(turns)
+
+
+def _span(sequences: Iterable[Sequence]) -> int:
+    """Slots from the first to the last one of theirs."""
+    slots = [sequence.slot_id for sequence in sequences]
+    return max(slots) - min(slots) + 1
+
+
+def _sample_s(turn: Turn) -> float:
+    """Seconds that picking tokens behind these rows takes, if the drafted ones are right."""
+    if turn.n_rows < turn.sequence.n_pending:
+        return 0.0
+    return (1 + len(turn.draft)) * turn.sequence.sampling_cost.token_s

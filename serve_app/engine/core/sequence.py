@@ -1,0 +1,366 @@
+"""The engine's mutable state of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from enum import Enum
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from serve_app.engine.autotune.sampling_costs import SamplingCost
+from serve_app.engine.backends.base import Sampler, Vocabulary
+from serve_app.engine.core.decode.detokenizer import Detokenizer
+from serve_app.engine.core.decode.line_limits import LineLimits
+from serve_app.engine.drafts.ngram_proposer import NgramProposer
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
+from serve_app.engine.kv_cache.shifts import context_shift
+from serve_app.engine.metrics.trace import Trace
+from serve_app.engine.pictures.tiles import PlacedTile
+from serve_app.errors import CorralError
+from serve_app.llama.grammars.constraint import Constraint
+from serve_app.types import (
+    FinishReason,
+    GenerationRequest,
+    PromptProgress,
+    Sampled,
+    SequenceEnd,
+    TokenDelta,
+    TokenLogprobs,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from serve_app.engine.kv_cache.slots import PrefixPending
+
+Sink = Callable[[TokenDelta], None]
+"""Takes a sequence's deltas, on the decoder thread; must neither block nor raise."""
+
+
+NO_SLOT = -1
+"""`Sequence.slot_id` before it is admitted."""
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request's tokens, and how many of them are in the KV cache. Decoder thread only.
+
+    `tokens` is the prompt and everything sampled since, less what context shifts dropped;
+    `tokens[:n_past]` are in the cache. A step feeds some of `tokens[n_past:]`, and drafts of what may
+    follow; so a sequence cannot feed a token that is not its own, and it samples when the last is fed.
+    That array only grows: after a context shift, it is another one.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        constraint: Constraint | None = None,
+        tiles: tuple[PlacedTile, ...] = (),
+    ) -> None:
+        self.request = request
+        self.tiles = tiles
+        """Where the tiles of its pictures stand in its prompt, in order."""
+        self._borders = tuple(place for one in tiles for place in (one.start, one.end))
+        self.constraint = constraint
+        self.id = request.id
+        self.sink = sink
+        self.n_prompt = len(request.prompt)
+        self._packed = self.packed_prompt = packed(request.prompt)
+        """Some of its first tokens; and all of its prompt. Nobody need pack them while others wait."""
+        self.tokens = token_array(self._packed)
+        self.n_generated = 0
+        """Tokens sampled so far, by other engines too."""
+        self.n_past = 0
+        self.n_cached = 0
+        self.n_awaited = 0
+        """First tokens that others start from as soon as they are in the cache."""
+        self.stops: tuple[int, ...] = ()
+        """Lengths of its prompt at which a checkpoint of its slot is to be made, in order."""
+        self.n_exact: int | None = None
+        """After a context shift: how many first tokens are in the cache as if they had been computed
+        anew, for others to start from."""
+        self.prefix_pending: PrefixPending | None = None
+        """The prefix of another sequence that it waits for, though a slot was free."""
+        self.slot_id = NO_SLOT
+        self.state = SequenceState.WAITING
+        self.spent_s = 0.0
+        """Seconds that the decoder worked for it, and those that it was to work in all."""
+        self.expected_s = 0.0
+        self.sampling_cost = SamplingCost()
+        """The time that picking a token takes with parameters of its kind."""
+        self.preempted = False
+        """Whether it waits because it was preempted for another client's request."""
+        self.proposer = NgramProposer()
+        self.trace = Trace()
+        self._sampler: Sampler | None = None
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._text = Detokenizer(request.sampling.stop)
+        is_limited = request.sampling.n_indent > 0 or request.sampling.t_max_predict_ms > 0
+        self._line_limits = LineLimits(request.sampling) if is_limited else None
+        self._n_told = -1
+        """Of its prompt's tokens, those that its progress was told of."""
+        self.untold: TokenDelta | None = None
+        """Its tokens that its reader was not told of yet."""
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens that are not in the cache yet: 1 while decoding, the rest of the prompt before."""
+        return len(self.tokens) - self.n_past
+
+    @property
+    def n_to_stop(self) -> int:
+        """Of these, how many until others can start from its slot, a checkpoint is to be made, or a picture
+        begins or ends."""
+        stops = (stop - self.n_past for stop in (*self.stops, self.n_awaited, *self._borders))
+        return min((n for n in stops if n > 0), default=self.n_pending)
+
+    @property
+    def tile(self) -> PlacedTile | None:
+        """The tile that its next token is part of."""
+        n_past = self.n_past
+        return next((one for one in self.tiles if one.start <= n_past < one.end), None)
+
+    @property
+    def awaits_picture(self) -> bool:
+        """Whether it gets on only when a picture is encoded."""
+        tile = self.tile
+        return tile is not None and tile.embeddings is None
+
+    @property
+    def within_tile(self) -> bool:
+        """Whether it has a part of a tile in the cache, and not all of it."""
+        return self.n_whole(self.n_past) < self.n_past
+
+    def n_whole(self, n_tokens: int) -> int:
+        """Of its first tokens, those that end with no part of a tile."""
+        within = (one.start for one in self.tiles if one.start < n_tokens < one.end)
+        return next(within, n_tokens)
+
+    def stop_at(self, n_tokens: int) -> None:
+        """Have a checkpoint there, too."""
+        self.stops = tuple(sorted({*self.stops, n_tokens}))
+
+    @property
+    def unscored(self) -> range:
+        """Positions of the prompt whose logits are wanted, to tell how likely the next token there is."""
+        wanted = self.request.sampling.prompt_logprobs
+        return range(len(self._prompt_logprobs), self.n_prompt - 1) if wanted else range(0)
+
+    @property
+    def n_reusable(self) -> int:
+        """Its tokens, up to the first that must be computed: what is cached has no logits."""
+        unscored = self.unscored
+        return unscored.start + 1 if unscored else len(self.tokens)
+
+    def packed(self, n_wanted: int) -> bytes:
+        """So many of its first tokens, packed: see `serve_app.engine.kv_cache.packing`."""
+        n_known = n_tokens(self._packed)
+        if n_known < n_wanted:
+            self._packed += packed(self.tokens[n_known:])
+        return self._packed[: n_wanted * TOKEN_BYTES]
+
+    @property
+    def n_left(self) -> int | None:
+        """Tokens that it may still generate by its `max_tokens`; None if that is not set."""
+        most = self.request.sampling.max_tokens
+        return None if most is None else most - self.n_generated
+
+    @property
+    def outstanding_s(self) -> float:
+        """Seconds of what was expected that the decoder has not worked for it yet."""
+        return max(0.0, self.expected_s - self.spent_s)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the terminal event was made."""
+        return self.state is SequenceState.FINISHED
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler that picks its tokens. Only between the first admit and close."""
+        if self._sampler is None:
+            raise RuntimeError(f"Sequence {self.id} has no sampler.")
+        return self._sampler
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens that it came with and that were not in the cache. Since it got its slot."""
+        return max(0, len(self.request.given) - self.n_cached)
+
+    def resume(self, vocabulary: Vocabulary, n_ctx_slot: int, n_keep: int | None) -> None:
+        """Be where another engine left it: with the tokens that it generated, and their text delivered.
+        `n_keep` as for a context shift: the same tokens are dropped. Before it is submitted."""
+        for token in self.request.generated:
+            self.tokens.append(token)
+            self.n_generated += 1
+            self._take(token, vocabulary)
+            if self.constraint is not None:
+                self.constraint.take(token)
+            if n_keep is not None and len(self.tokens) == n_ctx_slot:
+                self._drop(n_keep, context_shift.n_dropped(self.request, n_ctx_slot, n_keep))
+        self.packed(len(self.tokens))
+
+    def admit(self, slot_id: int, n_cached: int, sampler: Sampler | None) -> None:
+        """Give it a slot whose cache already holds its first `n_cached` tokens. It gets its sampler the
+        first time, and keeps it when it is preempted."""
+        if sampler is not None:
+            self._sampler, self.n_cached = sampler, n_cached
+        self.trace.admit()
+        self.slot_id, self.n_past = slot_id, n_cached
+        self.state = SequenceState.PREFILL
+
+    def preempt(self) -> None:
+        """Take its slot away: it waits for another one."""
+        self.trace.preempt()
+        self.slot_id, self.n_past, self.n_exact, self.stops = NO_SLOT, 0, None, ()
+        self.state = SequenceState.WAITING
+
+    def draft_room(self, n_ctx_slot: int) -> int:
+        """Tokens that a draft for it may have at most."""
+        room = n_ctx_slot - len(self.tokens) - 1
+        return room if self.n_left is None else min(room, self.n_left - 1)
+
+    def draft(self, n_most: int, n_ctx_slot: int, max_indexed: int) -> tuple[int, ...]:
+        """Tokens that may follow its own, so many as it may still have. For `max_indexed`, see
+        `NgramProposer.draft`."""
+        room = self.draft_room(n_ctx_slot)
+        draft = self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
+        if self.tiles:  # what follows may be a picture
+            draft = tuple(takewhile(lambda token: token >= 0, draft))
+        return draft
+
+    def give_up(self, n_tokens: int) -> TokenArray:
+        """Its first tokens, for its slot to keep: it has ended, and has none any more."""
+        tokens, self.tokens, self._packed = self.tokens, token_array(), b""
+        del tokens[n_tokens:]
+        return tokens
+
+    def advance(self, n_rows: int) -> None:
+        """Its next `n_rows` tokens are in the cache now."""
+        self.n_past += n_rows
+
+    def progress(self) -> TokenDelta | None:
+        """How far its prompt is, if its request wants to know and that has changed."""
+        n_done = min(self.n_past, self.n_prompt)
+        if not self.request.return_progress or n_done <= self._n_told:
+            return None
+        self._n_told = n_done
+        n_cached = min(self.n_cached, self.n_prompt)
+        told = PromptProgress(
+            self.n_prompt, n_cached, n_done, self.trace.prefill_s if n_done > n_cached else 0.0
+        )
+        return TokenDelta("", (), progress=(told,))
+
+    def score(self, rows: range) -> None:
+        """These rows of the last batch tell of the prompt's next tokens."""
+        known = 1 + len(self._prompt_logprobs)
+        tokens = self.tokens[known : known + len(rows)]
+        self._prompt_logprobs += map(self.sampler.score, rows, tokens)
+
+    def accept(
+        self,
+        sampled: Iterable[Sampled],
+        vocabulary: Vocabulary,
+        n_ctx_slot: int,
+        *,
+        shifts: bool = False,
+    ) -> TokenDelta:
+        """Take sampled tokens, up to the one that ends it, if one does: the delta carries the end then.
+
+        With `shifts`, a full context does not end it: see `shift`."""
+        self.state = SequenceState.DECODE
+        of_prompt = () if self.n_generated else tuple(self._prompt_logprobs)
+        text, taken, reason = "", list[Sampled](), None
+        for one in sampled:
+            taken.append(one)
+            self.tokens.append(one.token)
+            self.n_generated += 1
+            reason, shown = self._take(one.token, vocabulary)
+            text += shown
+            if reason is None and one.complete:
+                reason = FinishReason.STOP
+            full = len(self.tokens) >= n_ctx_slot and not shifts
+            if reason is None and (full or self.n_left == 0):
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        self.trace.tokens(len(taken))
+        ids = tuple(one.token for one in taken)
+        logprobs = tuple(one.logprobs for one in taken if one.logprobs is not None)
+        if reason is None:
+            return TokenDelta(text, ids, None, logprobs, of_prompt)
+        end = self.finish(reason, text)
+        return replace(end, token_ids=ids, logprobs=logprobs, prompt_logprobs=of_prompt)
+
+    def stop_at_prompt(self) -> TokenDelta:
+        """The terminal event of one that was to generate nothing: its prompt is computed."""
+        end = self.finish(FinishReason.LENGTH)
+        return replace(end, prompt_logprobs=tuple(self._prompt_logprobs))
+
+    def _take(self, token: int, vocabulary: Vocabulary) -> tuple[FinishReason | None, str]:
+        if vocabulary.is_eog(token):
+            return FinishReason.STOP, ""
+        is_preserved = token in self.request.sampling.preserved_tokens
+        text = self._text.push(vocabulary.piece(token, special=is_preserved))
+        if self._line_limits is not None:
+            cut = self._line_limits.cut(text, self.trace.decoding_s)
+            if cut is not None:
+                self._text.drop()
+                return FinishReason.LENGTH, cut
+        return (None if self._text.stop is None else FinishReason.STOP), text
+
+    def shift(self, n_keep: int, n_discard: int, *, cached: bool) -> None:
+        """Forget `n_discard` tokens after the first `n_keep`. Either the cache has forgotten them too, and
+        moved up what is behind; or it holds nothing, and all the rest is to be computed again."""
+        self._drop(n_keep, n_discard)
+        self.stops = ()
+        self.n_past = self.n_past - n_discard if cached else 0
+        if cached:
+            self.n_exact = n_keep if self.n_exact is None else min(n_keep, self.n_exact)
+        self.proposer.forget()
+
+    def _drop(self, n_keep: int, n_discard: int) -> None:
+        self.tokens = self.tokens[:n_keep] + self.tokens[n_keep + n_discard :]
+        self._packed = self._packed[: n_keep * TOKEN_BYTES]
+
+    def finish(
+        self,
+        reason: FinishReason,
+        text: str = "",
+        error: CorralError | None = None,
+    ) -> TokenDelta:
+        """The terminal event, with any text that was held back. Once only."""
+        self.state = SequenceState.FINISHED
+        if self._text.stop is None:
+            text += self._text.flush()
+        return TokenDelta(text, (), self._end(reason, error))
+
+    def close(self) -> None:
+        """Free the sampler."""
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
+
+    def _end(self, reason: FinishReason, error: CorralError | None) -> SequenceEnd:
+        return SequenceEnd(
+            reason=reason,
+            usage=Usage(self.n_prompt, self.n_generated, min(self.n_cached, self.n_prompt)),
+            timings=replace(
+                self.trace.end(),
+                failed_over_s=self.request.failed_over_s,
+                n_failovers=self.request.n_failovers,
+                n_resumed=len(self.request.generated),
+            ),
+            stop=self._text.stop,
+            error=error,
+            slot_id=self.slot_id,
+        )

@@ -1,0 +1,279 @@
+"""Decides whose drafts are verified in a step. Pure but for the draft model: no threads, no clock."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.drafts.ngram_proposer import MAX_INDEXED
+
+Drafts = dict[str, tuple[int, ...]]
+"""By the sequence's id."""
+
+# Drafts that are tried, and how many drafted rows one step may have in all.
+_DRAFTS = (1, 2, 3, 5, 7, 11, 15)
+MAX_DRAFTED_ROWS = 16
+# What speculation must promise to be tried; what feeding a draft model must save, for its price; and the
+# tokens that a sequence is thought to go on for, at least: it may end with any.
+_LEAST_GAIN = 0.05
+_LEAST_RETURN = 2.0
+_LEAST_HOPE = 16
+# Of the stall budget, what feeding may take in a step.
+_FED_PART = 0.4
+
+
+# Lengths of drafts that are only tried.
+_TRIED = (1, 2, 3)
+
+
+class _Allowance(Protocol):
+    def passed(self, seconds: float) -> None: ...
+
+    def grants(self, loss_s: float) -> bool: ...
+
+    def changes(self, seconds: float) -> None: ...
+
+
+class _Rate(Protocol):
+    def expected(self, n_drafted: int) -> float: ...
+
+    def unused(self) -> None: ...
+
+
+class Proposer(Protocol):
+    """Proposes tokens, besides lookup; see `serve_app.engine.drafts.drafter.Drafter`."""
+
+    @property
+    def allowance(self) -> _Allowance: ...
+
+    def __bool__(self) -> bool: ...
+
+    def begin(self, sequences: list[Sequence], room: int) -> dict[str, int]: ...
+
+    def is_ready(self, n_behind: int) -> bool: ...
+
+    def rate(self, sequence: Sequence) -> _Rate: ...
+
+    def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float: ...
+
+    def feed_s(self, n_rows: int) -> float: ...
+
+    def propose(
+        self, sequences: list[Sequence], n_drafted: int, token_s: float = 0.0
+    ) -> Drafts: ...
+
+    def catch_up(self, sequences: list[Sequence], within_s: float | None) -> None: ...
+
+
+class _Plan(NamedTuple):
+    """Drafts of one length, and what they promise."""
+
+    tokens_per_s: float
+    n_drafted: int = 0
+    looked_up: tuple[Sequence, ...] = ()
+    proposed: tuple[Sequence, ...] = ()
+
+
+class Drafting:
+    """Finds the drafts with which a step has most tokens a second, by the cost model. All are of one
+    length, and verified in one batch."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        n_ctx_slot: int,
+        *,
+        lookup: bool,
+        proposer: Proposer | None = None,
+        max_stall_s: float | None = None,
+    ) -> None:
+        self._costs = costs
+        self._n_ctx_slot = n_ctx_slot
+        self._lookup = lookup
+        self._proposer = proposer
+        self._max_stall_s = max_stall_s
+
+    def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
+        """Whose drafts are worth a batch of their own, of sequences that are ordered by slot. `mixed`: the
+        cache is unified, so that all slots are computed together."""
+        if not self._costs:
+            return {}
+        looked_up = self._look_up(decoding) if self._lookup else {}
+        if self._proposer:
+            return self._with_proposer(self._proposer, decoding, looked_up, n_past, mixed)
+        return self._of(looked_up, decoding, n_past) if looked_up else {}
+
+    # -- lookup -----------------------------------------------------------------------------------
+
+    def _look_up(self, decoding: list[Sequence]) -> Drafts:
+        share = MAX_INDEXED // len(decoding) + 1
+        drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot, share) for one in decoding}
+        return drafts if any(drafts.values()) else {}
+
+    def _of(self, drafts: Drafts, decoding: list[Sequence], n_past: float) -> Drafts:
+        """With lookup alone."""
+        best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
+        best: Drafts = {}
+        for n_drafted in _DRAFTS:
+            group = [one for one in decoding if len(drafts[one.id]) >= n_drafted]
+            if not group or len(group) * n_drafted > MAX_DRAFTED_ROWS:
+                continue
+            rest = len(decoding) - len(group)
+            seconds = self._costs.verify_s(len(group), n_drafted, n_past)
+            seconds += self._costs.steps_s(rest, n_past) if rest else 0.0
+            rate = (rest + sum(one.proposer.expected(n_drafted) for one in group)) / seconds
+            if rate > best_rate:
+                best_rate = rate
+                best = {one.id: drafts[one.id][:n_drafted] for one in group}
+        for one in decoding:
+            if drafts[one.id] and one.id not in best:
+                one.proposer.unused()
+        return best
+
+    # -- a draft model ----------------------------------------------------------------------------
+
+    def _with_proposer(
+        self,
+        proposer: Proposer,
+        decoding: list[Sequence],
+        looked_up: Drafts,
+        n_past: float,
+        mixed: bool,
+    ) -> Drafts:
+        able = [one for one in decoding if not one.tiles and one.draft_room(self._n_ctx_slot) > 0]
+        behind = proposer.begin(able, _DRAFTS[-1])
+        best = self._best(proposer, decoding, looked_up, behind, n_past, mixed)
+        late = [one for one in best.proposed if not proposer.is_ready(behind[one.id])]
+        if late:
+            ready = {name: n for name, n in behind.items() if proposer.is_ready(n)}
+            now = self._best(proposer, decoding, looked_up, ready, n_past, mixed)
+            if self._pays(late, best, now, sum(proposer.feed_s(behind[one.id]) for one in late)):
+                proposer.catch_up(late, self._fed_s)
+            best = now
+        drafts = {one.id: looked_up[one.id][: best.n_drafted] for one in best.looked_up}
+        if best.proposed:
+            drafts |= proposer.propose(list(best.proposed), best.n_drafted)
+        elif not late and not drafts:
+            drafts = self._try(proposer, decoding, behind, n_past, mixed)
+        for one in decoding:
+            if one.id not in drafts and looked_up.get(one.id):
+                one.proposer.unused()
+        for one in able:
+            if one.id not in drafts:
+                proposer.rate(one).unused()
+        return drafts
+
+    @property
+    def _fed_s(self) -> float | None:
+        """Seconds that feeding may take in a step."""
+        return None if self._max_stall_s is None else _FED_PART * self._max_stall_s
+
+    def _try(
+        self,
+        proposer: Proposer,
+        decoding: list[Sequence],
+        behind: dict[str, int],
+        n_past: float,
+        mixed: bool,
+    ) -> Drafts:
+        """A short draft of one sequence that is not thought to pay, or some of its text fed for one. It is
+        made now and then: what is never tried is never known to be good."""
+        able = [one for one in decoding if one.id in behind]
+        plain_s, allowance = self._costs.steps_s(len(decoding), n_past), proposer.allowance
+        allowance.passed(plain_s)
+        if not able:
+            return {}
+        one = max(able, key=lambda one: proposer.rate(one).expected(1) - behind[one.id])
+        n_behind, token_s = behind[one.id], plain_s / len(decoding)
+        rest_s = self._costs.steps_s(len(decoding) - 1, n_past) if len(decoding) > 1 else 0.0
+        longer_s = {
+            n: max(0.0, self._verify_s([one], n, n_past, mixed) + rest_s - plain_s)
+            + proposer.draft_s(1, n, min(n_behind, 2))
+            for n in _TRIED
+            if n <= one.draft_room(self._n_ctx_slot)
+        }
+        rate = proposer.rate(one)
+        n_drafted = min(longer_s, key=lambda n: longer_s[n] - rate.expected(n) * token_s)
+        fed_s = 0.0 if proposer.is_ready(n_behind) else proposer.feed_s(n_behind)
+        if not allowance.grants(longer_s[n_drafted] + fed_s):
+            return {}
+        fed_now_s = fed_s if self._fed_s is None else min(fed_s, self._fed_s)
+        allowance.changes(-fed_now_s or -longer_s[n_drafted])
+        sure = self._best(proposer, decoding, {}, behind, n_past, mixed, sure=True)
+        if not sure.proposed or not self._pays([one], sure, _Plan(1 / token_s), fed_s):
+            return {}
+        if fed_s:
+            proposer.catch_up([one], self._fed_s)
+            return {}
+        return proposer.propose([one], n_drafted, token_s)
+
+    def _pays(self, late: list[Sequence], then: _Plan, now: _Plan, price_s: float) -> bool:
+        """Whether to feed these. They are thought to go on for as long as they did, which is right half the
+        time where nothing is known."""
+        n_left = 0
+        for one in late:
+            hope = max(_LEAST_HOPE, one.n_generated)
+            n_left += hope if one.n_left is None else min(hope, one.n_left)
+        saved_s = 1 / now.tokens_per_s - 1 / then.tokens_per_s
+        return n_left * saved_s > _LEAST_RETURN * price_s
+
+    def _best(
+        self,
+        proposer: Proposer,
+        decoding: list[Sequence],
+        looked_up: Drafts,
+        ready: dict[str, int],
+        n_past: float,
+        mixed: bool,
+        *,
+        sure: bool = False,
+    ) -> _Plan:
+        """`ready` are those that the draft model could propose for, and how many tokens are fed before.
+        `sure`: as if it were always right."""
+        n, plain_s = len(decoding), self._costs.steps_s(len(decoding), n_past)
+        best = _Plan(n / plain_s)
+        least = (1 + _LEAST_GAIN) * best.tokens_per_s
+        for n_drafted in _DRAFTS:
+            found: list[tuple[float, bool, Sequence]] = []
+            for one in decoding:
+                known = len(looked_up.get(one.id, ())) >= n_drafted
+                value = one.proposer.expected(n_drafted) if known else 0.0
+                proposes = one.id in ready and one.draft_room(self._n_ctx_slot) >= n_drafted
+                own = 0.0
+                if proposes:
+                    own = n_drafted + 1 if sure else proposer.rate(one).expected(n_drafted)
+                if known or proposes:
+                    found.append((max(value, own), own > value, one))
+            found.sort(key=lambda option: -option[0])
+            for size in _sizes(min(len(found), MAX_DRAFTED_ROWS // n_drafted)):
+                chosen = sorted(found[:size], key=lambda option: option[2].slot_id)
+                proposed = tuple(one for _, by_model, one in chosen if by_model)
+                seconds = self._verify_s([one for *_, one in chosen], n_drafted, n_past, mixed)
+                seconds += self._costs.steps_s(n - size, n_past) if n > size else 0.0
+                if proposed:
+                    n_fed = sum(min(ready[one.id], 2) for one in proposed)
+                    seconds += proposer.draft_s(len(proposed), n_drafted, n_fed)
+                rate = (n - size + sum(value for value, *_ in chosen)) / seconds
+                if rate > max(least, best.tokens_per_s):
+                    rest = tuple(one for _, by_model, one in chosen if not by_model)
+                    best = _Plan(rate, n_drafted, rest, proposed)
+        return best
+
+    def _verify_s(self, group: list[Sequence], n_drafted: int, n_past: float, mixed: bool) -> float:
+        """llama.cpp computes runs of consecutive slots one after the other, unless the cache is unified."""
+        if mixed:
+            return self._costs.verify_s(len(group), n_drafted, n_past)
+        seconds, n_run = 0.0, 1
+        for before, one in zip(group, [*group[1:], None], strict=True):
+            if one is not None and one.slot_id == before.slot_id + 1:
+                n_run += 1
+                continue
+            seconds += self._costs.verify_s(n_run, n_drafted, n_past)
+            n_run = 1
+        return seconds
+
+
+def _sizes(most: int) -> list[int]:
+    """How many sequences have drafts: what is tried."""
+    return [n for n in (1, 2, 3, 4, 6, 8, 12) if n < most] + ([most] if most else [])

@@ -1,0 +1,87 @@
+"""Stop strings and characters that are split over tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engine.core.decode.detokenizer import Detokenizer
+
+EURO = "€".encode()
+GRIN = "😀".encode()
+BAD = "�"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "shown", "rest", "stop"),
+    [
+        pytest.param((), [b"a", b"bc"], ["a", "bc"], "", None, id="plain"),
+        pytest.param((), [b"", b"a"], ["", "a"], "", None, id="empty piece"),
+        pytest.param(("ab",), [b"xaby"], ["x"], "", "ab", id="within one token"),
+        pytest.param(("END",), [b"xE", b"N", b"Dy"], ["x", "", ""], "", "END", id="over three"),
+        pytest.param(("ab",), [b"abc"], [""], "", "ab", id="at the very beginning"),
+        pytest.param(("ab",), [b"a", b"c"], ["", "ac"], "", None, id="false start is shown"),
+        pytest.param(
+            ("aab",), [b"a", b"a", b"a", b"b"], ["", "", "a", ""], "", "aab", id="restart"
+        ),
+        pytest.param(("abac",), [b"aba", b"bac"], ["", "ab"], "", "abac", id="overlapping restart"),
+        pytest.param(("abc",), [b"xa", b"b"], ["x", ""], "ab", None, id="held text is flushed"),
+        pytest.param(("b", "c"), [b"a", b"c"], ["a", ""], "", "c", id="any of several"),
+        pytest.param(("c", "b"), [b"abc"], ["a"], "", "b", id="the earliest of several"),
+        pytest.param(("ab", "abc"), [b"a", b"b", b"c"], ["", ""], "", "ab", id="prefix of another"),
+        pytest.param(("abc", "ab"), [b"xabc"], ["x"], "", "abc", id="one place: the first listed"),
+        pytest.param(("ab", "abc"), [b"xabc"], ["x"], "", "ab", id="one place: listed otherwise"),
+        pytest.param(
+            ("xyz", "y"), [b"x", b"y"], ["", "x"], "", "y", id="inside another's beginning"
+        ),
+        pytest.param(("€",), [EURO[:2], EURO[2:]], ["", ""], "", "€", id="stop split in its bytes"),
+        pytest.param((), [EURO[:1], EURO[1:]], ["", "€"], "", None, id="character over two tokens"),
+        pytest.param((), [bytes([b]) for b in GRIN], ["", "", "", "😀"], "", None, id="over four"),
+        pytest.param((), [b"a" + EURO[:2]], ["a"], BAD, None, id="cut character is flushed"),
+        pytest.param((), [b"\xff", b"a"], [BAD, "a"], "", None, id="byte that is never UTF-8"),
+        pytest.param(
+            (), [EURO[:2], b"a"], ["", BAD + "a"], "", None, id="character never finished"
+        ),
+        pytest.param(("ab",), [b"a", EURO[:1]], ["", ""], "a" + BAD, None, id="both are held"),
+    ],
+)
+def test_shows_only_what_is_certain(
+    stops: tuple[str, ...], pieces: list[bytes], shown: list[str], rest: str, stop: str | None
+) -> None:
+    text = Detokenizer(stops)
+    assert [text.push(piece) for piece in pieces[: len(shown)]] == shown
+    assert text.stop == stop
+    if stop is None:
+        assert text.flush() == rest
+        assert text.flush() == ""
+
+
+@given(data=st.binary(max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8))
+def test_text_does_not_depend_on_how_bytes_are_split(data: bytes, cuts: list[int]) -> None:
+    borders = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    text = Detokenizer()
+    shown = [text.push(data[start:end]) for start, end in pairwise(borders)]
+    assert "".join(shown) + text.flush() == data.decode(errors="replace")
+
+
+@given(
+    whole=st.text("abcé€", max_size=30),
+    stops=st.lists(st.text("abcé€", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_first_stop_that_is_complete_ends_the_text(whole: str, stops: list[str]) -> None:
+    text = Detokenizer(stops)
+    shown = ""
+    for byte in whole.encode():
+        shown += text.push(bytes([byte]))
+        if text.stop is not None:
+            break
+    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
+    assert (text.stop is not None) == bool(ends)
+    if text.stop is None:
+        assert shown + text.flush() == whole
+    else:
+        assert whole.startswith(shown + text.stop)
+        assert len(shown + text.stop) == min(ends)

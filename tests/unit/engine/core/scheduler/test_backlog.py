@@ -1,0 +1,117 @@
+"""How many seconds of work there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.engine.core.scheduler.backlog import Backlog
+from serve_app.engine.core.sequence import Sequence
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest
+
+COSTS = CostModel(Profile({1: 0.05, 4: 0.08}, {16: 0.16, 100: 0.5}))
+
+
+def waiting(n_prompt: int, max_tokens: int | None, client: str = "") -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    request = GenerationRequest("a", (1,) * n_prompt, sampling, client)
+    return Sequence(request, lambda delta: None)
+
+
+def seconds(backlog: Backlog, *live: Sequence) -> float:
+    return backlog.forecast(live).work_s
+
+
+def test_prompts_and_answers_take_what_was_measured() -> None:
+    backlog = Backlog(COSTS, n_slots=4)
+    assert seconds(backlog) == 0
+    assert seconds(backlog, waiting(101, 50)) == pytest.approx(100 * 0.005 + 50 * 0.02)
+    assert seconds(backlog, waiting(1, None)) == pytest.approx(128 * 0.02)
+    assert seconds(backlog, waiting(1, 5000)) == pytest.approx(128 * 0.02)
+
+
+def test_what_sampling_takes_comes_on_top() -> None:
+    dear = waiting(101, 50)
+    dear.sampling_cost.observe(1, 0.03)
+    assert seconds(Backlog(COSTS, n_slots=4), dear) == pytest.approx(0.5 + 50 * (0.02 + 0.03))
+
+
+def test_it_learns_how_long_answers_are() -> None:
+    backlog = Backlog(COSTS, n_slots=4)
+    for _ in range(100):
+        done = waiting(1, None)
+        done.n_generated = 10
+        backlog.ended(done)
+    assert seconds(backlog, waiting(1, None)) == pytest.approx(10 * 0.02, rel=0.01)
+
+
+def test_places_get_free_one_by_one() -> None:
+    backlog = Backlog(COSTS, n_slots=4)
+    assert backlog.forecast([]).place_free_s("", {}, []) == 1
+    three = [waiting(1001, 100)] * 3
+    assert backlog.forecast(three).place_free_s("", {"": 3}, []) == 7
+    assert backlog.forecast([]).place_free_s("", {"": 3}, three) == 7
+    unmeasured = Backlog(CostModel(Profile()), 4).forecast([waiting(9, 9)])
+    assert unmeasured.place_free_s("", {"": 1}, []) == 1
+
+
+def test_a_clients_places_get_free_as_its_turns_come() -> None:
+    """Each request takes 2 s of the machine."""
+    forecast = Backlog(COSTS, n_slots=4).forecast(
+        [waiting(1, 100, "a")] * 8 + [waiting(1, 100, "b")] * 2
+    )
+    live = {"a": 8, "b": 2}
+    assert forecast.place_free_s("a", live, []) == 3  # 10 requests, 8 of them its own
+    assert forecast.place_free_s("b", live, []) == 4  # in turns with two of a
+    assert forecast.place_free_s("c", live, []) == 2  # anybody's
+
+
+@pytest.mark.parametrize(
+    ("n_live", "n_arrived", "wait_s"),
+    [(0, 0, 0), (3, 0, 0), (4, 0, 2), (7, 0, 8), (7, 3, 8), (3, 3, 0)],
+)
+def test_the_wait_for_a_slot(n_live: int, n_arrived: int, wait_s: float) -> None:
+    """100 tokens take 2 s with four slots: each of them frees its slot 2 s after the one before."""
+    backlog = Backlog(COSTS, n_slots=4)
+    live = [waiting(1, 100)] * n_live
+    known = backlog.forecast(live[n_arrived:])
+    counts = {"": n_live} if n_live else {}
+    assert known.wait_s("", counts, live[:n_arrived]) == pytest.approx(wait_s)
+
+
+@pytest.mark.parametrize(
+    ("client", "wait_s"),
+    [
+        pytest.param("c", 0, id="two others with a slot each"),
+        pytest.param("b", 2 * 2, id="its own one, and two of a"),
+        pytest.param("a", 10 * 2, id="its own, and all of b"),
+    ],
+)
+def test_a_client_waits_for_its_own_and_its_turns(client: str, wait_s: float) -> None:
+    """Each request takes 2 s of the machine, which has two slots."""
+    backlog = Backlog(CostModel(Profile({1: 0.05, 2: 0.04}, {16: 0.16})), n_slots=2)
+    requests = [waiting(1, 100, "a")] * 10 + [waiting(1, 100, "b")]
+    live = {"a": 10, "b": 1} if client != "c" else {"a": 10}
+    for n_arrived in (0, 3, len(requests)):
+        known = backlog.forecast(requests[n_arrived:])
+        found = known.wait_s(client, live, requests[:n_arrived])
+        assert found == pytest.approx(wait_s)
+
+
+def test_it_learns_how_fast_work_gets_done() -> None:
+    """Half as fast as measured, for a minute; steps without tokens say nothing."""
+    backlog = Backlog(COSTS, n_slots=4)
+    for _ in range(60):
+        backlog.progressed(100, 0, 1.0)
+        backlog.progressed(0, 0, 1.0)
+    assert seconds(backlog, waiting(1, 50)) == pytest.approx(2 * 50 * 0.02, rel=0.01)
+    for _ in range(60):
+        backlog.progressed(0, 50, 1.0)
+    assert seconds(backlog, waiting(101, None)) == pytest.approx(0.5 + 128 * 0.02, rel=0.01)
+
+
+def test_nothing_measured_nothing_learnt() -> None:
+    backlog = Backlog(CostModel(Profile()), 4)
+    backlog.progressed(100, 10, 1.0)
+    assert seconds(backlog, waiting(9, 9)) == 0

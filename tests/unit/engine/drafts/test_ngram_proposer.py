@@ -1,0 +1,71 @@
+"""Drafts from a sequence's own tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engine.drafts.ngram_proposer import NgramProposer
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n_most", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2, 3], 2, (4, 5)),
+        ([1, 2, 3, 4, 5, 1, 2, 3], 9, (4, 5, 1, 2, 3)),
+        ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, (5,)),  # the last time counts
+        ([1, 2, 3, 4, 5, 6], 4, ()),
+        ([7, 7, 7, 7], 3, (7,)),
+        ([1, 2], 3, ()),
+        ([1, 2, 3, 4, 1, 2, 3], 0, ()),
+    ],
+)
+def test_drafts_are_what_followed_the_last_time(
+    tokens: list[int], n_most: int, expected: tuple[int, ...]
+) -> None:
+    assert NgramProposer().draft(tokens, n_most) == expected
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5))
+def test_growing_text_gives_the_same_drafts_as_new_text(tokens: list[int], n_most: int) -> None:
+    proposer = NgramProposer()
+    for end in range(len(tokens) + 1):
+        assert proposer.draft(tokens[:end], n_most) == NgramProposer().draft(tokens[:end], n_most)
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 2)), st.integers(1, 9))
+def test_a_long_text_is_indexed_bit_by_bit_and_then_known_whole(
+    prompt: list[int], answer: list[int], max_indexed: int
+) -> None:
+    proposer = NgramProposer()
+    for n_calls in range(len(prompt) + 1):
+        n_known = len(proposer._after)
+        proposer.draft(prompt, 5, max_indexed)
+        assert len(proposer._after) <= n_known + max_indexed
+        last = prompt[max(0, len(prompt) - (n_calls + 1) * max_indexed - 3) :]
+        assert proposer.draft(prompt, 5, 0) == NgramProposer().draft(last, 5)
+    for end in range(len(answer) + 1):
+        text = prompt + answer[:end]
+        assert proposer.draft(text, 5, max_indexed) == NgramProposer().draft(text, 5)
+
+
+def test_changed_text_is_indexed_anew() -> None:
+    proposer = NgramProposer()
+    assert proposer.draft([1, 2, 3, 4, 1, 2, 3], 1) == (4,)
+    proposer.forget()
+    assert proposer.draft([3, 4, 1, 2, 3], 1) == ()
+
+
+def test_the_rate_follows_how_drafts_fare() -> None:
+    proposer = NgramProposer()
+    assert proposer.expected(2) == pytest.approx(1 + 0.5 + 0.25)
+    for _ in range(50):
+        proposer.record(3, 3)
+    assert proposer.expected(3) > 3.9
+    for _ in range(50):
+        proposer.record(3, 0)
+    assert proposer.expected(3) < 1.01
+    for _ in range(1000):
+        proposer.unused()
+    assert proposer.acceptance == pytest.approx(0.5, abs=0.01)
