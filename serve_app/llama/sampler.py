@@ -60,7 +60,7 @@ class Sampler:
         if self._reasoning is None:
             return self._pick(row)
         token = self._reasoning.next
-        if token is None:
+        if token is None or not (self._constraint is None or self._constraint.take(token)):
             token = self._pick(row)
         self._reasoning.accept(token)
         return token

@@ -6,123 +6,191 @@ Every function raises InvalidRequestError that says what is wrong, and names `pa
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serve_app.errors import InvalidRequestError
 from serve_app.llama.grammars.constraint import LIMITS
+from serve_app.prompt import gbnf, json_schemas
+from serve_app.prompt.json_schemas import MAX_LITERAL_CHARS, SchemaError
 from serve_app.prompt.output_parser import REASONING_CLOSE, REASONING_OPEN
 from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function
 
-MAX_CHARS = 65_536
-"""Longest schema (as JSON) or GBNF grammar."""
-MAX_LITERAL_CHARS = 16_384
-"""Longest text that is to be written as it stands, and longest regular expression. The engine takes 1.3 µs
-and 300 bytes for each character of one."""
-MAX_DEPTH = 64
-"""Deepest nesting of a schema."""
-_SAID = frozenset(("$comment", "default", "description", "examples", "title"))
-"""The fields of a schema for people: they may be as long as the schema."""
-_LONG_LITERAL = re.compile(rf'"(?:[^"\\\n]|\\.){{{MAX_LITERAL_CHARS + 1},}}"')
+MAX_CHARS = 2**18
+"""The longest grammar, and the longest schemas of a request, as JSON and without what they say to people.
+llguidance takes 0.7 µs and 300 bytes for each character."""
 _BYTES = LLTokenizer("byte")
 """A vocabulary that can write everything."""
 
+Loosened = Callable[[Iterable[str]], None]
+"""The receiver of the paths of keywords that a grammar does not hold."""
 
-def from_json_schema(schema: Mapping[str, Any], param: str) -> str:
-    """A JSON text that the schema validates."""
-    if depth(schema) > MAX_DEPTH:
-        raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
-    text = _bounded(json.dumps(schema), param)
-    if _has_long_literal(schema):
-        raise _too_long_literal(param)
-    overrides: Any = {"whitespace_pattern": lark.BLANKS, "lenient": False}
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=overrides)
-    except ValueError as error:  # as for numbers beyond a double's range
-        raise InvalidRequestError(f"{param}: {error}", param) from error
-    return _matched(grammar, param)
+
+class ThinkingPhase(Enum):
+    """Whether reasoning comes before what a grammar holds."""
+
+    NEVER = 0
+    PERHAPS = 1
+    BEGUN = 2
+    """The prompt begins it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model writes an answer: its format of calls, and its reasoning."""
+
+    tool_format: ToolFormat
+    delimiter_token: Callable[[str], int | None] = lambda _: None
+    """The tokens of delimiters: `serve_app.llama.model.Model.delimiter_token`."""
+    thinking: ThinkingPhase = ThinkingPhase.NEVER
+
+    def written(self, delimiter: str) -> str:
+        """The delimiter in Lark: as a token, if it is one, or else as its text."""
+        token = self.delimiter_token(delimiter)
+        return lark.text(delimiter) if token is None else f"<[{token}]>"
+
+    def lazy(self, delimiter: str) -> str:
+        """The mark of a lexeme that ends with the first such delimiter, where that is a text."""
+        return "[lazy]" if self.delimiter_token(delimiter) is None else ""
+
+    def after_thinking(self, body: str) -> str:
+        """The rule `start`: reasoning, if there is any, and then the body."""
+        if self.thinking is ThinkingPhase.NEVER or self.tool_format.has_channels:
+            return f"start: {body}"
+        thought = "thought GAP?"
+        if self.thinking is ThinkingPhase.PERHAPS:
+            thought = f"({self.written(REASONING_OPEN)} thought GAP?)?"
+        return f"""start: {thought} held
+held: {body}
+thought{self.lazy(REASONING_CLOSE)}: TEXT {self.written(REASONING_CLOSE)}
+TEXT: /(.|\\n)*/
+GAP: /\\s+/"""
+
+
+def _nobody(paths: Iterable[str]) -> None:
+    """Take no notice."""
+
+
+def from_json_schema(
+    schema: Mapping[str, Any],
+    param: str,
+    dialect: Dialect | None = None,
+    loosened: Loosened = _nobody,
+) -> str:
+    """A JSON text that the schema validates, after the reasoning of the dialect, if there is one."""
+    rule = f"answer: {lark.value(_held(schema, param, loosened))}"
+    if dialect is None:
+        start = "start: answer"
+    elif dialect.tool_format.held is not None:
+        start = dialect.tool_format.held(dialect.written, False)
+    else:
+        start = dialect.after_thinking("answer")
+    return _matched(_grammar(start, rule), param)
 
 
 def from_tool_calls(
     functions: Sequence[Function],
-    tool_format: ToolFormat,
-    delimiter_token: Callable[[str], int | None],
+    dialect: Dialect,
     *,
     forced: bool,
     parallel: bool,
     param: str,
     answer: Mapping[str, Any] | None = None,
-    thinks: bool = False,
-    is_thinking: bool = False,
+    loosened: Loosened = _nobody,
 ) -> str:
     """Calls of these functions, with arguments that their schemas validate: one, and with `parallel`
     perhaps more. If they are not forced, any text may come before them, or instead of them;
-    with the schema of an `answer`, nothing before them, and a JSON text instead of them that it validates.
-    `thinks` and `is_thinking` say whether reasoning may come first, and whether the prompt begins it, to
-    formats that hold every answer. `delimiter_token` says which delimiters are tokens of their own: see
-    `serve_app.llama.model.Model.delimiter_token`."""
-    schemas = [function.get("parameters") or {} for function in functions]
-    schemas += [] if answer is None else [dict(answer)]
-    if max(map(depth, schemas), default=0) > MAX_DEPTH:
-        raise InvalidRequestError(f"{param}: nested deeper than {MAX_DEPTH} levels.", param)
-    _bounded(json.dumps(schemas), param)
-    if _has_long_literal(schemas):
-        raise _too_long_literal(param)
-
-    def written(text: str) -> str:
-        token = delimiter_token(text)
-        return lark.text(text) if token is None else f"<[{token}]>"
-
-    opening = tool_format.opening
-    if answer is None and tool_format.said is not None and not forced:
-        start = tool_format.said(written)
-        if thinks and tool_format.holds_answers:
-            thought = (
-                "thought GAP?" if is_thinking else f"({written(REASONING_OPEN)} thought GAP?)?"
-            )
-            lazy = "[lazy]" if delimiter_token(REASONING_CLOSE) is None else ""
-            start = f"""start: {thought} answer
-answer{start.removeprefix("start")}
-thought{lazy}: TEXT {written(REASONING_CLOSE)}
-TEXT: /(.|\\n)*/
-GAP: /\\s+/"""
-    elif opening is None:
-        other = "OTHER?\nOTHER: /\\s*[^{\\s](.|\\n)*/" if answer is None else "answer"
-        start = "start: calls" if forced else f"start: calls | {other}"
-    elif forced:
-        start = f"start: {written(opening)} calls"
-    elif answer is not None:
-        start = f"start: answer | {written(opening)} calls"
-    else:
-        # A lazy lexeme ends with the opening, so that no text can have it.
-        # Control tokens are no text, so reasoning that has them for tags needs a rule.
-        begun, ended = delimiter_token(REASONING_OPEN), delimiter_token(REASONING_CLOSE)
-        has_tags = begun is not None and ended is not None
-        reasoning = f"((TEXT <[{begun}]>)? TEXT <[{ended}]>)?" if has_tags else ""
-        lazy = "[lazy]" if delimiter_token(opening) is None else ""
-        start = f"""start: {reasoning} (TEXT | opened calls)
-opened{lazy}: TEXT {written(opening)}
-TEXT: /(.|\\n)*/"""
+    with the schema of an `answer`, only reasoning before them, and a JSON text instead of them that it
+    validates. Of a function's schema, whatever a grammar cannot hold is loosened."""
+    rules = [
+        dialect.tool_format.rules(_fitting(functions, dialect, loosened), dialect.written, parallel)
+    ]
     if answer is not None and not forced:
-        start += f"\nanswer: {lark.value(answer)}"
-    rules = tool_format.rules(functions, written, parallel)
-    return _checked(LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{start}\n{rules}\n"), param)
+        rules.append(f"answer: {lark.value(_held(answer, 'response_format', loosened))}")
+    start = _start_of_calls(dialect, forced=forced, has_answer=answer is not None)
+    return _checked(_grammar(start, *rules), param)
+
+
+def _start_of_calls(dialect: Dialect, *, forced: bool, has_answer: bool) -> str:
+    """The rule `start`, and the rules that only it needs."""
+    form = dialect.tool_format
+    opening = "" if form.opening is None else dialect.written(form.opening)
+    if forced:
+        return f"start: {opening} calls"
+    if has_answer:
+        if form.held is not None:
+            return form.held(dialect.written, True)
+        return dialect.after_thinking(f"answer | {opening} calls")
+    if form.said is not None:
+        start = form.said(dialect.written)
+        if not form.holds_answers:
+            return start
+        return dialect.after_thinking(start.removeprefix("start: "))
+    if form.opening is None:
+        return "start: calls | OTHER?\nOTHER: /\\s*[^{\\s](.|\\n)*/"
+    # A lazy lexeme ends with the opening, so that no text can have it.
+    # Control tokens are no text, so reasoning that has them for tags needs a rule.
+    tags = [dialect.delimiter_token(tag) for tag in (REASONING_OPEN, REASONING_CLOSE)]
+    reasoning = "" if None in tags else f"((TEXT <[{tags[0]}]>)? TEXT <[{tags[1]}]>)?"
+    return f"""start: {reasoning} (TEXT | opened calls)
+opened{dialect.lazy(form.opening)}: TEXT {opening}
+TEXT: /(.|\\n)*/"""
+
+
+def _fitting(
+    functions: Sequence[Function], dialect: Dialect, loosened: Loosened
+) -> list[dict[str, Any]]:
+    """The functions with the schemas of their arguments as a grammar can hold them. Raises
+    InvalidRequestError for a strict function whose schema is wrong."""
+    fitting: list[dict[str, Any]] = []
+    for function in functions:
+        schema = json_schemas.of_arguments(function.get("parameters"))
+        try:
+            held = json_schemas.held(schema, is_strict=bool(function.get("strict")))
+        except SchemaError as error:
+            message = f"tools: the function {function['name']!r}: {error}"
+            raise InvalidRequestError(message, "tools") from error
+        place = f"tools.{function['name']}.parameters"
+        loosened(f"{place}.{path}" if path else place for path in held.loosened)
+        parameters = held.schema if held.schema.get("type") == "object" else {"type": "object"}
+        parameters, unwritable = dialect.tool_format.without_unwritable(parameters)
+        loosened(f"{place}.properties.{name}" for name in unwritable)
+        fitting.append({"name": function["name"], "parameters": parameters})
+    sizes = [len(json.dumps(function)) for function in fitting]
+    for i in sorted(range(len(fitting)), key=lambda i: -sizes[i]):
+        if sum(sizes) <= MAX_CHARS:
+            break
+        fitting[i]["parameters"], sizes[i] = {"type": "object"}, 0
+        loosened([f"tools.{fitting[i]['name']}.parameters"])
+    return fitting
+
+
+def _held(schema: object, param: str, loosened: Loosened) -> dict[str, Any]:
+    try:
+        held = json_schemas.held(schema, is_strict=True)
+    except SchemaError as error:
+        raise InvalidRequestError(f"{param}: {error}", param) from error
+    loosened(f"{param}.{path}" if path else param for path in held.loosened)
+    _bounded(json.dumps(held.schema), param)
+    return held.schema
+
+
+def _grammar(*rules: str) -> str:
+    return LLMatcher.grammar_from_lark("\n".join(("%llguidance {}", *rules, "")))
 
 
 def from_gbnf(text: str, param: str) -> str:
     """A text that llama.cpp's kind of grammar derives."""
-    if _LONG_LITERAL.search(text):
-        raise _too_long_literal(param)
     try:
-        lark = gbnf_to_lark(_bounded(text, param))
-    except Exception as error:  # it raises nothing narrower
-        raise InvalidRequestError(f"{param}: not a GBNF grammar: {error}", param) from error
-    return _matched(LLMatcher.grammar_from_lark(lark), param)
+        grammar = gbnf.lark(_bounded(text, param))
+    except ValueError as error:
+        raise InvalidRequestError(f"{param}: not a GBNF grammar: {error}.", param) from error
+    return _matched(LLMatcher.grammar_from_lark(grammar), param)
 
 
 def from_regex(text: str, param: str) -> str:
@@ -138,46 +206,8 @@ def _bounded(text: str, param: str) -> str:
     return text
 
 
-def _has_long_literal(schema: object) -> bool:
-    """Whether a schema has such a text, without recursion: callers send what they like."""
-    left = [schema]
-    while left:
-        match left.pop():
-            case str(text) if len(text) > MAX_LITERAL_CHARS:
-                return True
-            case dict(fields):
-                left += fields
-                left += (
-                    value
-                    for name, value in fields.items()
-                    if name not in _SAID or not isinstance(value, str)
-                )
-            case list(items):
-                left += items
-    return False
-
-
-def _too_long_literal(param: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{param}: a text in it has more than {MAX_LITERAL_CHARS} characters.", param
-    )
-
-
-def depth(value: object) -> int:
-    """Levels of lists and objects, without recursion: callers send what they like."""
-    level, depth = [value], 0
-    while level := [
-        inner
-        for outer in level
-        if isinstance(outer, Mapping | list)
-        for inner in (outer.values() if isinstance(outer, Mapping) else outer)
-    ]:
-        depth += 1
-    return depth
-
-
 def _matched(grammar: str, param: str) -> str:
-    """Checked, and some text may begin with it: a rule that needs itself is never at an end."""
+    """The grammar, if some text matches it: a rule that needs itself is never at an end."""
     matcher = LLMatcher(_BYTES, _checked(grammar, param), log_level=0, limits=LIMITS)
     matcher.compute_logit_bias()
     if matcher.is_error():
@@ -186,7 +216,10 @@ def _matched(grammar: str, param: str) -> str:
 
 
 def _checked(grammar: str, param: str) -> str:
+    """The grammar, if llguidance takes it. Its message may quote rules that no client wrote, so that only
+    the last line counts, which says why."""
     error = LLMatcher.validate_grammar(grammar)
-    if error:
-        raise InvalidRequestError(f"{param}: {error.strip()}", param)
+    if error and not error.startswith("WARNING"):
+        reason = json_schemas.sentence(error)
+        raise InvalidRequestError(f"{param}: the grammar cannot be used: {reason}", param)
     return grammar

@@ -16,6 +16,7 @@ from serve_app.llama.model import Model
 from serve_app.prompt import normaliser, output_parser
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.conversation import Conversation, Turn
+from serve_app.prompt.grammars import Dialect, ThinkingPhase
 from serve_app.prompt.named_template import NamedTemplate
 from serve_app.prompt.output_parser import DELIMITERS, OutputParser
 from serve_app.prompt.template_caps import TemplateCaps
@@ -367,6 +368,16 @@ class Tokenizer:
         )
         is_open = self.is_reasoning(prompt)
         return ReasoningBudget(n_tokens, len(prompt), is_open, opening, closing, forced)
+
+    def dialect(self, prompt: Sequence[int]) -> Dialect:
+        """The way in which the answer to this prompt is written, for grammars."""
+        ending = self.decode(prompt[-_REASONING_TOKENS:], special=True).rstrip()
+        thinking = ThinkingPhase.PERHAPS
+        if not self.thinks or ending.endswith(output_parser.REASONING_CLOSE):
+            thinking = ThinkingPhase.NEVER
+        elif ending.endswith(output_parser.REASONING_OPEN):
+            thinking = ThinkingPhase.BEGUN
+        return Dialect(self.tool_format, self.delimiter_token, thinking)
 
     def is_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends within the answer's reasoning."""

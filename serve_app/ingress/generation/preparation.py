@@ -15,6 +15,7 @@ from serve_app.ingress.generation.tokenization import (
     refuse_unknown_tokens,
     with_media,
 )
+from serve_app.ingress.http.request_model import name_ignored
 from serve_app.ingress.model_registry import ModelInfo, active
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
@@ -164,7 +165,7 @@ def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
 def chat(model: ModelInfo, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
     prompt, found = chat_with_media(model, body, prompt_field)
-    sampling = _with_calls(model, body, prompt)
+    sampling = chat_sampling(model, body, prompt)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
@@ -253,28 +254,35 @@ def _prefill(body: ChatCompletionRequest) -> tuple[Conversation, str]:
     return before, _PARTS.join(texts)
 
 
-def _with_calls(
+def chat_sampling(
     model: ModelInfo, body: ChatCompletionRequest, prompt: Sequence[int]
 ) -> SamplingParams:
-    """The sampling parameters, with what calls must be like, if the request says so."""
+    """The engine's parameters of the answer to this prompt. Raises InvalidRequestError."""
+    grammar = _chat_grammar(model, body, prompt)
     params = sampling(model, body)
-    tool_format = model.tokenizer.tool_format
+    return params if grammar is None else dataclasses.replace(params, grammar=grammar)
+
+
+def _chat_grammar(
+    model: ModelInfo, body: ChatCompletionRequest, prompt: Sequence[int]
+) -> str | None:
+    """The grammar of calls and of the answer's schema, if the request or the model's format needs one."""
+    dialect, constraint = model.tokenizer.dialect(prompt), body.constraint
+    if not body.may_think or _prefill(body)[1]:
+        dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.NEVER)
+    schema = constraint if constraint is not None and constraint.kind == "schema" else None
+    tool_format = dialect.tool_format
+    if not (body.tools_for_template() and (body.holds_calls or tool_format.holds_answers)):
+        return None if schema is None else schema.grammar(dialect)
     forced = body.forced_tools()
-    is_held = body.holds_calls or tool_format.holds_answers
-    if not (body.tools_for_template() and is_held):
-        return params
     # Models that were not trained for a format may call without end.
     parallel = body.parallel_tool_calls
-    is_parallel = parallel is True if tool_format.holds_answers else parallel is not False
-    grammar = grammars.from_tool_calls(
+    return grammars.from_tool_calls(
         [tool.function.model_dump() for tool in forced or body.tools],
-        tool_format,
-        model.tokenizer.delimiter_token,
+        dialect,
         forced=bool(forced),
-        parallel=is_parallel,
+        parallel=parallel is True if tool_format.holds_answers else parallel is not False,
         param="tools",
-        answer=body.answer_schema,
-        thinks=model.tokenizer.thinks,
-        is_thinking=model.tokenizer.is_reasoning(prompt),
+        answer=None if schema is None else schema.form,
+        loosened=name_ignored,
     )
-    return dataclasses.replace(params, grammar=grammar)

@@ -7,8 +7,8 @@ Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -16,9 +16,10 @@ from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.messages import ChatMessage, Tool
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import RequestModel, name_what_is_taken
+from serve_app.ingress.http.request_model import RequestModel, name_ignored, name_what_is_taken
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Turn
+from serve_app.prompt.grammars import Dialect
 from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -66,6 +67,24 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     name_what_is_taken(schema, model)
     pairs = schema["properties"].pop("token_bias")
     schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
+
+
+class Constraint(NamedTuple):
+    """A form that the text must have."""
+
+    param: str
+    """The field of the request."""
+    kind: Literal["grammar", "schema", "regex"]
+    form: Any
+    """A GBNF grammar, a JSON schema, or a regular expression."""
+
+    def grammar(self, dialect: Dialect | None = None) -> str:
+        """The form as the engine has it; a schema's text may come after reasoning. Raises
+        InvalidRequestError."""
+        if self.kind == "schema":
+            return grammars.from_json_schema(self.form, self.param, dialect, name_ignored)
+        translate = grammars.from_gbnf if self.kind == "grammar" else grammars.from_regex
+        return translate(self.form, self.param)
 
 
 class LoraScale(RequestModel):
@@ -195,22 +214,27 @@ class GenerationParams(RequestModel):
         """To every prompt, by either name."""
         return self.n_cmpl or self.n or 1
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether there is something that the text must match."""
-        return any((self.grammar, self.json_schema is not None, self.regex))
+    def constraints(self) -> Iterator[Constraint]:
+        """All that the request says the text must match."""
+        if self.grammar is not None:
+            yield Constraint("grammar", "grammar", self.grammar)
+        if self.json_schema is not None:
+            yield Constraint("json_schema", "schema", self.json_schema)
+        if self.regex is not None:
+            yield Constraint("regex", "regex", self.regex)
 
-    def constraint(self) -> str | None:
+    @property
+    def constraint(self) -> Constraint | None:
+        """The one that there may be. Raises InvalidRequestError if there are several."""
+        constraints = list(self.constraints())
+        if len(constraints) > 1:
+            names = ", ".join(constraint.param for constraint in constraints)
+            raise InvalidRequestError(f"Only one of {names} can be given.", constraints[1].param)
+        return constraints[0] if constraints else None
+
+    def matched(self) -> str | None:
         """The grammar that the text must match, for the engine. Raises InvalidRequestError."""
-        makers: dict[str, Callable[[Any, str], str]] = {
-            "grammar": grammars.from_gbnf,
-            "json_schema": grammars.from_json_schema,
-            "regex": grammars.from_regex,
-        }
-        names = [name for name in makers if getattr(self, name) is not None]
-        if len(names) > 1:
-            raise InvalidRequestError(f"Only one of {', '.join(names)} can be given.", names[1])
-        return makers[names[0]](getattr(self, names[0]), names[0]) if names else None
+        return None if self.constraint is None else self.constraint.grammar()
 
     @property
     def most_tokens(self) -> int | None:
@@ -233,7 +257,7 @@ class GenerationParams(RequestModel):
                 for token, bias in (self.logit_bias or {}).items()
             ),
             max_tokens=None if most is None or most < 0 else most,
-            grammar=self.constraint(),
+            grammar=self.matched(),
             logprobs=self.n_logprobs,
             post_sampling_probs=self.post_sampling_probs and self.n_logprobs is not None,
         )
@@ -460,9 +484,9 @@ class ChatCompletionRequest(GenerationParams):
 
     @property
     def may_think(self) -> bool:
-        """Whether nothing says what the text begins with."""
-        formatted = self.response_format is not None and self.response_format.type != "text"
-        return not (formatted or self.forced_tools() or self.is_constrained)
+        """Whether reasoning may come first."""
+        constraint = self.constraint
+        return not self.forced_tools() and (constraint is None or constraint.kind == "schema")
 
     @property
     def holds_calls(self) -> bool:
@@ -470,39 +494,28 @@ class ChatCompletionRequest(GenerationParams):
         if not self.tools_for_template():
             return False
         strict = any(tool.function.strict for tool in self.tools)
-        strict = strict or self.answer_schema is not None
+        strict = strict or self.constraint is not None
         return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
 
-    @property
-    def answer_schema(self) -> dict[str, Any] | None:
-        """The schema that an answer without calls must validate against, if there are tools and one is
-        given."""
-        if not self.tools_for_template():
-            return None
+    def constraints(self) -> Iterator[Constraint]:
+        """The constraints of GenerationParams, and the format of the answer."""
+        yield from super().constraints()
         schema = self.response_format.schema_of_answer() if self.response_format else None
-        return self.json_schema if schema is None else schema
+        if schema is not None:
+            yield Constraint("response_format", "schema", schema)
 
-    def constraint(self) -> str | None:
-        """See GenerationParams; with tools, nothing: see `answer_schema`."""
-        given = super().constraint()
-        schema = self.response_format.schema_of_answer() if self.response_format else None
-        if schema is None:
-            own = given
-        elif given is not None:
+    def matched(self) -> str | None:
+        """The grammar of the whole answer; None for a schema, as it depends on the prompt what may come
+        before its text."""
+        constraint = self.constraint
+        if constraint is None or constraint.kind == "schema":
+            return None
+        if self.tools_for_template():
             raise InvalidRequestError(
-                "'response_format' is not supported together with 'grammar', 'json_schema' or 'regex'.",
-                "response_format",
+                f"{constraint.param!r} is not supported together with 'tools'. Use a JSON schema.",
+                constraint.param,
             )
-        else:
-            own = grammars.from_json_schema(schema, "response_format")
-        if own is None or not self.tools_for_template():
-            return own
-        if self.answer_schema is None:
-            raise InvalidRequestError(
-                "'grammar' and 'regex' are not supported together with 'tools'. Use a JSON schema.",
-                "tools",
-            )
-        return None
+        return constraint.grammar()
 
     def forced_tools(self) -> list[Tool]:
         """Those that the model must call; empty if it may do without. Raises InvalidRequestError."""

@@ -10,14 +10,13 @@ import functools
 import json
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http import request_model
-from serve_app.prompt.grammars import depth
 
 MAX_DEPTH = 100
 """Deepest nesting of lists and objects."""
@@ -51,6 +50,19 @@ def loads(text: str) -> Any:
             message = "A string has half of a surrogate pair"
             raise json.JSONDecodeError(message, "", 0) from None
     return value
+
+
+def depth(value: object) -> int:
+    """The levels of lists and objects, counted without recursion: callers send what they like."""
+    level, levels = [value], 0
+    while level := [
+        inner
+        for outer in level
+        if isinstance(outer, Mapping | list)
+        for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+    ]:
+        levels += 1
+    return levels
 
 
 def _n_containers(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, Self, get_args
@@ -107,7 +107,11 @@ def ignored_fields() -> Iterator[list[str]]:
 
 def ignore(request: object) -> None:
     """Remove from a request, or a list of such, what Corral does not have, so that nothing reads it."""
-    names = list(dict.fromkeys(_taken_out(request, "")))
-    told = _ignored.get()
-    if told is not None:
-        told += names
+    name_ignored(_taken_out(request, ""))
+
+
+def name_ignored(names: Iterable[str]) -> None:
+    """Have the answer name these parts of the request, which change nothing."""
+    ignored = _ignored.get()
+    if ignored is not None:
+        ignored += (name for name in dict.fromkeys(names) if name not in ignored)

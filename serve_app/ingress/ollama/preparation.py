@@ -202,7 +202,11 @@ def _untemplated(
     """The answer to these tokens, cut if they must and may be: not with media."""
     if not media and len(prompt) >= model.n_ctx_slot and asked.truncates:
         prompt = _cut(prompt, _room(model, asked), asked.options.num_keep)
-    sampling = params.sampling(model.defaults)
+    sampling = (
+        preparation.chat_sampling(model, params, prompt)
+        if isinstance(params, ChatCompletionRequest)
+        else params.sampling(model.defaults)
+    )
     sampling = dataclasses.replace(sampling, logprobs=asked.n_logprobs)
     found = preparation.generation(model, params, [prompt], 1, sampling, "prompt", media)
     return Chat(found, (), thinks)

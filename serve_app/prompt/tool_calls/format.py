@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.parser import CallParser
+from serve_app.prompt.tool_calls.schemas import properties_of
 
 Describe = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[Turn]]
 """Puts functions, calls and results into the texts of turns."""
@@ -64,12 +66,27 @@ class ToolFormat:
     said: Callable[[lark.Delimiter], str] | None = None
     """The rule `start` of answers that need not be calls, and what it needs, where that is not any text and
     then calls."""
+    held: Callable[[lark.Delimiter, bool], str] | None = None
+    """The rule `start` of answers that match the rule `answer` or, if the flag is set, `calls`. Formats
+    with channels need it."""
+    unwritable: str | None = None
+    """A regular expression of the characters that no name of a parameter can have, where names stand
+    without quotation marks."""
     holds_answers: bool = False
     """Whether a grammar holds all answers to chats with tools."""
     has_channels: bool = False
     """Whether its parser splits reasoning off, too, and is needed without tools."""
     describe: Describe | None = None
     """For templates that have neither tools nor calls."""
+
+    def without_unwritable(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """A function's schema without the properties that the format cannot write, and their names."""
+        properties = properties_of(schema)
+        if self.unwritable is None:
+            return schema, []
+        names = [name for name in properties if not name or re.search(self.unwritable, name)]
+        left = {name: inner for name, inner in properties.items() if name not in names}
+        return ({**schema, "properties": left} if names else schema), names
 
     def parser(
         self,

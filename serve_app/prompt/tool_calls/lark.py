@@ -6,19 +6,15 @@ Source: the syntax chapter of llguidance's documentation.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from serve_app.errors import InvalidRequestError
+from serve_app.prompt import json_schemas
 from serve_app.prompt.tool_calls.calls import Function
 from serve_app.prompt.tool_calls.schemas import constants, properties_of, resolved, types_of
 
 Delimiter = Callable[[str], str]
 """How a grammar says a delimiter: as a token of the vocabulary, or as its text."""
-
-# Between a JSON text's tokens, as in llama.cpp: without a bound, a model can go on with blanks for ever.
-BLANKS = r" |\n{1,2}[ \t]{0,20}"
 
 
 def text(literal: str) -> str:
@@ -28,7 +24,7 @@ def text(literal: str) -> str:
 
 def value(schema: Mapping[str, Any]) -> str:
     """A JSON text that the schema validates."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': BLANKS}})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': json_schemas.options()})}"
 
 
 def arguments(function: Function) -> str:
@@ -52,18 +48,15 @@ def one_of(name: str, bodies: Sequence[str]) -> str:
 def parameters(function: Function, opening: Callable[[str], str], closing: str) -> list[str]:
     """The function's parameters, in the order of their schema, for formats that write strings without
     quotation marks: what `opening` makes of the name, the value, and `closing`, all as grammars say them.
-    Those that are not required may be missing. Needs the rule of `free_text`. Raises
-    InvalidRequestError for a name that could not be told from what is around it."""
+    Parameters that are not required may be missing. Needs the rule of `free_text`."""
     schema = function.get("parameters") or {}
     required = schema.get("required")
-    found = []
+    rules = []
     for name, inner in properties_of(schema).items():
-        if not re.fullmatch(r"[^<>\n]+", name):
-            raise InvalidRequestError(f"tools: no parameter can be called {name!r}.", "tools")
         body = f"{opening(name)} {_bare_value(inner, schema, closing)}"
         is_needed = isinstance(required, list) and name in required
-        found.append(body if is_needed else f"({body})?")
-    return found
+        rules.append(body if is_needed else f"({body})?")
+    return rules
 
 
 def free_text(closing: str) -> str:

@@ -10,6 +10,7 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars, output_parser
+from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS, EXAMPLE_FUNCTIONS
@@ -72,8 +73,7 @@ def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
     free, forced = (
         grammars.from_tool_calls(
             EXAMPLE_FUNCTIONS,
-            form,
-            tokenizer.delimiter_token,
+            Dialect(form, tokenizer.delimiter_token),
             forced=forced,
             parallel=False,
             param="tools",
@@ -93,8 +93,7 @@ def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
     model, tokenizer = Model(path, vocab_only=True, delimiters=DELIMITERS), Tokenizer(path)
     grammar = grammars.from_tool_calls(
         [{"name": "now"}],
-        tokenizer.tool_format,
-        tokenizer.delimiter_token,
+        Dialect(tokenizer.tool_format, tokenizer.delimiter_token),
         forced=False,
         parallel=False,
         param="tools",

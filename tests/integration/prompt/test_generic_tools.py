@@ -14,6 +14,7 @@ from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingP
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Turn
+from serve_app.prompt.grammars import Dialect, ThinkingPhase
 from serve_app.prompt.output_parser import Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import GENERIC, CallPiece, ToolCall
@@ -53,11 +54,12 @@ def engine() -> Iterator[Engine]:
     engine.close(0)
 
 
-def grammar_of(tokenizer: Tokenizer, **options: Any) -> str:
+def grammar_of(
+    tokenizer: Tokenizer, thinking: ThinkingPhase = ThinkingPhase.NEVER, **options: Any
+) -> str:
     return grammars.from_tool_calls(
         EXAMPLE_FUNCTIONS,
-        tokenizer.tool_format,
-        tokenizer.delimiter_token,
+        Dialect(tokenizer.tool_format, tokenizer.delimiter_token, thinking),
         **{"forced": True, "parallel": True, **options},
         param="tools",
     )
@@ -80,7 +82,7 @@ async def test_a_forced_call_is_valid_whole_and_in_pieces(engine: Engine, source
     assert tokenizer.tool_format is GENERIC
     for functions in (FUNCTIONS[:1], FUNCTIONS[1:]):
         grammar = grammars.from_tool_calls(
-            functions, GENERIC, lambda _: None, forced=True, parallel=False, param="tools"
+            functions, Dialect(GENERIC), forced=True, parallel=False, param="tools"
         )
         (call,) = await say(engine, tokenizer, grammar, in_pieces=False)
         assert isinstance(call, ToolCall)
@@ -126,7 +128,8 @@ def test_control_tokens_in_descriptions_stay_text() -> None:
     assert odd.count(end) == plain.count(end)
 
 
-THINKING = {"forced": False, "thinks": True, "is_thinking": True}
+PERHAPS = {"forced": False, "thinking": ThinkingPhase.PERHAPS}
+BEGUN = {"forced": False, "thinking": ThinkingPhase.BEGUN}
 
 
 def takes(grammar: str, text: str) -> tuple[bool, bool]:
@@ -149,12 +152,12 @@ def takes(grammar: str, text: str) -> tuple[bool, bool]:
         ({"forced": False}, '{"response": "Hi \\"you\\"."}', True),
         ({"forced": False}, "Hi.", False),
         ({"forced": False}, "<think>Hm.</think>" + GENERIC.example.first, False),
-        ({"forced": False, "thinks": True}, "<think>{}</think>\n\n" + GENERIC.example.first, True),
-        ({"forced": False, "thinks": True}, '<think>Hm.</think>{"response": ""}', True),
-        ({"forced": False, "thinks": True}, '{"response": ""}', True),
-        ({"forced": False, "thinks": True}, "Hm.</think>" + GENERIC.example.first, False),
-        (THINKING, "{Hm.</think>" + GENERIC.example.first, True),
-        (THINKING, "Hm.</think>\nWell", False),
+        (PERHAPS, "<think>{}</think>\n\n" + GENERIC.example.first, True),
+        (PERHAPS, '<think>Hm.</think>{"response": ""}', True),
+        (PERHAPS, '{"response": ""}', True),
+        (PERHAPS, "Hm.</think>" + GENERIC.example.first, False),
+        (BEGUN, "{Hm.</think>" + GENERIC.example.first, True),
+        (BEGUN, "Hm.</think>\nWell", False),
     ],
 )  # fmt: skip
 def test_what_answers_may_be(options: dict[str, Any], text: str, taken: bool) -> None:

@@ -25,7 +25,7 @@ from serve_app.engine import (
     SequenceEnd,
 )
 from serve_app.errors import ConstraintError, InvalidRequestError
-from serve_app.prompt import grammars
+from serve_app.prompt import grammars, json_schemas
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 
@@ -240,7 +240,7 @@ def test_texts_of_random_schemas_validate(
     asyncio.run(run())
 
 
-LITERAL = "a" * (grammars.MAX_LITERAL_CHARS + 1)
+LITERAL = "a" * (json_schemas.MAX_LITERAL_CHARS + 1)
 
 
 @pytest.mark.parametrize(

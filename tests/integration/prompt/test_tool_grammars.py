@@ -16,6 +16,7 @@ from serve_app.errors import InvalidRequestError
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars, output_parser
 from serve_app.prompt.conversation import Turn
+from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
@@ -68,7 +69,7 @@ def delimiters_as_tokens(text: str) -> int | None:
 
 def grammar_of(form: ToolFormat, *, forced: bool, parallel: bool) -> str:
     return grammars.from_tool_calls(
-        FUNCTIONS, form, no_token, forced=forced, parallel=parallel, param="tools"
+        FUNCTIONS, Dialect(form, no_token), forced=forced, parallel=parallel, param="tools"
     )
 
 
@@ -142,7 +143,11 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
     delimiter_token = delimiters_as_tokens if as_tokens and form.delimiters else no_token
     single, several = (
         grammars.from_tool_calls(
-            EXAMPLE_FUNCTIONS, form, delimiter_token, forced=False, parallel=parallel, param="tools"
+            EXAMPLE_FUNCTIONS,
+            Dialect(form, delimiter_token),
+            forced=False,
+            parallel=parallel,
+            param="tools",
         )
         for parallel in (False, True)
     )
@@ -167,8 +172,7 @@ def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
     schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
     grammar = grammars.from_tool_calls(
         EXAMPLE_FUNCTIONS,
-        form,
-        no_token,
+        Dialect(form, no_token),
         forced=False,
         parallel=False,
         param="tools",
@@ -184,7 +188,7 @@ def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
     call = hermes.FORMAT.example.second
     tokens = {output_parser.REASONING_OPEN: IM_START, output_parser.REASONING_CLOSE: IM_START}
     grammar = grammars.from_tool_calls(
-        FUNCTIONS, hermes.FORMAT, tokens.get, forced=False, parallel=False, param="tools"
+        FUNCTIONS, Dialect(hermes.FORMAT, tokens.get), forced=False, parallel=False, param="tools"
     )
     reasoning = "<|im_start|>\nHm.\n<|im_start|>\n\n"
     assert takes(grammar, "Yes.") == (True, True)
@@ -197,7 +201,7 @@ def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
 def test_glm_calls_may_have_line_ends() -> None:
     """As GLM 4.6 writes them, and 4.7 does not."""
     grammar = grammars.from_tool_calls(
-        EXAMPLE_FUNCTIONS, glm.FORMAT, no_token, forced=True, parallel=True, param="tools"
+        EXAMPLE_FUNCTIONS, Dialect(glm.FORMAT, no_token), forced=True, parallel=True, param="tools"
     )
     text = glm.FORMAT.example.first.replace("><arg", ">\n<arg").replace("r<arg", "r\n<arg")
     assert text.count("\n") == 4
@@ -210,7 +214,7 @@ ARRAY = {"type": "array"}
 def test_a_string_parameter_is_free_text() -> None:
     function = {"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "n": ARRAY}}}
     grammar = grammars.from_tool_calls(
-        [function], qwen_coder.FORMAT, no_token, forced=True, parallel=False, param="tools"
+        [function], Dialect(qwen_coder.FORMAT, no_token), forced=True, parallel=False, param="tools"
     )
     text = "<tool_call>\n<function=f>\n<parameter=s>\na\n\n</parameter>é\n</parameter>\n"
     assert takes(grammar, f"{text}</function>\n</tool_call>") == (True, True)
@@ -237,8 +241,7 @@ def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused:
     parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": named}
     grammar = grammars.from_tool_calls(
         [{"name": "f", "parameters": parameters}],
-        qwen_coder.FORMAT,
-        no_token,
+        Dialect(qwen_coder.FORMAT, no_token),
         forced=True,
         parallel=False,
         param="tools",
@@ -251,30 +254,50 @@ def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused:
 def test_a_function_without_properties_takes_none() -> None:
     function = {"name": "now", "parameters": {"properties": [], "required": 1, "type": []}}
     grammar = grammars.from_tool_calls(
-        [function], qwen_coder.FORMAT, no_token, forced=True, parallel=False, param="tools"
+        [function], Dialect(qwen_coder.FORMAT, no_token), forced=True, parallel=False, param="tools"
     )
     assert takes(grammar, qwen_coder.FORMAT.example.second) == (True, True)
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "loosened", "text"),
     [
-        {"properties": {"a": {"type": "integer", "minimum": "x"}}},
-        {"properties": {"a>": {"type": "integer"}}},
-        {"properties": {"a": {"type": "no type"}}},
+        ({"a": {"type": "integer", "minimum": "x"}}, ["properties.a.minimum"], "a>\n7\n"),
+        ({"a": {"type": "no type"}}, ["properties.a.type"], "a>\nany text\n"),
+        ({"a": {"type": "array", "minItems": 2, "maxItems": 1}}, ["properties.a.minItems"], "a>\n[]\n"),
+        ({"a": {"type": "string"}, "b>": {}}, ["properties.b>"], "a>\nany text\n"),
+        ({"a": {"$ref": "#/nowhere"}}, ["properties.a.$ref"], "a>\nany text\n"),
     ],
-)
-def test_what_cannot_be_a_grammar_is_refused(parameters: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_what_no_grammar_can_hold_is_loosened(
+    parameters: dict[str, Any], loosened: list[str], text: str
+) -> None:
+    names: list[str] = []
+    grammar = grammars.from_tool_calls(
+        [{"name": "f", "parameters": {"properties": parameters, "required": ["a", "b>"]}}],
+        Dialect(qwen_coder.FORMAT, no_token),
+        forced=True,
+        parallel=False,
+        param="tools",
+        loosened=names.extend,
+    )
+    assert names == [f"tools.f.parameters.{path}" for path in loosened]
+    call = f"<tool_call>\n<function=f>\n<parameter={text}</parameter>\n</function>\n</tool_call>"
+    assert takes(grammar, call) == (True, True)
+
+
+def test_a_strict_function_that_is_wrong_is_named() -> None:
+    parameters = {"properties": {"a": {"items": {"type": "nothing"}}}}
     with pytest.raises(InvalidRequestError) as raised:
         grammars.from_tool_calls(
-            [{"name": "f", "parameters": parameters}],
-            qwen_coder.FORMAT,
-            no_token,
+            [{"name": "f", "parameters": parameters, "strict": True}],
+            Dialect(qwen_coder.FORMAT, no_token),
             forced=True,
             parallel=False,
             param="tools",
         )
-    assert raised.value.param == "tools"
+    message = "tools: the function 'f': properties.a.items.type: \"nothing\" is no type of JSON"
+    assert (raised.value.message, raised.value.param) == (message, "tools")
 
 
 # -- delimiters that are control tokens -----------------------------------------------------------

@@ -87,6 +87,7 @@ class ByteTokenizer:
     thinks = False
     output_parser = Tokenizer.output_parser
     is_reasoning = Tokenizer.is_reasoning
+    dialect = Tokenizer.dialect
     reasoning_budget = Tokenizer.reasoning_budget
     can_infill = True
 

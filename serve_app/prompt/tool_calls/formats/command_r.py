@@ -65,6 +65,13 @@ opened{lazy}: TEXT {delimiter(OPEN)}
 {thought_rules(_THOUGHT, delimiter)}"""
 
 
+def _held(delimiter: lark.Delimiter, has_calls: bool) -> str:
+    opening, closing = map(delimiter, _RESPONSE)
+    calls = f"| {delimiter(OPEN)} calls" if has_calls else ""
+    return f"""start: thought* ({opening}? answer {closing}? {calls})
+{thought_rules(_THOUGHT, delimiter)}"""
+
+
 def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """With reasoning, which the template writes before calls."""
     return {"reasoning_content": "", **message} if message.get("tool_calls") else message
@@ -94,6 +101,7 @@ FORMAT = ToolFormat(
     example=Example(_written(_FIRST), _written(_SECOND), both=_written(_FIRST, _SECOND)),
     opening=OPEN,
     said=_said,
+    held=_held,
     has_channels=True,
     message=_message,
     tool=_tool,

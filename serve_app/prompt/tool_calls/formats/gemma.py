@@ -188,6 +188,11 @@ opened{lazy}: TEXT {delimiter(OPEN)}
 {thought_rules(_THOUGHT, delimiter)}"""
 
 
+def _held(delimiter: lark.Delimiter, has_calls: bool) -> str:
+    calls = f"| {delimiter(OPEN)} calls" if has_calls else ""
+    return f"start: thought* (answer {calls})\n{thought_rules(_THOUGHT, delimiter)}"
+
+
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """With a description, which the template does not do without."""
     return {**tool, "function": {"description": "", **tool["function"]}}
@@ -208,6 +213,8 @@ FORMAT = ToolFormat(
     example=Example(_FIRST, _SECOND, both=_FIRST + _SECOND),
     opening=OPEN,
     said=_said,
+    held=_held,
+    unwritable=r"[:{}\[\],<]",
     has_channels=True,
     tool=_tool,
 )

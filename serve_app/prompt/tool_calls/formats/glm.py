@@ -89,4 +89,5 @@ FORMAT = ToolFormat(
     rules=_rules,
     example=Example(_FIRST, _SECOND, both=_FIRST + _SECOND),
     opening=OPEN,
+    unwritable=r"[<>\n]",
 )

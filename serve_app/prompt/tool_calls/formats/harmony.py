@@ -101,13 +101,27 @@ def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: b
 
 def _said(delimiter: lark.Delimiter) -> str:
     """Reasoning and what a model says before a call may come first."""
+    return f"""start: before* (calls | {_final(delimiter)} TEXT | PLAIN?)
+PLAIN: /[^<](.|\\n)*/
+{_before(delimiter)}"""
+
+
+def _held(delimiter: lark.Delimiter, has_calls: bool) -> str:
+    calls = "calls |" if has_calls else ""
+    return f"start: before* ({calls} {_final(delimiter)} answer)\n{_before(delimiter)}"
+
+
+def _final(delimiter: lark.Delimiter) -> str:
+    """The header of what the user reads."""
+    return f'{delimiter(CHANNEL)} "final" {delimiter(MESSAGE)}'
+
+
+def _before(delimiter: lark.Delimiter) -> str:
+    """The rules `before`, which is a message that comes before others, and TEXT, which is any text."""
     start, channel, message = delimiter(START), delimiter(CHANNEL), delimiter(MESSAGE)
     lazy = "[lazy]" if delimiter(END).startswith('"') else ""
-    return f"""start: before* (calls | final | PLAIN?)
-before: {channel} ("analysis" | "commentary") {message} ended {start} "assistant"
+    return f"""before: {channel} ("analysis" | "commentary") {message} ended {start} "assistant"
 ended{lazy}: TEXT {delimiter(END)}
-final: {channel} "final" {message} TEXT
-PLAIN: /[^<](.|\\n)*/
 TEXT: /(.|\\n)*/"""
 
 
@@ -141,6 +155,7 @@ FORMAT = ToolFormat(
         both=None,
     ),
     said=_said,
+    held=_held,
     has_channels=True,
     message=_message,
     tool=_tool,

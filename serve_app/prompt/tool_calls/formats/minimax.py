@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from serve_app.errors import InvalidRequestError
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
@@ -86,8 +85,6 @@ call: body {lark.text(_CALL_END_LINE)}
 
 
 def _opening(parameter: str) -> str:
-    if '"' in parameter:
-        raise InvalidRequestError(f"tools: no parameter can be called {parameter!r}.", "tools")
     return lark.text(f"{PARAMETER}{parameter}{NAME_END}")
 
 
@@ -110,4 +107,5 @@ FORMAT = ToolFormat(
         both=f"{OPEN}\n{_FIRST}{_SECOND}{CLOSE}",
     ),
     opening=OPEN,
+    unwritable=r'[<>"\n]',
 )

@@ -112,4 +112,5 @@ FORMAT = ToolFormat(
     rules=_rules,
     example=Example(_FIRST, _SECOND, both=f"{_FIRST}\n{_SECOND}"),
     opening=OPEN,
+    unwritable=r"[<>\n]",
 )

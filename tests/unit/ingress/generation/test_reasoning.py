@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.unit.ingress.generation.test_tools import CALL, CUT, WEATHER, script
 from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine, chat, events
@@ -93,7 +94,7 @@ async def test_a_model_that_does_not_think(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_object"}},
+        {"grammar": 'root ::= "{}"'},
         {"regex": "x+"},
         {"tools": [WEATHER], "tool_choice": "required"},
     ],
@@ -105,6 +106,41 @@ async def test_what_begins_as_it_must_is_no_reasoning(
     said = await answer(client, **fields)
     assert bytes(engine.requests[0].prompt).endswith(b"|no reasoning")
     assert said["message"] == {"role": "assistant", "content": "{}"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"json_schema": {"type": "object"}},
+        {"response_format": {"type": "json_object"}, "tools": [WEATHER]},
+    ],
+)
+async def test_reasoning_comes_before_what_a_schema_holds(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    engine.script = script("<think>Hm.</think>\n\n{}")
+    said = await answer(client, **fields)
+    assert said["message"] == {"role": "assistant", "content": "{}", "reasoning_content": "Hm."}
+    grammar = engine.requests[0].sampling.grammar or ""
+    assert takes(grammar, "<think>Hm {}.</think>\n\n{}")
+    assert takes(grammar, "{}")
+    assert not takes(grammar, "Hm. {}")
+
+
+async def test_a_model_that_does_not_think_keeps_to_the_schema_at_once(
+    client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer
+) -> None:
+    tokenizer.thinks = False
+    engine.script = script("{}")
+    await answer(client, response_format={"type": "json_object"})
+    assert not takes(engine.requests[0].sampling.grammar or "", "<think>Hm.</think>{}")
+
+
+def takes(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    encoded = list(text.encode())
+    return matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()
 
 
 async def test_reasoning_of_earlier_turns(
