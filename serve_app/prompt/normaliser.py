@@ -136,9 +136,10 @@ def _alternating(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
     shaped: list[Turn] = []
     for turn in turns:
         before = shaped[-1] if shaped else None
+        after_calls = before is not None and (before.role == "tool" or bool(before.calls))
         if before is None or turn.role not in ("user", "assistant"):
             shaped.append(turn)
-        elif before.role == "tool" and turn.role == "user" and not caps.user_after_result:
+        elif after_calls and turn.role == "user" and not caps.user_after_result:
             shaped += [Turn("assistant", ("",)), turn]
         elif before.role == turn.role and not before.calls and not caps.takes_neighbours(turn.role):
             shaped[-1] = _joined((before, turn))

@@ -6,22 +6,23 @@ Source: Anthropic's API reference, "Messages".
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import (
-    AnyPart,
-    ChatMessage,
-    FunctionCall,
-    MessageToolCall,
-    PicturePart,
-    TextPart,
-)
 from serve_app.ingress.http import media
-from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind, texts_in
+from serve_app.prompt.conversation import Attachment, PastCall, Turn
 
 
 class Block(RequestModel):
@@ -39,7 +40,7 @@ class TextBlock(Block):
     """Text."""
 
     type: Literal["text"]
-    text: str
+    text: str = ""
 
 
 class PictureSource(RequestModel):
@@ -63,82 +64,95 @@ class PictureBlock(Block):
     type: Literal["image"]
     source: PictureSource
 
-    def as_part(self) -> PicturePart:
-        """As OpenAI has it."""
-        return PicturePart.of(self.source.as_url)
+
+def _kind(block: Any) -> str:
+    kind = known_kind("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
+    return kind(block).removeprefix("redacted_")
 
 
-def _texts(value: object) -> object:
-    """A text is short for one block of it; other media are refused by their names."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    media.refuse(value, "messages")
-    return value
+def _blocks(content: object) -> object:
+    """Content as a list of blocks: a text is short for one block of it, and documents and search results
+    that are texts are blocks of text. Other media are refused by their names."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return [] if content is None else content
+    blocks = [_as_text(block) for block in content if block is not None]
+    media.refuse(blocks, "messages", takes={"image"})
+    return blocks
 
 
-def _blocks(value: object) -> object:
-    """The same, with pictures."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    media.refuse(value, "messages", takes={"image"})
-    return value
+def _as_text(block: object) -> object:
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
+    kind, source = (block.get("type"), block.get("source")) if isinstance(block, dict) else ("", "")
+    if kind == "search_result":
+        return {"type": "text", "text": "\n".join(texts_in(block))}
+    if (
+        kind == "document"
+        and isinstance(source, dict)
+        and source.get("type") in ("text", "content")
+    ):
+        texts = [source.get("data"), *texts_in(source.get("content"))]
+        return {"type": "text", "text": "\n".join(text for text in texts if isinstance(text, str))}
+    return block
 
 
 Texts = Annotated[
-    list[TextBlock], BeforeValidator(_texts, json_schema_input_type=str | list[TextBlock])
+    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
 ]
-_Seen = list[Annotated[TextBlock | PictureBlock, Field(discriminator="type")]]
+_Seen = list[
+    Annotated[
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[PictureBlock, Tag("image")]
+        | Annotated[Foreign, Tag("foreign")],
+        Discriminator(known_kind("text", "image")),
+    ]
+]
 
 
-def joined(blocks: Sequence[TextBlock | PictureBlock]) -> str:
-    """The blocks' texts as one."""
-    return "".join(block.text for block in blocks if isinstance(block, TextBlock))
+def _part(block: TextBlock | PictureBlock | Foreign) -> str | Attachment:
+    return Attachment(block.source.as_url) if isinstance(block, PictureBlock) else block.text
 
 
-def _part(block: TextBlock | PictureBlock) -> AnyPart:
-    """As OpenAI has it."""
-    if isinstance(block, PictureBlock):
-        return block.as_part()
-    return TextPart(type="text", text=block.text)
+def _parts(blocks: Iterable[object]) -> tuple[str | Attachment, ...]:
+    """The texts and pictures among the blocks."""
+    seen = (_part(one) for one in blocks if isinstance(one, TextBlock | PictureBlock | Foreign))
+    return tuple(part for part in seen if part)
 
 
 class ToolUseBlock(Block):
     """A call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
+    id: str = ""
+    name: str = ""
+    input: Any = None
 
-    def as_call(self) -> MessageToolCall:
-        """The call as OpenAI has it."""
-        arguments = json.dumps(self.input, ensure_ascii=False)
-        return MessageToolCall(
-            id=self.id, function=FunctionCall(name=self.name, arguments=arguments)
-        )
+    def as_call(self) -> PastCall:
+        """The call in the canonical form."""
+        is_text = isinstance(self.input, str)
+        arguments = self.input if is_text else json.dumps(self.input, ensure_ascii=False)
+        return PastCall(self.name, arguments, self.id)
 
 
 class ToolResultBlock(Block):
     """The result of a call."""
 
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: str = ""
     content: Annotated[_Seen, BeforeValidator(_blocks, json_schema_input_type=str | _Seen)] = Field(
         default=[]
     )
     is_error: bool = False
 
-    def as_message(self) -> ChatMessage:
-        """The result as a turn of its own. Templates know no errors, so the text says it."""
-        text = ("Error: " if self.is_error else "") + joined(self.content)
-        seen: list[AnyPart] = [
-            block.as_part() for block in self.content if isinstance(block, PictureBlock)
-        ]
-        return ChatMessage(
-            role="tool",
-            tool_call_id=self.tool_use_id,
-            content=[TextPart(type="text", text=text), *seen] if seen else text,
-        )
+    def as_turn(self) -> Turn:
+        """The result as a turn. Templates know no errors, so the text says it."""
+        parts = _parts(self.content)
+        text = "".join(part for part in parts if isinstance(part, str))
+        text = ("Error: " if self.is_error else "") + text
+        pictures = [part for part in parts if isinstance(part, Attachment)]
+        return Turn("tool", (text, *pictures), call_id=self.tool_use_id)
 
 
 class ThinkingBlock(BaseModel):
@@ -152,19 +166,26 @@ class ThinkingBlock(BaseModel):
 
 Content = list[
     Annotated[
-        TextBlock | PictureBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
-        Field(discriminator="type"),
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[PictureBlock, Tag("image")]
+        | Annotated[ToolUseBlock, Tag("tool_use")]
+        | Annotated[ToolResultBlock, Tag("tool_result")]
+        | Annotated[ThinkingBlock, Tag("thinking")]
+        | Annotated[Foreign, Tag("foreign")],
+        Discriminator(_kind),
     ]
 ]
 
 
 class Message(RequestModel):
-    """One turn."""
+    """A message."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Content, BeforeValidator(_blocks, json_schema_input_type=str | Content)]
+    content: Annotated[
+        Content, BeforeValidator(_blocks, json_schema_input_type=str | Content | None)
+    ] = Field(default=[])
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -180,21 +201,15 @@ class Message(RequestModel):
                 raise InvalidRequestError(message, "messages")
         return self
 
-    def as_messages(self, *, reasoning: bool) -> list[ChatMessage]:
-        """The turn as OpenAI has it: tools' results are turns of their own; `reasoning` keeps that of the
-        assistant."""
-        results = [b.as_message() for b in self.content if isinstance(b, ToolResultBlock)]
+    def as_turns(self, *, reasoning: bool) -> list[Turn]:
+        """The message in the canonical form: tools' results are turns of their own; `reasoning` keeps
+        that of the assistant."""
+        results = [b.as_turn() for b in self.content if isinstance(b, ToolResultBlock)]
         calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
-        parts = [
-            _part(block) for block in self.content if isinstance(block, TextBlock | PictureBlock)
-        ]
+        parts = _parts(self.content)
         if results and not parts:
             return results
         thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
-        turn = ChatMessage(
-            role=self.role,
-            content=parts,
-            tool_calls=calls or None,
-            reasoning_content=thinking if reasoning and self.role == "assistant" else None,
-        )
+        keeps = reasoning and self.role == "assistant"
+        turn = Turn(self.role, parts, thinking if keeps else "", tuple(calls))
         return [*results, turn]

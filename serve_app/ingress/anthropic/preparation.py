@@ -24,7 +24,7 @@ def messages(models: Models, body: bytes) -> Messages:
     """POST /v1/messages. Raises CorralError."""
     asked = parsed(MessagesRequest, body)
     chat = asked.as_chat()
-    model = find(models, asked.model, beginnings.of_chat(chat.messages))
+    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
     shown = asked.thinking is not None and asked.thinks and asked.thinking.display != "omitted"
     return Messages(preparation.chat(model, chat, 1, "messages"), shown)
 
@@ -33,5 +33,5 @@ def count_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/messages/count_tokens. Raises CorralError."""
     asked = parsed(CountTokensRequest, body)
     chat = asked.as_chat()
-    model = find(models, asked.model, beginnings.of_chat(chat.messages))
+    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
     return preparation.length(model, chat, "messages")

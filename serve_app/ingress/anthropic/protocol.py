@@ -11,10 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.anthropic.messages import Message, Texts, joined
+from serve_app.ingress.anthropic.messages import Message, Texts
 from serve_app.ingress.anthropic.server_tools import WITHOUT_SERVER_TOOLS
 from serve_app.ingress.generation.messages import (
-    ChatMessage,
     FunctionDefinition,
     FunctionName,
     Tool,
@@ -22,15 +21,16 @@ from serve_app.ingress.generation.messages import (
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
     CacheSalt,
-    ChatCompletionRequest,
     NamedFunction,
     NamedSchema,
     NamedToolChoice,
     PingInterval,
     ResponseFormat,
+    TranslatedChat,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel
+from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api
 
 
@@ -172,16 +172,16 @@ class CountTokensRequest(RequestModel):
         """Whether the model may think."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
-    def as_chat(self) -> ChatCompletionRequest:
+    def as_chat(self) -> TranslatedChat:
         """The same for OpenAI's chat. Raises InvalidRequestError."""
-        told = joined(self.system)
-        system = [ChatMessage(role="system", content=told)] if told else []
+        texts = tuple(block.text for block in self.system if block.text)
+        system = [Turn("system", texts)] if texts else []
         choice = self.tool_choice
         answer = self.output_config.format or self.output_format
         keeps = self.thinking is None or self.thinks
-        turns = [turn for one in self.messages for turn in one.as_messages(reasoning=keeps)]
-        return ChatCompletionRequest(
-            messages=system + turns or [ChatMessage(role="user", content="")],
+        turns = [turn for message in self.messages for turn in message.as_turns(reasoning=keeps)]
+        return TranslatedChat(
+            turns=[*system, *turns],
             tools=[tool.as_tool() for tool in self.tools],
             tool_choice=choice.as_choice() if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,

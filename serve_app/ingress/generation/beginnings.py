@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve_app.ingress.generation.messages import ChatMessage
+from serve_app.prompt.conversation import Conversation
 
 BEGINNING_CHARS = 1024
 """The characters that count of a text that is no chat: it may grow, as a chat does."""
 
 
-def of_chat(messages: Sequence[ChatMessage]) -> str:
+def of_chat(conversation: Conversation) -> str:
     """All up to the user's first message."""
     texts = []
-    for message in messages:
-        texts.append(f"{message.role} {message.text}")
-        if message.role == "user":
+    for turn in conversation:
+        texts.append(f"{turn.role} {turn.text}")
+        if turn.role == "user":
             break
     return "\n".join(texts)
 

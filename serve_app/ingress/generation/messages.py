@@ -5,15 +5,23 @@ Source: OpenAI's API reference, "Chat".
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
-from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http import media
-from serve_app.ingress.http.request_model import RequestModel
-from serve_app.prompt.conversation import Attachment, PastCall, Turn
+from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
+from serve_app.prompt.conversation import Attachment, PastCall, Role, Turn
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -22,7 +30,7 @@ class TextPart(RequestModel):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: str = ""
 
 
 class ImageUrl(RequestModel):
@@ -79,8 +87,39 @@ class SoundPart(RequestModel):
         return data if is_url else f"data:audio/{self.input_audio.format};base64,{data}"
 
 
-MediumPart = PicturePart | SoundPart
-AnyPart = Annotated[TextPart | MediumPart, Field(discriminator="type")]
+AnyPart = Annotated[
+    Annotated[TextPart, Tag("text")]
+    | Annotated[PicturePart, Tag("image_url")]
+    | Annotated[SoundPart, Tag("input_audio")]
+    | Annotated[Foreign, Tag("foreign")],
+    Discriminator(known_kind("text", "image_url", "input_audio")),
+]
+_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Other types of parts that are texts, and the field that has each."""
+
+
+def _readable(content: object) -> object:
+    """Content as a text or a list of parts, whichever of the many forms a client knows."""
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        return content
+    parts = [_part(part) for part in content if part is not None]
+    media.refuse(parts, "messages", takes={"image_url", "input_audio"})
+    return parts
+
+
+def _part(part: object) -> object:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type", "text" if "text" in part else None)
+    return (
+        {"type": "text", "text": part.get(_TEXTS[kind])}
+        if kind in _TEXTS
+        else part | {"type": kind}
+    )
 
 
 class FunctionDefinition(RequestModel):
@@ -108,8 +147,14 @@ class Tool(RequestModel):
 class FunctionCall(RequestModel):
     """The function and the arguments of an earlier call."""
 
-    name: str
-    arguments: str
+    name: str = ""
+    arguments: str = ""
+    """History, which need not be JSON."""
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _as_text(cls, value: object) -> object:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 class MessageToolCall(BaseModel):
@@ -117,87 +162,77 @@ class MessageToolCall(BaseModel):
 
     model_config = ConfigDict(extra="ignore")  # the openai package echoes a stream's `index`
 
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall = Field(default=FunctionCall())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _custom_is_a_function(cls, call: Any) -> Any:
+        custom = call.get("custom") if isinstance(call, dict) else None
+        if not isinstance(custom, dict):
+            return call
+        arguments = {"input": custom.get("input", "")}
+        return call | {"function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 class ChatMessage(RequestModel):
-    """One turn of a chat."""
+    """A message of a chat."""
 
     # The openai package echoes an assistant's turn with all of its fields, empty ones too.
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "refusal": (None,),
-        "annotations": (None, []),
-        "audio": (None,),
-        "function_call": (None,),
-    }
-    REFUSED: ClassVar[frozenset[str]] = frozenset({"audio", "function_call"})
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": (None, []), "audio": (None,)}
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[AnyPart] | None = None
     name: str | None = None
+    refusal: str | None = None
     tool_calls: list[MessageToolCall] | None = None
+    function_call: FunctionCall | None = None
+    """The older form of `tool_calls`."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[AnyPart] | None)
     @classmethod
-    def _only_text(cls, value: object) -> object:
-        media.refuse(value, "messages", takes={"image_url", "input_audio"})
-        return value
-
-    @model_validator(mode="after")
-    def _check(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            raise InvalidRequestError(
-                "Only messages of the assistant may have 'tool_calls'.", "messages"
-            )
-        if self.reasoning_content and self.role != "assistant":
-            raise InvalidRequestError(
-                "Only messages of the assistant may have 'reasoning_content'.", "messages"
-            )
-        if (self.role == "tool") is (self.tool_call_id is None):
-            raise InvalidRequestError(
-                "Messages of the role 'tool', and only these, need a 'tool_call_id'.", "messages"
-            )
-        if self.media and self.role not in ("user", "tool"):
-            raise InvalidRequestError(
-                f"Messages of the role {self.role!r} cannot have pictures or sounds.", "messages"
-            )
-        if self.content is None and not self.tool_calls:
-            raise InvalidRequestError("A message has no 'content'.", "messages")
-        return self
+    def _in_any_form(cls, value: object) -> object:
+        return _readable(value)
 
     def as_turn(self) -> Turn:
-        """The message in the canonical form. A developer is what newer clients call the system."""
-        parts = [self.content] if isinstance(self.content, str) else self.content or []
+        """The message in the canonical form. A developer is what newer clients call the system, and a
+        function is an older name of a tool."""
+        role = _ROLES[self.role]
+        content = self.content or self.refusal or ""
+        parts = [content] if isinstance(content, str) else map(_canonical, content)
+        calls = [(call.id or "", call.function) for call in self.tool_calls or ()]
+        calls += [("", self.function_call)] if self.function_call else []
+        is_assistant = role == "assistant"
         return Turn(
-            "system" if self.role == "developer" else self.role,
+            role,
+            tuple(part for part in parts if part),
+            (self.reasoning_content or self.reasoning or "") if is_assistant else "",
             tuple(
-                part
-                if isinstance(part, str)
-                else part.text
-                if isinstance(part, TextPart)
-                else Attachment(part.url, is_sound=isinstance(part, SoundPart))
-                for part in parts
-            ),
-            self.reasoning_content or "",
-            tuple(
-                PastCall(call.function.name, call.function.arguments, call.id)
-                for call in self.tool_calls or ()
+                PastCall(function.name, function.arguments, call_id)
+                for call_id, function in calls
+                if is_assistant
             ),
             self.tool_call_id or "",
             self.name or "",
         )
 
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        return self.as_turn().text
 
-    @property
-    def media(self) -> list[MediumPart]:
-        """The pictures and sounds among its parts."""
-        parts = self.content if isinstance(self.content, list) else ()
-        return [part for part in parts if not isinstance(part, TextPart)]
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+def _canonical(part: TextPart | PicturePart | SoundPart | Foreign) -> str | Attachment:
+    if isinstance(part, TextPart | Foreign):
+        return part.text
+    return Attachment(part.url, is_sound=isinstance(part, SoundPart))

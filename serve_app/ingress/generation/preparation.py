@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
-from serve_app.ingress.generation.requests import ChatCompletionRequest, GenerationParams
+from serve_app.ingress.generation.requests import ChatRequest, GenerationParams
 from serve_app.ingress.generation.tokenization import (
     check_medium,
     refuse_far_too_long,
@@ -162,7 +162,7 @@ def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
     return dataclasses.replace(found, logit_bias=tuple(bias.items()))
 
 
-def chat(model: ModelInfo, body: ChatCompletionRequest, n: int, prompt_field: str) -> Chat:
+def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
     prompt, found = chat_with_media(model, body, prompt_field)
     sampling = chat_sampling(model, body, prompt)
@@ -177,7 +177,7 @@ def chat(model: ModelInfo, body: ChatCompletionRequest, n: int, prompt_field: st
 
 
 def _reasoning(
-    model: ModelInfo, body: ChatCompletionRequest, prompt: tuple[int, ...]
+    model: ModelInfo, body: ChatRequest, prompt: tuple[int, ...]
 ) -> ReasoningBudget | None:
     """The bound of the answer's reasoning, if the request or the model's defaults set one."""
     defaults, message = model.defaults, body.reasoning_budget_message
@@ -190,7 +190,7 @@ def _reasoning(
 
 
 def chat_with_media(
-    model: ModelInfo, body: ChatCompletionRequest, prompt_field: str
+    model: ModelInfo, body: ChatRequest, prompt_field: str
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     """The prompt that asks for the chat's next turn, with MEDIUM in the places of its pictures and sounds,
     and these. Raises InvalidRequestError, and MediaError for what the model neither sees nor hears."""
@@ -201,7 +201,7 @@ def chat_with_media(
     return with_media(model, chat_prompt(model, body), urls, prompt_field)
 
 
-def length(model: ModelInfo, body: ChatCompletionRequest, prompt_field: str) -> PromptLength:
+def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLength:
     """How long the prompt would be. Raises InvalidRequestError."""
     try:
         prompt, found = chat_with_media(model, body, prompt_field)
@@ -211,18 +211,18 @@ def length(model: ModelInfo, body: ChatCompletionRequest, prompt_field: str) -> 
     return PromptLength(model.id, len(prompt) - len(found), sizes)
 
 
-def chat_prompt(model: ModelInfo, body: ChatCompletionRequest) -> tuple[int, ...]:
+def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. The first medium is -1 there, the second -2. Raises
     InvalidRequestError."""
     return _rendered(model, body, model.tokenizer.encode_chat)
 
 
-def chat_text(model: ModelInfo, body: ChatCompletionRequest) -> str:
+def chat_text(model: ModelInfo, body: ChatRequest) -> str:
     """The prompt as text. Raises InvalidRequestError."""
     return str(_rendered(model, body, model.tokenizer.render_chat))
 
 
-def _rendered(model: ModelInfo, body: ChatCompletionRequest, render: Callable[..., T]) -> T:
+def _rendered(model: ModelInfo, body: ChatRequest, render: Callable[..., T]) -> T:
     """The tokenizer's result for the chat."""
     turns, prefill = _prefill(body)
     if model.defaults.system_prompt and not any(turn.role == "system" for turn in turns):
@@ -244,7 +244,7 @@ _PARTS = "\n\n"
 """The text that llama-server puts between the parts of a message that is continued."""
 
 
-def _prefill(body: ChatCompletionRequest) -> tuple[Conversation, str]:
+def _prefill(body: ChatRequest) -> tuple[Conversation, str]:
     """The turns before an answer that the assistant's last turns begin, and their text; all turns and
     nothing, if there are none."""
     before, texts = list(body.conversation), list[str]()
@@ -254,18 +254,14 @@ def _prefill(body: ChatCompletionRequest) -> tuple[Conversation, str]:
     return before, _PARTS.join(texts)
 
 
-def chat_sampling(
-    model: ModelInfo, body: ChatCompletionRequest, prompt: Sequence[int]
-) -> SamplingParams:
+def chat_sampling(model: ModelInfo, body: ChatRequest, prompt: Sequence[int]) -> SamplingParams:
     """The engine's parameters of the answer to this prompt. Raises InvalidRequestError."""
     grammar = _chat_grammar(model, body, prompt)
     params = sampling(model, body)
     return params if grammar is None else dataclasses.replace(params, grammar=grammar)
 
 
-def _chat_grammar(
-    model: ModelInfo, body: ChatCompletionRequest, prompt: Sequence[int]
-) -> str | None:
+def _chat_grammar(model: ModelInfo, body: ChatRequest, prompt: Sequence[int]) -> str | None:
     """The grammar of calls and of the answer's schema, if the request or the model's format needs one."""
     dialect, constraint = model.tokenizer.dialect(prompt), body.constraint
     if not body.may_think or _prefill(body)[1]:

@@ -18,7 +18,7 @@ from serve_app.ingress.generation.messages import ChatMessage, Tool
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel, name_ignored, name_what_is_taken
 from serve_app.prompt import grammars
-from serve_app.prompt.conversation import Turn
+from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect
 from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 
@@ -377,8 +377,8 @@ class ResponseFormat(RequestModel):
         return {"type": "object"} if self.schema_ is None else self.schema_
 
 
-class ChatCompletionRequest(GenerationParams):
-    """POST /v1/chat/completions."""
+class ChatRequest(GenerationParams):
+    """A chat of any protocol: all fields but its messages."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "functions": (None, []),
@@ -389,7 +389,6 @@ class ChatCompletionRequest(GenerationParams):
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL) - {"function_call"}
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     logprobs: bool | None = None
     """Whether to tell every token's log probability."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -432,7 +431,7 @@ class ChatCompletionRequest(GenerationParams):
     """Told to the chat template, which may know what to do with it."""
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> ChatCompletionRequest:
+    def _check_combinations(self) -> ChatRequest:
         self.forced_tools()
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequestError(
@@ -461,9 +460,9 @@ class ChatCompletionRequest(GenerationParams):
         return self.thinking_budget_tokens if newer is None else newer
 
     @property
-    def conversation(self) -> list[Turn]:
+    def conversation(self) -> Conversation:
         """The messages in the canonical form."""
-        return [message.as_turn() for message in self.messages]
+        raise NotImplementedError
 
     @property
     def continues(self) -> bool:
@@ -534,3 +533,25 @@ class ChatCompletionRequest(GenerationParams):
     def tools_for_template(self) -> list[dict[str, Any]]:
         """The tools for chat templates; empty if the model shall call nothing."""
         return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools]
+
+
+class ChatCompletionRequest(ChatRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+
+    @property
+    def conversation(self) -> Conversation:
+        """The messages in the canonical form."""
+        return [message.as_turn() for message in self.messages]
+
+
+class TranslatedChat(ChatRequest):
+    """A chat that came by another protocol than OpenAI's."""
+
+    turns: list[Turn]
+
+    @property
+    def conversation(self) -> Conversation:
+        """The turns that the protocol has made."""
+        return self.turns

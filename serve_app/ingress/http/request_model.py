@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, Self, get_args
@@ -75,12 +75,57 @@ class RequestModel(BaseModel):
         return name not in self.INERT and value not in self.NEUTRAL.get(name, ())
 
 
+_TEXT_FIELDS = (
+    *("text", "refusal", "thinking", "summary", "code", "content", "stdout", "stderr"),
+    *("output", "outputs", "results", "logs"),
+)
+"""The fields in which items and blocks of all protocols carry texts for a model."""
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """The texts that a part, an item or a list of such carries."""
+    if isinstance(value, str):
+        yield from (value,) if value else ()
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts_in(inner)
+    elif isinstance(value, dict):
+        for name in _TEXT_FIELDS:
+            yield from texts_in(value.get(name))
+
+
+class Foreign(BaseModel):
+    """A part or an item of a kind that Corral does not know. Its texts are kept, and the answer names it
+    among the ignored fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "unknown"
+
+    @property
+    def text(self) -> str:
+        """The texts that it carries, as lines."""
+        return "\n".join(texts_in(self.model_extra))
+
+
+def known_kind(*kinds: str, default: str = "foreign") -> Callable[[Any], str]:
+    """A discriminator by `type`: one of these kinds, or the default."""
+
+    def kind_of(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return kind if isinstance(kind, str) and kind in kinds else default
+
+    return kind_of
+
+
 def _taken_out(request: object, path: str) -> Iterator[str]:
     """Remove the extra fields of a request and its parts, and tell those that had a meaning."""
     if isinstance(request, list):
         if request and isinstance(request[0], BaseModel):
             for one in request:
                 yield from _taken_out(one, path)
+    elif isinstance(request, Foreign):
+        yield f"{path}{request.type}"
     elif isinstance(request, BaseModel):
         if isinstance(request, RequestModel) and (extra := request.model_extra):
             for name, value in extra.items():

@@ -10,9 +10,8 @@ from typing import Literal
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.generation import beginnings, preparation
-from serve_app.ingress.generation.messages import ChatMessage
 from serve_app.ingress.generation.preparation import Chat
-from serve_app.ingress.generation.requests import ChatCompletionRequest, GenerationParams
+from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import ModelInfo
@@ -23,6 +22,7 @@ from serve_app.ingress.ollama.protocol import (
     OllamaGenerateRequest,
 )
 from serve_app.ingress.workers.worker import Models
+from serve_app.prompt.conversation import Turn
 from serve_app.types import Medium
 
 _NUM_KEEP = 4
@@ -58,7 +58,7 @@ class OllamaGeneration:
 def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
     asked = parsed(OllamaChatRequest, body)
-    turns = messages.as_chat(asked.messages)
+    turns = [message.as_turn() for message in asked.messages]
     model = names.find(models, asked.model, beginnings.of_chat(turns) or None)
     if not turns:
         return _load(model, asked)
@@ -130,17 +130,17 @@ def _check_thinking(model: ModelInfo, asked: GenerationRequest) -> None:
 def _last_turns(
     model: ModelInfo,
     asked: GenerationRequest,
-    request: ChatCompletionRequest,
-    turns: Sequence[ChatMessage],
-) -> ChatCompletionRequest:
+    request: TranslatedChat,
+    turns: Sequence[Turn],
+) -> TranslatedChat:
     """The request without its oldest turns, so that there is room for it and an answer: from a turn of the
     user's on, and what the system said before that. Raises PromptTooLongError if not even the last one
     fits."""
     starts = [place for place, turn in enumerate(turns) if turn.role == "user"]
 
-    def from_(start: int) -> ChatCompletionRequest:
-        told = [turn for turn in turns[:start] if turn.role in ("system", "developer")]
-        return request.model_copy(update={"messages": [*told, *turns[start:]]})
+    def from_(start: int) -> TranslatedChat:
+        system = [turn for turn in turns[:start] if turn.role == "system"]
+        return request.model_copy(update={"turns": [*system, *turns[start:]]})
 
     def fits(start: int) -> bool:
         try:
@@ -158,13 +158,9 @@ def _room(model: ModelInfo, asked: GenerationRequest) -> int:
     return model.n_ctx_slot - min(asked.options.max_tokens or for_answer, for_answer)
 
 
-def _turns(asked: OllamaGenerateRequest) -> list[ChatMessage]:
-    system = [ChatMessage(role="system", content=asked.system)] if asked.system else []
-    return [*system, _asking(asked)]
-
-
-def _asking(asked: OllamaGenerateRequest) -> ChatMessage:
-    return ChatMessage(role="user", content=messages.content(asked.prompt, asked.images))
+def _turns(asked: OllamaGenerateRequest) -> list[Turn]:
+    system = [Turn("system", (asked.system,))] if asked.system else []
+    return [*system, Turn("user", messages.parts(asked.prompt, asked.images))]
 
 
 def _after_context(
@@ -204,7 +200,7 @@ def _untemplated(
         prompt = _cut(prompt, _room(model, asked), asked.options.num_keep)
     sampling = (
         preparation.chat_sampling(model, params, prompt)
-        if isinstance(params, ChatCompletionRequest)
+        if isinstance(params, TranslatedChat)
         else params.sampling(model.defaults)
     )
     sampling = dataclasses.replace(sampling, logprobs=asked.n_logprobs)

@@ -11,19 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import ChatMessage
 from serve_app.ingress.generation.requests import (
     MAX_LOGPROBS,
     CacheSalt,
-    ChatCompletionRequest,
     GenerationParams,
     NamedSchema,
     PingInterval,
     ResponseFormat,
+    TranslatedChat,
 )
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.ollama.messages import OllamaMessage, OllamaTool
 from serve_app.ingress.ollama.options import Options
+from serve_app.prompt.conversation import Turn
 
 # Go's durations: `5m`, `1h30m`, `-1s`.
 _DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[-+]?0")
@@ -126,16 +126,16 @@ class GenerationRequest(RequestModel):
         }
 
     def as_chat(
-        self, messages: list[ChatMessage], tools: list[OllamaTool], *, can_think: bool
-    ) -> ChatCompletionRequest:
+        self, turns: list[Turn], tools: list[OllamaTool], *, can_think: bool
+    ) -> TranslatedChat:
         """The request with these turns as OpenAI has it. Raises InvalidRequestError."""
         schema, response_format = self.schema_of_answer(), None
         if schema is not None:
             response_format = ResponseFormat(
                 type="json_schema", json_schema=NamedSchema(name="format", schema=schema)
             )
-        return ChatCompletionRequest(
-            messages=messages,
+        return TranslatedChat(
+            turns=turns,
             tools=[tool.as_tool() for tool in tools],
             response_format=response_format,
             logprobs=self.logprobs,

@@ -51,7 +51,7 @@ def completion(models: Models, body: bytes) -> Completion:
 def chat(models: Models, body: bytes) -> ChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
-    model = find(models, asked.model, beginnings.of_chat(asked.messages))
+    model = find(models, asked.model, beginnings.of_chat(asked.conversation))
     found = preparation.chat(model, asked, asked.n_answers, "messages")
     return ChatCompletion(found, asked.n_logprobs is not None, asked.verbose)
 
@@ -59,7 +59,7 @@ def chat(models: Models, body: bytes) -> ChatCompletion:
 def input_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
     asked = parsed(ChatCompletionRequest, body)
-    model = find(models, asked.model, beginnings.of_chat(asked.messages))
+    model = find(models, asked.model, beginnings.of_chat(asked.conversation))
     return preparation.length(model, asked, "messages")
 
 

@@ -9,6 +9,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import TaggedUnionSchema
 
 from serve_app.ingress.anthropic.protocol import (
     AnthropicErrorResponse,
@@ -320,12 +322,25 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
     }
 
 
+class _Schemas(GenerateJsonSchema):
+    """Writes a union with a member for all other kinds as what it is: more than one member may match."""
+
+    def tagged_union_schema(self, schema: TaggedUnionSchema) -> Json:
+        """Pydantic calls this."""
+        written = super().tagged_union_schema(schema)
+        if "discriminator" not in written and "oneOf" in written:
+            written["anyOf"] = written.pop("oneOf")
+        return written
+
+
 def _schema(
     kind: Any, schemas: Json, mode: Literal["validation", "serialization"] = "serialization"
 ) -> Json:
     """The JSON schema of a type, whose parts are put among the others."""
     reference = "#/components/schemas/{model}"
-    schema = TypeAdapter(kind).json_schema(mode=mode, ref_template=reference)
+    schema = TypeAdapter(kind).json_schema(
+        mode=mode, ref_template=reference, schema_generator=_Schemas
+    )
     schemas.update(schema.pop("$defs", {}))
     title = schema.get("title")
     if isinstance(kind, type) and title is not None:

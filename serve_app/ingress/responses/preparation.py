@@ -108,7 +108,7 @@ def _conversation(body: bytes) -> tuple[list[Any], bytes]:
 
 def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PreparedResponse:
     chat = asked.as_chat(_ITEMS.validate_python(before))
-    model = find(models, asked.model, beginnings.of_chat(chat.messages))
+    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
     found = preparation.chat(model, chat, 1, "input")
     kept = items.kept(before, asked.input)
     return PreparedResponse(found, _told(asked, found.generation.sampling), kept, asked.obfuscates)
@@ -116,7 +116,7 @@ def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) ->
 
 def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PromptLength:
     chat = asked.as_chat(_ITEMS.validate_python(before))
-    model = find(models, asked.model, beginnings.of_chat(chat.messages))
+    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
     return preparation.length(model, chat, "input")
 
 

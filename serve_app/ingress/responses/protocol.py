@@ -11,21 +11,22 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import ChatMessage, FunctionDefinition, Tool
+from serve_app.ingress.generation.messages import FunctionDefinition, Tool
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
     CacheSalt,
-    ChatCompletionRequest,
     Effort,
     NamedFunction,
     NamedSchema,
     NamedToolChoice,
     PingInterval,
+    TranslatedChat,
     Verbosity,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.responses.items import AnyItem, Items, turns
+from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api
 
 
@@ -165,16 +166,16 @@ class ResponsesRequest(RequestModel):
         """See ResponseStreamOptions."""
         return self.stream_options is not None and self.stream_options.include_obfuscation
 
-    def as_chat(self, before: Sequence[AnyItem] = ()) -> ChatCompletionRequest:
+    def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
         """The same for OpenAI's chat, behind these items. Raises InvalidRequestError."""
-        messages = turns([*before, *self.input])
-        if not messages:
+        conversation = turns([*before, *self.input])
+        if not (before or self.input):
             raise InvalidRequestError("'input' has no message.", "input")
         if self.instructions:
-            messages.insert(0, ChatMessage(role="system", content=self.instructions))
+            conversation.insert(0, Turn("system", (self.instructions,)))
         choice = self.tool_choice
-        return ChatCompletionRequest(
-            messages=messages,
+        return TranslatedChat(
+            turns=conversation,
             stream=self.stream,
             sse_ping_interval=self.sse_ping_interval,
             max_tokens=self.max_output_tokens,

@@ -269,12 +269,6 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (
         "/v1/chat/completions",
-        {"messages": [*BEGUN, BEGUN[1]]},
-        "messages",
-        "The last two messages are the assistant's",
-    ),
-    (
-        "/v1/chat/completions",
         chat(functions=[{"name": "f"}]),
         "functions",
         "'functions' is not supported, except as null or []",

@@ -9,12 +9,12 @@ import pytest
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import beginnings
-from serve_app.ingress.generation.messages import ChatMessage
 from serve_app.ingress.model_registry import ModelInfo, ServedModel, find
 from serve_app.ingress.ollama import names
 from serve_app.ingress.openai.answers import card_of, model_cards
 from serve_app.ingress.versions.choice import before_rollout, changed, given
 from serve_app.ingress.workers.worker import Changes
+from serve_app.prompt.conversation import Turn
 from serve_app.types import AdapterUse, Version
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
@@ -108,10 +108,8 @@ def test_ollama_s_names_mean_all_versions() -> None:
         assert names.find(models, "M:latest", one) is find(models, "m", one)
 
 
-def chat(*turns: tuple[str, str]) -> str:
-    return beginnings.of_chat(
-        [ChatMessage.model_validate({"role": role, "content": text}) for role, text in turns]
-    )
+def chat(*turns: tuple[Any, str]) -> str:
+    return beginnings.of_chat([Turn(role, (text,)) for role, text in turns])
 
 
 def test_a_conversation_keeps_its_beginning_as_it_goes_on() -> None:

@@ -153,10 +153,3 @@ async def test_reasoning_of_earlier_turns(
     ]
     await client.post("/v1/chat/completions", json={"messages": messages})
     assert bytes(engine.requests[0].prompt) == b"user:Hi|assistant:(Hm.)Hello.|user:Bye"
-
-
-async def test_only_an_assistant_has_reasoning(client: httpx.AsyncClient) -> None:
-    messages = [{"role": "user", "content": "Hi", "reasoning_content": "Hm."}]
-    response = await client.post("/v1/chat/completions", json={"messages": messages})
-    assert response.status_code == 400
-    assert "'reasoning_content'" in response.json()["error"]["message"]

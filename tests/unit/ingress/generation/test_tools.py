@@ -287,10 +287,6 @@ async def test_every_format(
     assert (grammar is not None) is (choice == "required")
 
 
-def with_message(**message: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "Hi"}, message]}
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -299,11 +295,6 @@ def with_message(**message: Any) -> dict[str, Any]:
         (chat(tool_choice="required"), "'tool_choice' needs 'tools'"),
         (chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "no"}}), "'no'"),
         (chat(tools=[WEATHER], regex="a"), "together with 'tools'"),
-        (with_message(role="tool", content="x"), "need a 'tool_call_id'"),
-        (with_message(role="user", content="x", tool_call_id="c"), "need a 'tool_call_id'"),
-        (with_message(role="assistant"), "no 'content'"),
-        (with_message(role="user", content="x", tool_calls=[
-            {"id": "c", "function": {"name": "f", "arguments": ""}}]), "Only messages of the assistant"),
     ],
 )  # fmt: skip
 async def test_bad_tools_are_refused(

@@ -287,10 +287,6 @@ def message(role: str, content: Any) -> bytes:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (
-            message("system", [{"type": "image_url", "image_url": "x"}]),
-            "Messages of the role 'system'",
-        ),
         (message("user", [{"type": "input_audio", "input_audio": {"data": "x"}}]), "Audio input"),
         (message("user", [{"type": "image_url"}]), r"messages\.0\.content"),
     ],

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from serve_app.errors import DecodeError, EngineUnavailableError, QueueFullError
-from serve_app.ingress.ollama.messages import OllamaMessage, as_chat
+from serve_app.ingress.ollama.messages import OllamaMessage
+from serve_app.prompt import normaliser
 from serve_app.types import (
     FinishReason,
     SequenceEnd,
@@ -225,14 +226,14 @@ def test_results_of_tools_find_their_calls() -> None:
         {"role": "TOOL", "content": "of f"},
         {"role": "tool", "content": "of nothing", "tool_call_id": "z"},
     ]
-    _, called_both, *results = as_chat([OllamaMessage.model_validate(turn) for turn in turns])
-    assert called_both.tool_calls
-    first, second = called_both.tool_calls
-    assert (first.function.name, first.function.arguments) == ("f", '{"a": "ä"}')
-    assert second.id == "g1"
-    assert called_both.reasoning_content == "Hm."
-    told = [(result.tool_call_id, result.name, result.content) for result in results]
-    assert told == [("g1", "g", "of g"), (first.id, None, "of f"), ("z", None, "of nothing")]
+    conversation = [OllamaMessage.model_validate(turn).as_turn() for turn in turns]
+    _, called_both, *results = normaliser.completed(conversation)
+    first, second = called_both.calls
+    assert (first.name, first.arguments) == ("f", '{"a": "ä"}')
+    assert second.call_id == "g1"
+    assert called_both.reasoning == "Hm."
+    answered = [(result.call_id, result.name, result.text) for result in results]
+    assert answered == [("g1", "g", "of g"), (first.call_id, "f", "of f"), ("z", "", "of nothing")]
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])

@@ -269,8 +269,6 @@ async def test_a_cut_response_is_incomplete(
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True, "store": False}, "background", "needs 'store'"),
         ({"content": []}, "input", "no message"),
-        ({"content": [{"type": "reasoning", "summary": []}]}, "input", "no message"),
-        ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0", "'item_reference'"),
         (
             {"content": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def format_of(path: Path) -> ToolFormat:
     return next(form for form in (*FORMATS, GENERIC) if form.name == path.parent.name)
 
 
+@functools.cache
 def template_at(path: Path) -> ChatTemplate:
     return ChatTemplate(path.read_text(), bos="<s>", eos="</s>")
 

@@ -1,0 +1,213 @@
+"""Conversations of any shape, as each kind of template takes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.prompt import normaliser
+from serve_app.prompt.chat_template import ChatTemplate
+from serve_app.prompt.conversation import PastCall, Turn
+from serve_app.prompt.template_caps import TemplateCaps
+from tests.unit.prompt.tool_calls.formats import TOOLS, every_template, template_at
+
+FREE = TemplateCaps(parallel_calls=True, object_arguments=True)
+STRICT = FREE.strict()
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+
+
+def turns(shape: str) -> list[Turn]:
+    """`s1 u1` as a system message with the text `s1` and a user's turn; `c1` is a call, `t1` its result."""
+    made = []
+    for word in shape.split():
+        kind, text = word[0], word
+        if kind == "c":
+            calls = tuple(PastCall("f", "{}", number) for number in word[1:])
+            made.append(Turn("assistant", (), calls=calls))
+        elif kind == "t":
+            made.append(Turn("tool", (text,), call_id=word[1:]))
+        else:
+            made.append(Turn(ROLES[kind], (text,)))  # type: ignore[arg-type]
+    return made
+
+
+def shape_of(conversation: list[Turn]) -> list[tuple[str, str]]:
+    return [
+        (turn.role[0], "+".join([turn.text, *(call.call_id for call in turn.calls)]))
+        for turn in conversation
+    ]
+
+
+def late(text: str) -> str:
+    return f"<system>\n{text}\n</system>"
+
+
+@pytest.mark.parametrize(
+    ("shape", "caps", "expected"),
+    [
+        ("s1 s2 u1 a1 s3 u2 u3 a2 a3", FREE, "s1 s2 u1 a1 s3 u2 u3 a2 a3"),
+        ("a1 u1", FREE, "a1 u1"),
+        ("s1 s2 u1", STRICT, ["s s1\n\ns2", "u u1"]),
+        ("s1 s2 u1", replace(FREE, several_system=False), ["s s1\n\ns2", "u u1"]),
+        ("s1 s2 u1", replace(FREE, system=False), ["u s1\n\ns2", "u u1"]),
+        ("s1 u1", replace(STRICT, system=False), ["u s1\n\nu1"]),
+        ("s1 a1 u1", replace(STRICT, system=False), ["u s1", "a a1", "u u1"]),
+        ("s1", replace(STRICT, system=False), ["u s1"]),
+        ("s1", STRICT, ["s s1", "u "]),
+        ("", STRICT, ["u "]),
+        ("a1 u1", STRICT, ["u ", "a a1", "u u1"]),
+        ("s1 a1 u1", STRICT, ["s s1", "u ", "a a1", "u u1"]),
+        ("u1 u2 a1 a2 u3", STRICT, ["u u1\n\nu2", "a a1\n\na2", "u u3"]),
+        ("u1 a1 s1 u2", replace(FREE, late_system=False), ["u u1", "a a1", f"u {late('s1')}", "u u2"]),
+        ("u1 a1 s1 u2", STRICT, ["u u1", "a a1", f"u {late('s1')}\n\nu2"]),
+        ("u1 s1", STRICT, [f"u u1\n\n{late('s1')}"]),
+        ("u1 c1 s1 t1 a1", STRICT, ["u u1", "a +1", "t t1", "a ", f"u {late('s1')}", "a a1"]),
+        ("u1 c1 t1 u2", FREE, "u1 c1 t1 u2"),
+        ("u1 c1 t1 u2", STRICT, ["u u1", "a +1", "t t1", "a ", "u u2"]),
+        ("u1 c1 u2", STRICT, ["u u1", "a +1", "a ", "u u2"]),
+        ("u1 c12 t1 t2 a1", FREE, "u1 c12 t1 t2 a1"),
+        (
+            "u1 c12 t2 t1 a1",
+            replace(FREE, parallel_calls=False),
+            ["u u1", "a +1", "t t1", "a +2", "t t2", "a a1"],
+        ),
+        ("u1 c12 t1 t3", replace(FREE, parallel_calls=False), ["u u1", "a +1", "t t1", "a +2", "t t3"]),
+    ],
+)  # fmt: skip
+def test_shapes(shape: str, caps: TemplateCaps, expected: str | list[str]) -> None:
+    if isinstance(expected, str):
+        assert normaliser.shaped(turns(shape), caps) == turns(expected)
+    else:
+        made = shape_of(normaliser.shaped(turns(shape), caps))
+        assert [f"{role} {text}" for role, text in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "as_object", "as_text"),
+    [
+        ('{"a": 1}', {"a": 1}, '{"a": 1}'),
+        ("", {}, "{}"),
+        ("null", {}, "{}"),
+        ("{", "{", "{"),
+        ("[]", "[]", "[]"),
+        ("not JSON", "not JSON", "not JSON"),
+        ('"text"', '"text"', '"text"'),
+        ("[" * 100_000, "[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_arguments_are_history(arguments: str, as_object: object, as_text: str) -> None:
+    turn = Turn("assistant", (), calls=(PastCall("f", arguments, "c"),))
+
+    def rendered(caps: TemplateCaps) -> Any:
+        (message,) = normaliser.as_messages([turn], caps)
+        return message["tool_calls"][0]["function"]["arguments"]
+
+    assert rendered(FREE) == as_object
+    assert rendered(replace(FREE, object_arguments=False)) == as_text
+    needs_objects = rendered(replace(FREE, text_arguments=False))
+    assert needs_objects == (as_object if isinstance(as_object, dict) else {"arguments": arguments})
+
+
+def test_content_in_the_form_that_a_template_reads() -> None:
+    typed = replace(FREE, string_content=False, typed_content=True)
+    (message,) = normaliser.as_messages([Turn("user", ("a", "b"))], typed)
+    assert message == {"role": "user", "content": [{"type": "text", "text": "a\nb"}]}
+    (message,) = normaliser.as_messages([Turn("assistant", (), "Hm.")], FREE)
+    assert message == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+
+
+def test_a_billing_header_is_no_part_of_a_prompt() -> None:
+    header = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=cli;"
+    system = Turn("system", (header.format("4f1"), "You are an agent.", "x-other: 1"))
+    (changed,) = normaliser.completed([system])
+    assert changed.text == "You are an agent.\nx-other: 1"
+    user = Turn("user", (header,))
+    assert normaliser.completed([user]) == [user]
+
+
+def test_results_find_their_calls() -> None:
+    conversation = [
+        Turn("assistant", (), calls=(PastCall("f"), PastCall("g", call_id="g1"))),
+        Turn("tool", ("of g",), name="g"),
+        Turn("tool", ("of f",)),
+        Turn("tool", ("of nothing",), call_id="z"),
+        Turn("tool", ("late",)),
+    ]
+    calling, *results = normaliser.completed(conversation)
+    assert [call.call_id for call in calling.calls] == ["call_0_0", "g1"]
+    assert [(result.call_id, result.name) for result in results] == [
+        ("g1", "g"),
+        ("call_0_0", "f"),
+        ("z", ""),
+        ("call_4", ""),
+    ]
+
+
+TYPED = (
+    "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p['type'] == 'text' %}"
+    "{{ p['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+)
+FIRST_SYSTEM_ONLY = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}{{ m.content }}{% endfor %}"""
+
+
+def test_what_a_template_takes_is_found_by_trying() -> None:
+    assert ChatTemplate(TYPED, bos="", eos="").caps.content("a") == [{"type": "text", "text": "a"}]
+    caps = ChatTemplate(FIRST_SYSTEM_ONLY, bos="", eos="").caps
+    assert (caps.system, caps.several_system, caps.late_system) == (True, False, False)
+    assert caps.repeated_user
+    assert caps.assistant_first
+
+
+SHAPES = [
+    "u1",
+    "s1",
+    "s1 s2 u1",
+    "s1 u1 a1 s2 u2",
+    "u1 s1",
+    "a1 u1 a2 u2",
+    "u1 u2 a1 a2 u3 u4",
+    "s1 a1 a2 u1",
+    "u1 a1",
+]
+WITH_CALLS = ["u1 c1 t1", "u1 c1 t1 u2", "s1 u1 c12 t1 t2 u2 u3", "u1 c1 s1 t1 a1 u2", "u1 c1 u2"]
+
+
+@every_template
+@pytest.mark.parametrize("shape", [*SHAPES, *WITH_CALLS])
+def test_real_templates_take_every_shape(path: Path, shape: str) -> None:
+    """Each text of a user and of the system is in the prompt, and the user's in their order."""
+    template = template_at(path)
+    conversation = normaliser.completed(turns(shape))
+    tools: list[Any] = TOOLS if shape in WITH_CALLS else []
+    caps = template.caps
+    describe = template.tool_format.describe
+    if tools and describe is not None:
+        conversation, tools = describe(conversation, tools), []
+        caps = replace(caps, repeated_user=False)
+    messages = normaliser.as_messages(normaliser.shaped(conversation, caps), caps)
+    prompt = template.render(messages, tools)
+    assert all(turn.text in prompt for turn in turns(shape) if turn.role == "system")
+    places = [prompt.rindex(turn.text) for turn in turns(shape) if turn.role == "user"]
+    assert places == sorted(places)
+
+
+@every_template
+@pytest.mark.parametrize("arguments", ["{", "[]", "null", "", '"a"', '{"a": null}', "plain"])
+def test_real_templates_take_any_arguments(path: Path, arguments: str) -> None:
+    template = template_at(path)
+    call = PastCall("now", arguments, "abcdefghi")
+    conversation = [
+        Turn("user", ("Hi",)),
+        Turn("assistant", (), calls=(call,)),
+        Turn("tool", ("noon",), call_id="abcdefghi", name="now"),
+        Turn("user", ("Bye",)),
+    ]
+    describe = template.tool_format.describe
+    if describe is not None:
+        conversation = describe(conversation, ())
+    messages = normaliser.as_messages(normaliser.shaped(conversation, template.caps), template.caps)
+    assert "Bye" in template.render(messages, () if describe else TOOLS)
