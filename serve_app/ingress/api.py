@@ -39,8 +39,7 @@ from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.versions import routes as version_routes
 from serve_app.ingress.versions.control import Versions
-from serve_app.ingress.workers.bodies import Bodies
-from serve_app.ingress.workers.in_process import InProcess
+from serve_app.ingress.workers.bodies import Bodies, InProcess
 from serve_app.ingress.workers.pool import Workers
 
 ROUTERS = (

@@ -32,7 +32,7 @@ from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.model_registry import Answers
 from serve_app.ingress.shared_look import SharedLooks
-from serve_app.ingress.workers.places import Places
+from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.routing import broadcast, fetching, reports
 from serve_app.routing.autoscaling import AWAITED
 from serve_app.types import (
@@ -92,7 +92,7 @@ class HandleClient:
         self._fetching = SharedLooks(self._ask_fetching, _LOOK_EVERY_S)
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
-        self._starting = Places(_STARTING, _STARTING_EACH)
+        self._starting = FairSemaphore(_STARTING, _STARTING_EACH)
         self._following: set[asyncio.Task[None]] = set()
         """Those of answers that are complete end by themselves, a moment later."""
 

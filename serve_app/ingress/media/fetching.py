@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, PicturesWantedError
 from serve_app.ingress.media.pictures import WithFiles
-from serve_app.ingress.workers.places import Places
+from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.worker import Models
 
@@ -75,7 +75,7 @@ class Fetcher:
         self._resolve = resolve or _Resolver().resolve
         self._may_reach = may_reach
         self._max_s = max_s
-        self._places = Places(N_AT_ONCE, most_each=N_EACH)
+        self._places = FairSemaphore(N_AT_ONCE, most_each=N_EACH)
         self._client: httpx2.AsyncClient | None = None
 
     async def fetch(self, client: str, wanted: PicturesWantedError) -> dict[str, bytes]:

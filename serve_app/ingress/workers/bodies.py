@@ -10,7 +10,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http import request_context
+from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.worker import Models
 
@@ -18,10 +18,22 @@ logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
-LOG_EVERY_S = 60.0
-"""Ignored fields are logged no more often."""
-MOST_CHARS = 500
-"""The most characters of their names that are logged."""
+LOG_EVERY_S, MOST_CHARS = 60.0, 500
+"""The seconds between two logs of ignored fields, and the most characters of their names."""
+
+
+class InProcess:
+    """Workers that read bodies in this process, without bounds: for tests, and for one's own requests."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
+        """The result of `work`: see Workers."""
+        with request_model.ignored_fields() as ignored:
+            made = work(self._models, b"".join(pieces))
+        request_context.current().ignored += ignored
+        return made
 
 
 class Bodies:

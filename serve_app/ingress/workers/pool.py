@@ -19,7 +19,7 @@ from serve_app.errors import (
 )
 from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ModelInfo, NumberedAdapters
-from serve_app.ingress.workers.places import Places
+from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
 from serve_app.ingress.workers.worker import CPU_S, Changes, Models, Work
 from serve_app.ingress.workers.zygote import Start
@@ -29,25 +29,25 @@ logger = logging.getLogger("corral.ingress")
 T = TypeVar("T")
 
 SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
-"""Bodies of more than the first are read at a lower priority, by workers of their own, as they may well
-cost theirs its life. Those of more than the second take a place for slow work from the start."""
+"""Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well
+end a worker. Bodies of more than QUICK_BYTES take a place for slow work from the start."""
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
-"""CPU seconds of any work, and for each byte of its body, up to QUICK_BYTES, besides: what long prompts and
-most pictures take. Work that takes longer is slow: it gets what others leave of the processors, and
-its place is free for the next."""
+"""CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES, as
+long prompts and most pictures take. Slower work gets what others leave of the processors, and frees its
+place for the next."""
 LEFT_S = 0.05
-"""A small body whose client has left keeps its worker for no longer."""
+"""The longest time that a small body whose client has left keeps its worker."""
 STUCK_S = 10.0
-"""Work that has not ended after so long counts as slow, however little of the processor it took."""
+"""Seconds after which work counts as slow, however little of the processor it took."""
 WALL_S = 120.0
 """Longest time that a request's work may take, however little of the processor it gets."""
-DEADLY_S = 600.0
+POISON_S = 600.0
 """Seconds for which a body that ended workers is refused at once."""
 MAX_SLOW_WAITING = 8
 """Requests of one client that may wait for a place for slow work."""
 
 _N_TRIES = 2
-_DEADLY_KEPT = 1024
+_POISON_KEPT = 1024
 _BUSY_RETRY_S = 10
 _LEAST_WAIT_S = 0.005
 # How often a slow worker's CPU time is looked at: it may have taken that much more when it dies.
@@ -59,7 +59,7 @@ class Workers(Protocol):
 
     async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         """The result of `work` for the body that these pieces are. `work` must be importable by its
-        name. The caller of this task is told which fields were ignored.
+        name. The ignored fields are added to this task's caller.
 
         Raises CorralError: what `work` raises; InvalidRequestError if it crashed two workers, or took all
         the time that one has; QueueFullError if too much of this client waits. Cancelling it ends the work.
@@ -69,9 +69,9 @@ class Workers(Protocol):
 class WorkerPool:
     """Workers that are forked from one process, which has read the models' vocabularies. Event loop only.
 
-    `n_quick` requests are worked on at once. Very large ones, what takes longer than its size explains, and
-    what ended a worker have places of their own, `n_slow` of them, each client one; the last two get little
-    of the processor. Places are taken in turns by client.
+    `n_quick` requests are worked on at once. `n_slow` places, one for each client, are for very large
+    bodies, for work that takes longer than its size explains, and for bodies that ended a worker. Slow work
+    gets little of the processor. Clients take turns at the places.
     """
 
     def __init__(
@@ -88,23 +88,22 @@ class WorkerPool:
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()
         self._n_quick = n_quick
-        self._quick, self._slow = Places(n_quick), Places(n_slow, most_each=1)
+        self._quick, self._slow = FairSemaphore(n_quick), FairSemaphore(n_slow, most_each=1)
         self._is_closed = False
         self._idle: list[Worker] = []
-        """Polite ones, and others."""
         self.at_work: set[Worker] = set()
         self.adapters: Mapping[str, NumberedAdapters] = {}
-        """Of the models whose adapters have changed since the start."""
+        """The adapters of the models whose adapters have changed since the start."""
         self.weights: Callable[[], Mapping[str, float]] = dict
-        """Those that models which are versions have at this moment."""
-        self._deadly: OrderedDict[tuple[int, bytes], float] = OrderedDict()
-        """Lengths and digests of bodies that ended workers, and when."""
+        """The present weights of the models that are versions."""
+        self._poison: OrderedDict[tuple[int, bytes], float] = OrderedDict()
+        """The times at which bodies ended workers, by their lengths and digests."""
 
     async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """See Workers."""
+        """The result of `work` for this body: see Workers."""
         n_bytes = sum(map(len, pieces))
-        if await self._is_deadly(work, pieces, n_bytes):
-            raise _deadly()
+        if await self._is_poison(work, pieces, n_bytes):
+            raise _poison_refusal()
         is_slow = False
         for _ in range(_N_TRIES):
             try:
@@ -125,27 +124,27 @@ class WorkerPool:
             if isinstance(outcome, CorralError):
                 raise outcome
             request_context.current().ignored += outcome.ignored
-            return cast(T, outcome.made)
-        self._deadly[(n_bytes, await _digest(work, pieces))] = time.monotonic()
-        if len(self._deadly) > _DEADLY_KEPT:
-            self._deadly.popitem(last=False)
-        raise _deadly()
+            return cast(T, outcome.value)
+        self._poison[(n_bytes, await _digest(work, pieces))] = time.monotonic()
+        if len(self._poison) > _POISON_KEPT:
+            self._poison.popitem(last=False)
+        raise _poison_refusal()
 
-    async def _is_deadly(self, work: Work, pieces: Sequence[bytes], n_bytes: int) -> bool:
-        """Whether it ended workers lately. Only bodies of such a length are digested."""
-        oldest = time.monotonic() - DEADLY_S
-        while self._deadly and next(iter(self._deadly.values())) < oldest:
-            self._deadly.popitem(last=False)
-        alike = any(length == n_bytes for length, _ in self._deadly)
-        return alike and (n_bytes, await _digest(work, pieces)) in self._deadly
+    async def _is_poison(self, work: Work, pieces: Sequence[bytes], n_bytes: int) -> bool:
+        """Whether the body ended workers lately. Bodies of other lengths are not digested."""
+        oldest = time.monotonic() - POISON_S
+        while self._poison and next(iter(self._poison.values())) < oldest:
+            self._poison.popitem(last=False)
+        alike = any(length == n_bytes for length, _ in self._poison)
+        return alike and (n_bytes, await _digest(work, pieces)) in self._poison
 
     async def _quickly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
         """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
         n_bytes = sum(map(len, pieces))
         async with self._quick.entered(client):
             is_small = n_bytes <= SMALL_BYTES
-            is_polite = not is_small
-            worker = self._taken(is_polite) or await self._fork(is_polite)
+            is_niced = not is_small
+            worker = self._taken(is_niced) or await self._fork(is_niced)
             doing = self._begin(worker, work, pieces)
             try:
                 if await _is_quick(worker, doing, _quick_s(n_bytes)):
@@ -177,12 +176,13 @@ class WorkerPool:
     async def _slowly(
         self, client: str, work: Work, pieces: Sequence[bytes], quick_s: float
     ) -> Any:
-        """The same, when there is a place for slow work. It is slowed down after so many CPU seconds."""
+        """The result, when there is a place for slow work. After `quick_s` CPU seconds the worker gets what
+        others leave of the processors."""
         if self._slow.n_waiting(client) >= MAX_SLOW_WAITING:
             raise _too_busy()
         await self._slow.enter(client)
         try:
-            worker = await self._fork(is_polite=True)
+            worker = await self._fork(is_niced=True)
             doing = self._begin(worker, work, pieces)
         except BaseException:
             self._slow.leave(client)
@@ -192,10 +192,10 @@ class WorkerPool:
     async def _go_on_slowly(
         self, client: str, worker: Worker, doing: asyncio.Future[Any], quick_s: float = 0.0
     ) -> Any:
-        """The work's outcome; its place for slow work is free then."""
+        """The work's outcome. Frees the place for slow work."""
         try:
             if not await _is_quick(worker, doing, quick_s):
-                worker.slow_down()
+                worker.set_idle_priority()
             async with asyncio.timeout(WALL_S):
                 while not doing.done():
                     await asyncio.wait([doing], timeout=_LOOK_S)
@@ -208,16 +208,15 @@ class WorkerPool:
             self._slow.leave(client)
 
     def _finished(self, worker: Worker, doing: asyncio.Future[Any]) -> Any:
-        """The outcome. The worker waits for more work, unless enough others do."""
         outcome = doing.result()
         self.at_work.discard(worker)
         self._keep(worker)
         return outcome
 
-    def _taken(self, is_polite: bool) -> Worker | None:
-        """An idle worker of this kind, if there is one. Those that have died are left out."""
+    def _taken(self, is_niced: bool) -> Worker | None:
+        """An idle worker that lives, niced or not, if there is one."""
         for worker in reversed(self._idle):
-            if worker.is_polite == is_polite:
+            if worker.is_niced == is_niced:
                 self._idle.remove(worker)
                 if worker.is_alive():
                     return worker
@@ -225,8 +224,8 @@ class WorkerPool:
         return None
 
     def _keep(self, worker: Worker) -> None:
-        """It waits for more work, or is ended if enough of its kind do."""
-        if sum(one.is_polite == worker.is_polite for one in self._idle) < self._n_quick:
+        """Keep a worker for more work, or end it if enough of its kind are idle."""
+        if sum(idle.is_niced == worker.is_niced for idle in self._idle) < self._n_quick:
             self._idle.append(worker)
         else:
             worker.end()
@@ -242,10 +241,10 @@ class WorkerPool:
         worker.end()
         doing.cancel()
 
-    async def _fork(self, is_polite: bool) -> Worker:
-        """A new worker, or one of this kind that has become idle. It is kept for others if this is
-        cancelled."""
-        forking = asyncio.ensure_future(self._forked(is_polite))
+    async def _fork(self, is_niced: bool) -> Worker:
+        """A new worker, or one of this kind that has become idle. A cancelled call's worker is kept for
+        others."""
+        forking = asyncio.ensure_future(self._forked(is_niced))
         try:
             return await asyncio.shield(forking)
         except asyncio.CancelledError:
@@ -256,14 +255,13 @@ class WorkerPool:
         if not forking.cancelled() and forking.exception() is None:
             self._keep(forking.result())
 
-    async def _forked(self, is_polite: bool) -> Worker:
+    async def _forked(self, is_niced: bool) -> Worker:
         async with self._forking:
-            # of those who left while they waited for it
-            if (kept := self._taken(is_polite)) is not None:
+            if (kept := self._taken(is_niced)) is not None:
                 return kept
             worker = await self._new()
-            if is_polite:
-                worker.be_polite()
+            if is_niced:
+                worker.renice()
             return worker
 
     async def _new(self) -> Worker:
@@ -302,7 +300,6 @@ class WorkerPool:
 
 
 def _quick_s(n_bytes: int) -> float:
-    """CPU seconds that quick work takes with a body of so many bytes."""
     return QUICK_S + min(n_bytes, QUICK_BYTES) * QUICK_BYTE_S
 
 
@@ -318,7 +315,7 @@ async def _is_quick(worker: Worker, doing: asyncio.Future[Any], most_s: float) -
 
 
 async def _digest(work: Work, pieces: Sequence[bytes]) -> bytes:
-    """Of megabytes piece by piece: the event loop does other things between them."""
+    """The digest of a body's work and pieces. The event loop does other things between the pieces."""
     digest = blake2b(f"{work.__module__}.{work.__qualname__} ".encode(), digest_size=16)
     for piece in pieces:
         digest.update(piece)
@@ -326,7 +323,7 @@ async def _digest(work: Work, pieces: Sequence[bytes]) -> bytes:
     return digest.digest()
 
 
-def _deadly() -> InvalidRequestError:
+def _poison_refusal() -> InvalidRequestError:
     return InvalidRequestError(
         "This request cannot be read. It crashed the process that reads requests twice, or took more than "
         f"{CPU_S:.0f} seconds of CPU time there."

@@ -19,7 +19,7 @@ from serve_app.ingress.workers import stack, wire, zygote
 from serve_app.ingress.workers.worker import Changes, Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
-POLITENESS = 10
+NICENESS = 10
 """The addition to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
 tenth of a core."""
 _ENVIRONMENT = {
@@ -44,7 +44,7 @@ class Worker:
         self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.pid = pid
-        self.is_slow = self.is_polite = False
+        self.is_idle_priority = self.is_niced = False
         self._cpu_s = 0.0
         self._pidfd = os.pidfd_open(pid)  # a number alone may be another process's later
         self._reader = reader
@@ -75,20 +75,20 @@ class Worker:
             self._cpu_s = time.clock_gettime((~self.pid << 3) | 2)
         return self._cpu_s
 
-    def be_polite(self) -> None:
+    def renice(self) -> None:
         """From now on it has less of the processors than others. That cannot be undone. Idempotent."""
-        if self.is_polite:
+        if self.is_niced:
             return
-        self.is_polite = True
+        self.is_niced = True
         with suppress(ProcessLookupError):
             niceness = os.getpriority(os.PRIO_PROCESS, self.pid)
-            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + POLITENESS))
+            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + NICENESS))
 
-    def slow_down(self) -> None:
+    def set_idle_priority(self) -> None:
         """From now on it gets what others leave of the processors. That cannot be undone. Idempotent."""
-        if self.is_slow:
+        if self.is_idle_priority:
             return
-        self.is_slow = True
+        self.is_idle_priority = True
         with suppress(ProcessLookupError):
             os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
 

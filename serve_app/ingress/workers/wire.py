@@ -25,11 +25,11 @@ def packed(message: object) -> bytes:
 
 
 async def send(
-    writer: asyncio.StreamWriter, work: object, pieces: Sequence[bytes], told: object
+    writer: asyncio.StreamWriter, work: object, pieces: Sequence[bytes], changes: object
 ) -> None:
-    """Event loop: what is to be done with a body, and what is told besides. Goes on when the other end has
-    taken nearly all of it. Raises ConnectionError if that is gone."""
-    writer.write(packed((work, sum(map(len, pieces)), told)))
+    """Event loop: send work, changes of the models, and a body. Returns when the other end has taken nearly
+    all of it. Raises ConnectionError if the other end is gone."""
+    writer.write(packed((work, sum(map(len, pieces)), changes)))
     for piece in pieces:
         for start in range(0, len(piece), _STRIDE):
             writer.write(piece[start : start + _STRIDE])

@@ -36,7 +36,7 @@ class Changes:
 
     adapters: Mapping[str, NumberedAdapters] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Those that versions have now."""
+    """The present weights of versions."""
 
     def made_in(self, models: Mapping[str, ModelInfo]) -> Mapping[str, ModelInfo]:
         """The models with these changes."""
@@ -57,10 +57,10 @@ Work = Callable[[Models, bytes], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """The result of work."""
+class WorkResult:
+    """The result of work, as a worker sends it."""
 
-    made: Any
+    value: Any
     ignored: Sequence[str]
     """Fields of the body that Corral does not have."""
 
@@ -85,11 +85,11 @@ def serve(connection: socket.socket, models: Mapping[str, ModelInfo]) -> None:
 
 
 def _answer(work: Work, models: Models, body: bytes) -> bytes:
-    """Made, or a CorralError; packed, which takes memory, too."""
+    """A WorkResult or a CorralError, packed, which takes memory, too."""
     try:
         with request_model.ignored_fields() as ignored:
-            made = work(models, body)
-        return wire.packed(Made(made, ignored))
+            value = work(models, body)
+        return wire.packed(WorkResult(value, ignored))
     except CorralError as error:
         return wire.packed(error)
     except (MemoryError, RecursionError):

@@ -26,9 +26,9 @@ from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers import zygote
 from serve_app.ingress.workers.pool import QUICK_BYTES, SMALL_BYTES, WorkerPool
-from serve_app.ingress.workers.processes import POLITENESS
-from serve_app.ingress.workers.slices import SHORTEST_NS
+from serve_app.ingress.workers.processes import NICENESS
 from serve_app.ingress.workers.stack import STACK_BYTES
+from serve_app.ingress.workers.zygote import SHORTEST_NS
 from tests.integration.ingress import work
 
 READ = partial(ModelInfo.open, BUILTIN_MODEL, "demo", 2048)
@@ -161,10 +161,10 @@ async def test_slow_work_gets_what_others_leave_of_the_processors(pool: WorkerPo
     running = asyncio.create_task(pool.run("evil", work.spin, b""))
 
     def slowed() -> bool:
-        return any(one.is_slow for one in pool.at_work)
+        return any(one.is_idle_priority for one in pool.at_work)
 
     await until(slowed)
-    (worker,) = (one for one in pool.at_work if one.is_slow)
+    (worker,) = (one for one in pool.at_work if one.is_idle_priority)
     assert os.sched_getscheduler(worker.pid) == os.SCHED_IDLE
     running.cancel()
     await until(lambda: not is_alive(worker.pid))
@@ -174,7 +174,7 @@ async def test_slow_work_gets_what_others_leave_of_the_processors(pool: WorkerPo
 async def test_long_prompts_are_read_at_a_lower_priority_and_soon(pool: WorkerPool) -> None:
     usual = await pool.run("a", work.niceness, b"")
     long = bytes(SMALL_BYTES + 1)
-    assert await pool.run("a", work.niceness, long) == min(19, usual + POLITENESS)
+    assert await pool.run("a", work.niceness, long) == min(19, usual + NICENESS)
     assert await pool.run("a", work.policy, long) == os.SCHED_OTHER
     assert await pool.run("a", work.niceness, b"") == usual
 
@@ -199,9 +199,9 @@ async def test_large_bodies_are_read_soon_at_a_lower_priority_in_places_for_slow
     usual = await pool.run("a", work.niceness, b"")
     large = [bytes(QUICK_BYTES), b"!"]
     endless = asyncio.create_task(pool.run("evil", work.spin, *large))
-    await until(lambda: any(one.is_slow for one in pool.at_work))
+    await until(lambda: any(one.is_idle_priority for one in pool.at_work))
     waits = asyncio.create_task(pool.run("evil", work.size, *large))
-    assert await pool.run("a", work.niceness, *large) == min(19, usual + POLITENESS)
+    assert await pool.run("a", work.niceness, *large) == min(19, usual + NICENESS)
     assert await pool.run("a", work.policy, *large) == os.SCHED_OTHER
     assert not waits.done()
     endless.cancel()
@@ -218,7 +218,7 @@ async def test_a_large_body_that_ended_a_worker_is_slow_work_at_once(
 
 async def test_a_client_keeps_no_other_ones_large_bodies_waiting(pool: WorkerPool) -> None:
     endless = [asyncio.create_task(pool.run("evil", work.spin, bytes([i]))) for i in range(3)]
-    await until(lambda: any(one.is_slow for one in pool.at_work))
+    await until(lambda: any(one.is_idle_priority for one in pool.at_work))
     large = bytes(QUICK_BYTES + 1)
     assert await pool.run("good", work.size, large) == len(large)
     assert not any(task.done() for task in endless)

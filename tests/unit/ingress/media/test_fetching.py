@@ -27,7 +27,7 @@ from serve_app.ingress.media.fetching import (
 from serve_app.ingress.media.pictures import WithFiles
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation
-from serve_app.ingress.workers.in_process import InProcess
+from serve_app.ingress.workers.bodies import InProcess
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import Picture
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_app.ingress.workers.places import Places
+from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 
 
 async def settled() -> None:
@@ -15,99 +15,99 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def waits(places: Places, client: str, entered: list[str]) -> asyncio.Task[None]:
+def waits(semaphore: FairSemaphore, client: str, entered: list[str]) -> asyncio.Task[None]:
     async def wait() -> None:
-        await places.enter(client)
+        await semaphore.enter(client)
         entered.append(client)
 
     return asyncio.create_task(wait())
 
 
 async def test_those_who_wait_enter_in_turns_by_client() -> None:
-    places, entered = Places(1), list[str]()
-    await places.enter("first")
+    semaphore, entered = FairSemaphore(1), list[str]()
+    await semaphore.enter("first")
     for client in ["a", "a", "a", "b", "c", "b"]:
-        waits(places, client, entered)
+        waits(semaphore, client, entered)
     await settled()
     assert entered == []
-    assert places.n_waiting("a") == 3
+    assert semaphore.n_waiting("a") == 3
     for client in ["first", "a", "b", "c", "a", "b"]:
-        places.leave(client)
+        semaphore.leave(client)
         await settled()
     assert entered == ["a", "b", "c", "a", "b", "a"]
 
 
 async def test_no_more_are_inside_than_there_are_places() -> None:
-    places, entered = Places(2), list[str]()
+    semaphore, entered = FairSemaphore(2), list[str]()
     for client in "abc":
-        waits(places, client, entered)
+        waits(semaphore, client, entered)
     await settled()
     assert entered == ["a", "b"]
-    assert not places.try_enter("x")
-    places.leave("a")
+    assert not semaphore.try_enter("x")
+    semaphore.leave("a")
     await settled()
     assert entered == ["a", "b", "c"]
-    places.leave("b")
-    assert places.try_enter("x")
+    semaphore.leave("b")
+    assert semaphore.try_enter("x")
 
 
 async def test_who_is_cancelled_takes_no_place() -> None:
-    places, entered = Places(1), list[str]()
-    await places.enter("first")
-    waiting = waits(places, "a", entered)
+    semaphore, entered = FairSemaphore(1), list[str]()
+    await semaphore.enter("first")
+    waiting = waits(semaphore, "a", entered)
     await settled()
     waiting.cancel()
     await settled()
-    places.leave("first")
-    assert places.try_enter("x")
+    semaphore.leave("first")
+    assert semaphore.try_enter("x")
 
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_the_place_on() -> None:
-    places, entered = Places(1), list[str]()
-    await places.enter("first")
-    waiting = waits(places, "a", entered)
-    waits(places, "b", entered)
+    semaphore, entered = FairSemaphore(1), list[str]()
+    await semaphore.enter("first")
+    waiting = waits(semaphore, "a", entered)
+    waits(semaphore, "b", entered)
     await settled()
-    places.leave("first")
+    semaphore.leave("first")
     waiting.cancel()
     await settled()
     assert entered == ["b"]
 
 
 async def test_a_block_that_fails_leaves_its_place() -> None:
-    places = Places(1)
+    semaphore = FairSemaphore(1)
     with pytest.raises(ValueError, match="broken"):
-        async with places.entered("a"):
+        async with semaphore.entered("a"):
             raise ValueError("broken")
-    assert places.try_enter("x")
+    assert semaphore.try_enter("x")
 
 
 async def test_who_is_cancelled_waits_no_more_and_costs_its_client_no_turn() -> None:
-    places, entered = Places(1), list[str]()
-    await places.enter("first")
-    leaving = [waits(places, "a", entered) for _ in range(2)]
+    semaphore, entered = FairSemaphore(1), list[str]()
+    await semaphore.enter("first")
+    leaving = [waits(semaphore, "a", entered) for _ in range(2)]
     for client in ["a", "b"]:
-        waits(places, client, entered)
+        waits(semaphore, client, entered)
     await settled()
     for task in leaving:
         task.cancel()
     await settled()
-    assert places.n_waiting("a") == 1
-    places.leave("first")
+    assert semaphore.n_waiting("a") == 1
+    semaphore.leave("first")
     await settled()
     assert entered == ["a"]
 
 
 async def test_a_client_has_no_more_places_than_each_may_have() -> None:
-    places, entered = Places(2, most_each=1), list[str]()
+    semaphore, entered = FairSemaphore(2, most_each=1), list[str]()
     for client in ["a", "a", "a", "b"]:
-        waits(places, client, entered)
+        waits(semaphore, client, entered)
     await settled()
     assert entered == ["a", "b"]
-    places.leave("b")
+    semaphore.leave("b")
     await settled()
     assert entered == ["a", "b"]  # a place is free, and not for the one that waits
-    assert places.try_enter("c")
-    places.leave("a")
+    assert semaphore.try_enter("c")
+    semaphore.leave("a")
     await settled()
     assert entered == ["a", "b", "a"]

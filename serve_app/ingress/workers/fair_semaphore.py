@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Places:
+class FairSemaphore:
     """So many may be inside at once, of each client `most_each`; those who wait enter in turns by client,
     each client's in order.
 
