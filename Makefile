@@ -30,7 +30,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
-	@exec $(BIN)/python -m cluster.one_machine $(CONFIG)
+	@exec $(BIN)/python -m serve_app.start.one_machine $(CONFIG)
 
 cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine; returns when it serves.
 	@$(BIN)/python -m cluster.local.cluster up

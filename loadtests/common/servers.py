@@ -105,7 +105,7 @@ def serve_command(*arguments: str | Path) -> list[str | Path]:
 
 def make_serve_command(config: Path) -> list[str | Path]:
     """The command that `make serve` runs."""
-    return [sys.executable, "-m", "cluster.one_machine", config]
+    return [sys.executable, "-m", "serve_app.start.one_machine", config]
 
 
 BUILD = "serve_app.app:build"

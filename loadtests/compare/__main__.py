@@ -7,7 +7,7 @@
 Sides: `corral` is what `make serve` runs, `bare` the same routes and engine without Ray, `llama-server` the
 one of --server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
 
-- `serve-proxy`: `serve run` with `cluster/one-machine.env`: Serve's own proxy, and Ray's dashboard;
+- `serve-proxy`: `serve run` with `serve_app/start/one-machine.env`: Serve's own proxy, and Ray's dashboard;
 - `ray-defaults`: `serve run` without it;
 - `openvino`: what `make serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
   `engine.cache_type_k` and `engine.cache_type_v` as `bf16`;

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cluster.one_machine import environment_of
 from loadtests.common.benchmark import BenchmarkError
 from loadtests.common.servers import (
     NO_SETTINGS,
@@ -26,6 +25,7 @@ from loadtests.common.servers import (
     write_config,
 )
 from loadtests.compare import llama_server
+from serve_app.start.one_machine import environment_of
 
 CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
 SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"

@@ -4,7 +4,7 @@
 
 Starts what `make serve` runs, with the built-in model on loopback, and waits until all is quiet. Prints
 each process's share of one core in that time, and their sum. With --serve-run, `serve run` with
-`cluster/one-machine.env` instead (Serve's own proxy, and Ray's dashboard); with --ray-defaults, without.
+`serve_app/start/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults, without.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from cluster.one_machine import environment_of
 from loadtests.common.benchmark import bounded, table
 from loadtests.common.processes import command_line, tagged
 from loadtests.common.servers import NO_SETTINGS, exit_on_sigterm, serve_run
 from loadtests.load.observer import cpu_s
+from serve_app.start.one_machine import environment_of
 
 _SETTLE_S = 15.0
 """The work that the start has put off is done by then."""

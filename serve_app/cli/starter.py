@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from cluster import one_machine
+from serve_app.start import one_machine
 
 _LOOK_EVERY_S = 0.5
 _CONTROLLER_EVERY_S = 0.05

@@ -34,8 +34,8 @@ def options() -> str:
 
 
 def settings(name: str) -> str:
-    """The variables of a file of `cluster/`, in its order."""
-    text = (_ROOT / "cluster" / name).read_text()
+    """The variables of a file of `serve_app/start/`, in its order."""
+    text = (_ROOT / "serve_app/start" / name).read_text()
     rows = [
         (f"`{variable}`", "" if commented else f"`{value}`")
         for commented, variable, value in re.findall(r"^(#?)([A-Za-z_]+)=(.*)$", text, re.M)

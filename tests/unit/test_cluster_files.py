@@ -29,16 +29,17 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from ray.serve.schema import ServeDeploySchema
 from ray.util.metrics import Counter, Histogram, Metric
 
-from cluster import one_machine
-from cluster.one_machine import environment_of
 from serve_app.cli.main import app
 from serve_app.config import schema
 from serve_app.errors import RateLimitError, SlowRequestError
 from serve_app.folders import cache_folder
 from serve_app.replica.metrics import ReplicaMetrics
+from serve_app.start import one_machine
+from serve_app.start.one_machine import environment_of
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
+START = ROOT / "serve_app/start"
 UNITS = sorted(CLUSTER.glob("systemd/*.service"))
 
 
@@ -160,13 +161,14 @@ def test_make_serve_is_for_one_machine() -> None:
     )
     recipe = _run(*make, "serve").stdout
     assert (
-        recipe.splitlines()[-1] == "exec .venv/bin/python -m cluster.one_machine serve_config.yaml"
+        recipe.splitlines()[-1]
+        == "exec .venv/bin/python -m serve_app.start.one_machine serve_config.yaml"
     )
 
 
 def test_a_shell_reads_the_file_for_one_machine_as_make_serve_does() -> None:
     """Comments and values mean the same to both."""
-    source = f"set -a; . {shlex.quote(str(CLUSTER / 'one-machine.env'))}; exec env"
+    source = f"set -a; . {shlex.quote(str(START / 'one-machine.env'))}; exec env"
     given = _run("sh", "-c", source).stdout.splitlines()
     settings = environment_of("one-machine.env")
     assert settings
@@ -223,7 +225,7 @@ def test_haproxy_waits_for_slow_requests_and_tells_its_figures_here_only(tmp_pat
     config = tmp_path / "haproxy.cfg"
     config.write_text(SERVES)
     figures = {"CORRAL_HAPROXY": "echo", "CORRAL_HAPROXY_FIGURES": "127.0.0.1"}
-    command: list[str | Path] = [CLUSTER / "haproxy", "-db", "-f", config, "-dR"]
+    command: list[str | Path] = [START / "haproxy", "-db", "-f", config, "-dR"]
     for _ in range(2):  # it may be started again with the same file
         done = subprocess.run(command, env=os.environ | figures, capture_output=True, check=True)
         assert done.stdout.decode() == f"-dS -db -f {config} -dR\n"
@@ -246,7 +248,7 @@ def test_haproxy_counts_the_requests_of_each_key_where_there_are_keys(tmp_path: 
     for rate in ("", "200"):
         config.write_text(SERVES)
         environment = os.environ | {"CORRAL_HAPROXY": "echo", "CORRAL_HAPROXY_RATE": rate}
-        subprocess.run([CLUSTER / "haproxy", "-f", config], env=environment, check=True)
+        subprocess.run([START / "haproxy", "-f", config], env=environment, check=True)
         rules[rate] = [line for line in config.read_text().splitlines() if "sc0" in line]
     assert not rules[""]
     _track, unlogged, refusal = rules["200"]

