@@ -191,9 +191,12 @@ def test_ray_is_known_in_few_places_only() -> None:
     }
 
 
-def test_loadtests_use_nothing_but_the_engine_and_the_pure_part_of_routing() -> None:
+def test_loadtests_use_the_engine_the_pure_part_of_routing_and_what_they_share_with_the_command() -> (
+    None
+):
     pure = ("blocks", "changes", "score")
-    usable = ("serve_app.engine", *(f"serve_app.routing.{name}" for name in pure))
+    shared = ("serve_app.start", "serve_app.measure")
+    usable = ("serve_app.engine", *shared, *(f"serve_app.routing.{name}" for name in pure))
     users = {
         module
         for module, found in offenders("loadtests", "serve_app")
