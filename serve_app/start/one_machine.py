@@ -36,7 +36,7 @@ _FILES = {
     f"{_HAPROXY}SERVER_STATE_FILE": "server-state",
 }
 _OTHER_FILES = 64
-"""That HAProxy has open besides two for each connection, and half of one: more than it has."""
+"""Files that HAProxy may have open besides two and a half for each connection: more than it has."""
 KEY_RATE = 25
 """Requests a second of one API key, for each CPU, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of
 two CPUs takes some 1,500 a second that leave at once, and then does nothing else."""
@@ -55,8 +55,8 @@ def haproxy_suits(config: Path) -> bool:
 
 
 def has_keys(config: Path) -> bool:
-    """Whether what this configuration of Serve serves wants API keys. Without, all clients may well send
-    the same that is none."""
+    """Whether the application of this configuration of Serve wants API keys. Without them, all clients may
+    well send the same key, which is none."""
     applications = _at(yaml.safe_load(config.read_text()), "applications")
     found = applications if isinstance(applications, list) else []
     return any(_at(one, "args", "ingress", "api_key_file") for one in found)
@@ -109,8 +109,8 @@ def _free_ports(n: int) -> list[int]:
 
 @contextmanager
 def prepared(config: Path) -> Iterator[None]:
-    """This process's environment is one machine's for this configuration of Serve. To be entered before Ray
-    is imported, which reads it; HAProxy's folder goes with the block."""
+    """Set this process's environment for one machine and this configuration of Serve. Enter before Ray is
+    imported, which reads the environment. HAProxy's folder goes with the block."""
     # Private: who can write to HAProxy's socket decides where requests go. In /tmp, as sockets' paths
     # must be short.
     folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
