@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
-from serve_app.application import on_demand, rollout
+from serve_app.application import rollout
 from serve_app.application.ingress_settings import access, batches, kept_responses, refuse_strangers
 from serve_app.application.resolving import names_its_share, resolve
 from serve_app.application.serve_options import engine_options, ingress_options
@@ -19,7 +19,7 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.placement import machine
 from serve_app.replica.deployment import EngineReplica
-from serve_app.replica.standby import StandbyReplica
+from serve_app.replica.on_demand import OnDemandReplica
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -36,16 +36,12 @@ def build(args: dict[str, Any]) -> Application:
         raise RayServeException(str(error)) from None
     engines = [
         rollout.keep(
-            _replica(model)
-            .options(**engine_options(configured, model, app.max_loaded_models))
-            .bind(model),
+            _replica(model).options(**engine_options(configured, model)).bind(model),
             model,
         )
         for configured, model in zip(app.models, models, strict=True)
     ]
-    comes_and_goes = any(on_demand.comes_and_goes(model) for model in models)
-    options = ingress_options(app.ingress, beside_on_demand=comes_and_goes)
-    ingress = Ingress.options(**options)  # type: ignore[attr-defined]
+    ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
     settings = access(app.ingress), app.ingress.sse_ping_interval_s, kept_responses(app.ingress)
     kept = batches(app.ingress.batch)
     return ingress.bind(models, engines, *settings, kept)  # type: ignore[no-any-return]
@@ -56,7 +52,7 @@ def _resolved(app: AppConfig) -> list[ResolvedModel]:
     found = resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
     models = [
         replace(model, batches_may_scale=app.ingress.batch.may_scale, max_load_s=app.max_load_s)
-        for model in on_demand.with_standby(app, found)
+        for model in found
     ]
     rollout.check_memory(
         [one for one, given in zip(models, app.models, strict=True) if not names_its_share(given)],
@@ -66,4 +62,4 @@ def _resolved(app: AppConfig) -> list[ResolvedModel]:
 
 
 def _replica(model: ResolvedModel) -> Any:
-    return EngineReplica if model.standby is None else StandbyReplica
+    return EngineReplica if model.on_demand is None else OnDemandReplica

@@ -1,13 +1,13 @@
 """Measures the time to the first token of a model that is not loaded, beside llama-server's.
 
-    python -m loadtests.compare.cold_start --model PATH [--rounds 5] [--server PATH] [--no-standby]
+    python -m loadtests.compare.cold_start --model PATH [--rounds 5] [--server PATH]
 
 Corral runs as `make serve` starts it, with the model on demand (`keep_alive`), which was loaded and
 profiled before. A round unloads it, waits until it is gone, and times a streamed completion from its
 sending to the first token. In the same round llama-server is timed from its start to the first token of the
 same request, which is sent as soon as its `/health` says that it is ready, with Ray running idle beside it.
 Both have the same slots, context and threads, the file in the page cache, and take turns. Each prompt is
-new. With --no-standby, Corral's process ends with the model.
+new.
 
 Prints a Markdown table of medians and ranges, and the ratios to llama-server in the same round, also of the
 time for each token that follows; and the memory of Corral's process for the model while that is not loaded
@@ -139,15 +139,11 @@ def _status(pid: int) -> str:
     return ""
 
 
-def measured(
-    model: Path, sizes: Sizes, program: Path, n_rounds: int, *, standby: bool
-) -> list[dict[str, Answered]]:
+def measured(model: Path, sizes: Sizes, program: Path, n_rounds: int) -> list[dict[str, Answered]]:
     """Each round's answers, by side."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        config = servers.write_config(
-            directory, [entry(model, sizes)], port, args={"standby": standby}
-        )
+        config = servers.write_config(directory, [entry(model, sizes)], port)
         return servers.make_serve_command(config)
 
     with (
@@ -200,7 +196,6 @@ def main() -> None:
     parser.add_argument("--server", type=Path, default=llama_server.folder() / "llama-server")
     parser.add_argument("--slots", type=bounded(1, 64), default=8)
     parser.add_argument("--context", type=bounded(64, 65536), default=1024)
-    parser.add_argument("--no-standby", action="store_true")
     args = parser.parse_args()
     if not args.server.is_file():
         parser.error(
@@ -210,7 +205,7 @@ def main() -> None:
     sizes = Sizes(usable_cores(), args.slots, args.context)
     model = args.model.resolve()
     server = args.server.resolve()
-    rounds = measured(model, sizes, server, args.rounds, standby=not args.no_standby)
+    rounds = measured(model, sizes, server, args.rounds)
     print(report(rounds), "\n")
     print(json.dumps(machine(model, sizes.threads)))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from serve_app.application import lookup, rollout
 from serve_app.config import sizing
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.resolved import ResolvedModel
+from serve_app.config.resolved import OnDemandSettings, ResolvedModel
 from serve_app.config.schema import DefaultsConfig, DeploymentConfig, EngineConfig, ModelConfig
 from serve_app.config.sizing import ModelNeeds
 from serve_app.config.sources import NO_DOWNLOADS, DownloadsConfig
@@ -44,10 +44,20 @@ def resolve(
         if names_its_share(model):
             share = plan.undivided(here, n_places)
         try:
-            found = _resolve(model, share, here, n_places, downloads)
+            undecided = _resolve(model, share, here, n_places, downloads)
         except ConfigError as error:
             raise ConfigError(f"models ({rollout.engine_id(model)}): {error}") from None
-        resolved.append(replace(found, version=versions.get(found.id), aliases=aliases[model.id]))
+        on_demand = undecided.on_demand
+        if on_demand is not None:
+            on_demand = on_demand.beside_others(max_loaded, n_at_once / n_on_demand)
+        resolved.append(
+            replace(
+                undecided,
+                on_demand=on_demand,
+                version=versions.get(undecided.id),
+                aliases=aliases[model.id],
+            )
+        )
     return resolved
 
 
@@ -69,6 +79,7 @@ def _resolve(
     reserved = model.deployment.ray_actor_options.num_cpus
     reserved = num_cpus if reserved is None else reserved
     n_together = plan.n_together(here, reserved, _most_replicas(model.deployment, share))
+    has_peers = model.deployment.autoscaling_config is not None or share.n_replicas > 1
     options = sizing.resolve(
         model.engine,
         needs,
@@ -97,7 +108,9 @@ def _resolve(
         projector=projector,
         draft=lookup.pinned_source("engine.draft", lookup.draft_source(model), downloads),
         weight_bytes=0 if needs is None else needs.weight_bytes,
-        is_on_demand=model.keep_alive is not None,
+        on_demand=None
+        if model.keep_alive is None
+        else OnDemandSettings(model.keep_alive, reserved, n_together, has_peers=has_peers),
     )
 
 

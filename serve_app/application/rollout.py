@@ -57,7 +57,7 @@ def check_memory(models: Sequence[ResolvedModel], total_bytes: int) -> None:
         if model.version is not None:
             by_name.setdefault(model.version.model, []).append(model)
     for name, those in by_name.items():
-        n_bytes = sum(one.weight_bytes for one in those if not one.is_on_demand)
+        n_bytes = sum(one.weight_bytes for one in those if one.on_demand is None)
         if len(those) > 1 and n_bytes > total_bytes:
             named = " and ".join(one.name for one in those)
             raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from serve_app.application import on_demand
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import DeploymentConfig, IngressConfig, ModelConfig
 
@@ -26,11 +25,8 @@ _ROUTER = {
 }
 
 
-def engine_options(
-    configured: ModelConfig, model: ResolvedModel, max_loaded: int = 1
-) -> dict[str, Any]:
-    """Serve's options for one model's engine deployment. Of those that are loaded on demand, there are so
-    many at once."""
+def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, Any]:
+    """Serve's options for one model's engine deployment."""
     n_slots = model.options.n_slots
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
@@ -43,24 +39,24 @@ def engine_options(
     }
     scaled = configured.deployment.autoscaling_config is not None
     autoscaling: dict[str, Any] = {
-        "min_replicas": 1 if scaled else model.n_replicas,
+        "min_replicas": 1 if scaled or model.on_demand else model.n_replicas,
         "max_replicas": model.n_replicas,
         "target_ongoing_requests": n_slots,  # if the policy is Serve's own
         "policy": _POLICY,
         "look_back_period_s": 15,
         "upscale_delay_s": 10,
     }
-    if configured.keep_alive is not None:
-        autoscaling |= on_demand.autoscaling(configured.keep_alive, max_loaded)
-    options = _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
-    if model.standby is not None:
-        options = on_demand.standing_by(options, model.standby)
-    return defaults | options
+    given = _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
+    options: dict[str, Any] = defaults | given
+    if model.on_demand is not None:
+        options["ray_actor_options"]["num_cpus"] = model.on_demand.reserved_cpus
+        # Replicas of one model on a node would push each other out.
+        options.setdefault("max_replicas_per_node", model.on_demand.max_on_node)
+    return options
 
 
-def ingress_options(configured: IngressConfig, *, beside_on_demand: bool = False) -> dict[str, Any]:
-    """Serve's options for the ingress deployment; whether there are models whose replicas come
-    and go."""
+def ingress_options(configured: IngressConfig) -> dict[str, Any]:
+    """Serve's options for the ingress deployment."""
     n_ongoing = configured.max_ongoing_requests
     defaults = {
         "max_queued_requests": n_ongoing,  # a burst is no reason for 503
@@ -71,7 +67,7 @@ def ingress_options(configured: IngressConfig, *, beside_on_demand: bool = False
         "min_replicas": 1,
         "max_replicas": 4,
         "target_ongoing_requests": math.ceil(n_ongoing / 4),  # if the policy is Serve's own
-        "policy": on_demand.BESIDE if beside_on_demand else _POLICY,
+        "policy": _POLICY,
     }
     options = defaults | _serve_options(configured.deployment, autoscaling, num_cpus=0)
     # The ingress refuses with 429 what is more; Serve would let it wait, or answer 503.

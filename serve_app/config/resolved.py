@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource, ProjectorSource
@@ -11,17 +12,28 @@ from serve_app.types import Adapters, AdapterUse, Version
 
 
 @dataclass(frozen=True, slots=True)
-class Standby:
-    """The settings of a model's process that stays while the model is not loaded."""
+class OnDemandSettings:
+    """The settings of a model that is loaded when somebody asks for it. Its processes stay."""
 
     keep_alive_s: float
-    """The model stays for so long after the last request."""
-    max_loaded: int
-    """So many of such models are loaded on a node at once."""
+    """Seconds that the model stays loaded after the last request."""
     num_cpus: float
-    """The CPUs that it has while it is loaded."""
-    reserved_cpus: float
-    """Its part of what Ray reserves for all such models."""
+    """CPUs of a replica while the model is loaded."""
+    max_on_node: int
+    """Most replicas of the model on a node."""
+    has_peers: bool
+    """Whether the model may have several replicas, which give each other prefixes."""
+    max_loaded: int = 1
+    """Most replicas of all such models that are loaded on a node at once."""
+    reserved_cpus: float = 0.0
+    """CPUs that Ray reserves for a replica."""
+
+    def beside_others(self, max_models: int, part: float) -> OnDemandSettings:
+        """The settings where so many models are loaded at once, which are this part of all. Together they
+        reserve the CPUs that the loaded ones take."""
+        reserved_cpus = math.floor(100 * part * self.num_cpus) / 100
+        max_loaded = max_models * self.max_on_node
+        return replace(self, max_loaded=max_loaded, reserved_cpus=reserved_cpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +66,8 @@ class ResolvedModel:
     """Longest time that a request waits for the model to be loaded."""
     weight_bytes: int = 0
     """Of its files, if they were found where the configuration was read."""
-    is_on_demand: bool = False
-    """Whether it is loaded when somebody asks for it."""
-    standby: Standby | None = None
-    """If it is, and its process stays while it is not loaded."""
+    on_demand: OnDemandSettings | None = None
+    """Settings of a model that is loaded when somebody asks for it."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     memory_shares: tuple[str, ...] = ()

@@ -437,9 +437,6 @@ class AppConfig(Section):
     max_loaded_models: PositiveInt = 1
     """Most models with `keep_alive` that are loaded on a machine at once. They share it with those that are
     always loaded."""
-    standby: bool | None = None
-    """Whether each model with `keep_alive` keeps a process while it is not loaded, which makes loading
-    faster by seconds. Default: yes, unless one of these models may have several replicas."""
     max_load_s: PositiveFloat = 120
     """Longest time, in seconds, that a request waits until its model is loaded. Then it gets 503
     with `Retry-After`, and loading goes on."""

@@ -63,7 +63,7 @@ def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
         tags=model.tags,
         adapters=numbered(model),
         media=MediaDecoder.of(senses),
-        is_on_demand=model.is_on_demand,
+        is_on_demand=model.on_demand is not None,
         version=model.version,
     )
 
@@ -82,7 +82,7 @@ def _client(
         model.max_load_s,
         model.name,
         adapters,
-        stands_by=model.standby is not None,
+        is_on_demand=info.is_on_demand,
     )
 
 
@@ -156,7 +156,7 @@ class Ingress:
                 logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
             client = _client(model, info, handle, listener, self._adapters)
             self._models[model.name] = info.served_by(client)
-        on_demand = [model.name for model in models if model.is_on_demand]
+        on_demand = [model.name for model in models if model.on_demand is not None]
         self._versions = VersionControl(
             self._models, on_demand, VersionWeights(app), others, VersionMetrics().update
         )
@@ -192,7 +192,4 @@ class Ingress:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
         open_part = len(self._open) / self._open.limit
-        load = IngressLoad(open_part, self._cpu.share())
-        clients = (model.engine for model in self._models.values())
-        awaited = [one.awaited() for one in clients if isinstance(one, HandleClient)]
-        return {PRESSURE: load.pressure} | {name: n for one in awaited for name, n in one.items()}
+        return {PRESSURE: IngressLoad(open_part, self._cpu.share()).pressure}

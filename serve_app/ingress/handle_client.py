@@ -34,7 +34,6 @@ from serve_app.ingress.model_registry import Answers
 from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.routing import broadcast, fetching, reports
-from serve_app.routing.autoscaling import AWAITED
 from serve_app.types import (
     Accepted,
     Asleep,
@@ -73,18 +72,15 @@ class HandleClient:
         model_id: str,
         adapters: AdapterControl,
         *,
-        stands_by: bool = False,
+        is_on_demand: bool = False,
     ) -> None:
         """`vocabulary_key` is of the vocabulary that its requests' tokens are of; the answers' come to the
-        listener. A request waits for `max_load_s` at most for a model that is not loaded. Whether its
-        process stays when it is not."""
-        self._stands_by = stands_by
+        listener. A request waits for `max_load_s` at most for a model that is not loaded."""
+        self._is_on_demand = is_on_demand
         self._max_load_s = max_load_s
         self._model_id, self._adapters = model_id, adapters
         self._load_s: float | None = None
         """The seconds that the last loading took."""
-        self._n_loading = 0
-        """How much waits for it."""
         self._handle = handle
         self._vocabulary_key = vocabulary_key
         self._listener = listener
@@ -135,7 +131,6 @@ class HandleClient:
             yield
             return
         began = time.monotonic()
-        self._n_loading += 1
         try:
             async with asyncio.timeout(self._max_load_s):
                 yield
@@ -145,19 +140,13 @@ class HandleClient:
                 f"The model was not loaded within {self._max_load_s:g} seconds. Loading goes on.",
                 math.ceil(likely_s),
             ) from None
-        finally:
-            self._n_loading -= 1
         self._load_s = time.monotonic() - began
-
-    def awaited(self) -> dict[str, float]:
-        """How much waits for the model to be loaded, under a name for the autoscaler."""
-        return {f"{AWAITED}{self._handle.deployment_name}": float(self._n_loading)}
 
     @property
     def is_loaded(self) -> bool:
         """See EngineClient."""
         running = broadcast.running(self._handle)
-        if self._stands_by:  # it has channels while the model is loaded
+        if self._is_on_demand:  # its replicas have channels while the model is loaded
             return any(reports.HERE.hears(one) for one in running)
         return bool(running)
 
@@ -170,6 +159,8 @@ class HandleClient:
 
     async def release(self) -> None:
         """See EngineClient."""
+        if not self._is_on_demand:
+            return
         await broadcast.ask_all(self._handle, "release", timeout_s=_STATS_TIMEOUT_S)
 
     async def load_adapter(self, adapter: AdapterConfig) -> None:

@@ -47,8 +47,7 @@ from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
 from serve_app.routing import fetching
-from serve_app.routing.autoscaling import IDLE_S
-from serve_app.routing.reporter import Idleness, pressure
+from serve_app.routing.reporter import pressure
 from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import n_bytes
 from serve_app.types import (
@@ -91,8 +90,8 @@ class LoadedModel:
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
         weights = sum(n_bytes(one) for one in (path, projector, draft) if one is not None)
-        standby = model.standby
-        reserved = _reserved_cpus() if standby is None else standby.num_cpus
+        on_demand = model.on_demand
+        reserved = _reserved_cpus() if on_demand is None else on_demand.num_cpus
         self._cpus, self._sizing = place_on_cpus(model, reserved), model.sizing
         self._closing.callback(self._cpus.pinning.undo)
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
@@ -120,7 +119,6 @@ class LoadedModel:
         self._metrics.downloaded(files.n_bytes)
         self._reporting = Reporting(self._engine, self._channels)
         self._batches_may_scale = model.batches_may_scale
-        self._idleness = Idleness(time.monotonic())
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
         for batching in batched:
             batching.set_max_batch_size(options.n_slots + options.max_waiting)
@@ -139,7 +137,7 @@ class LoadedModel:
         self._adapters = ReplicaAdapters(model, self._engine, LoadedAdapters(context.app_name))
         await self._adapters.catch_up()
         self._kv_transfer = KVTransfer(self._engine)
-        if standby is None:  # or nobody else has this model
+        if on_demand is None or on_demand.has_peers:
             await self._kv_transfer.pull()
         self._reporter = asyncio.create_task(self._reporting.run())
         self._closing.callback(self._reporter.cancel)
@@ -315,19 +313,12 @@ class LoadedModel:
         return True
 
     async def is_there(self) -> None:
-        """Asked for by whoever wants the model to be loaded."""
-        self._idleness.wanted(time.monotonic())
-
-    async def release(self) -> None:
-        """Nobody wants this model any more, until somebody asks for it."""
-        self._idleness.release(self._engine.stats())
+        """Return: the model is loaded."""
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
         engine, scales = self._engine, self._batches_may_scale
-        stats = engine.stats()
-        load = pressure(stats, engine.options.n_ctx, with_background=scales)
-        return load | {IDLE_S: self._idleness.seconds(stats, time.monotonic())}
+        return pressure(engine.stats(), engine.options.n_ctx, with_background=scales)
 
     def check_health(self) -> None:
         """Serve asks every few seconds. Ends the process if the engine failed or hangs; the metrics follow

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-PRESSURE, IDLE_S, AWAITED = "pressure", "idle_s", "awaited:"
-"""Under these names replicas report theirs, for how many seconds nobody has wanted them, and, before the
-name of a deployment, ingresses how many requests wait for it to be there."""
+PRESSURE = "pressure"
+"""Name of the metric that replicas report to Serve."""
 # What an engine should have at most: seconds of work, busy slots, and cache cells that are in use.
 _BACKLOG_S = 10.0
 _SLOTS = 0.8

@@ -39,45 +39,6 @@ class Reporter:
         )
 
 
-class Idleness:
-    """For how long nobody has wanted an engine, as far as looks at its statistics tell."""
-
-    def __init__(self, now: float) -> None:
-        self._n_ended, self._last = 0, now
-        self._released_at: int | None = None
-        """The number of requests that had begun when it was released."""
-
-    def wanted(self, now: float) -> None:
-        """Somebody asks for it, if only to be there."""
-        self._last, self._released_at = now, None
-
-    def release(self, stats: EngineStats) -> None:
-        """It is not wanted any more once its requests have ended, unless another one comes."""
-        self._released_at = _n_ended(stats) + _n_live(stats)
-
-    def seconds(self, stats: EngineStats, now: float) -> float:
-        """Since a request ran, waited or ended, at the time of this look or of the one before it."""
-        n_ended, n_live = _n_ended(stats), _n_live(stats)
-        if n_live or n_ended != self._n_ended:
-            self._n_ended, self._last = n_ended, now
-        if self._released_at is not None and n_ended + n_live > self._released_at:
-            self._released_at = None
-        is_released = self._released_at is not None and not n_live
-        return _FOR_EVER_S if is_released else now - self._last
-
-
-def _n_ended(stats: EngineStats) -> int:
-    return sum(stats.ended.values()) + stats.embedded_texts
-
-
-def _n_live(stats: EngineStats) -> int:
-    in_front, behind = stats.running + stats.waiting, stats.background_running
-    return in_front + behind + stats.background_waiting
-
-
-_FOR_EVER_S = 1e9
-
-
 def pressure(
     stats: EngineStats, n_ctx: int | None, *, with_background: bool = False
 ) -> dict[str, float]:

@@ -68,7 +68,9 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     def _hear(self) -> None:
         for replica in self.curr_replicas:
             heard = reports.HERE.newest(replica.unique_id)
-            if heard is not None:
+            if heard is None:
+                self._fleet.silence(replica, _now())
+            else:
                 self._fleet.hear(replica, heard.report, heard.at)
 
     def on_request_routed(

@@ -28,6 +28,8 @@ _FORGET_S = 10.0
 """After so long, what was sent counts as in the report, or as lost."""
 _UNMEASURED_S = 0.001
 """Taken for the time of a token where none was measured."""
+_SILENT_S = 2.0
+"""Additional time to the first token at a replica that has no channel: it may have to load its model."""
 
 ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
@@ -114,13 +116,21 @@ class ReplicaView:
     report: Report = field(default_factory=Report)
     at: float = 0.0
     """When the report came."""
+    is_silent: bool = True
+    """Whether the replica has no channel over which it reports."""
     held: set[int] = field(default_factory=set)
     sent: dict[int, UnreportedRequest] = field(default_factory=dict)
 
     def update(self, report: Report, now: float) -> None:
         """Take a new report in; what was sent and is not in it still counts."""
-        self.report, self.at = report, now
+        self.report, self.at, self.is_silent = report, now, False
         self._settle(report.requests, now)
+
+    def silence(self, now: float) -> None:
+        """Forget the report of a replica whose channel is gone: its model may be unloaded."""
+        if not self.is_silent:
+            self.report, self.at, self.is_silent = Report(), now, True
+            self._settle(frozenset(), now)
 
     def book(self, prompt: RoutedPrompt, missing: int, now: float) -> None:
         """Count a request that goes there; the next one with its prefix will find it."""
@@ -162,7 +172,7 @@ class ReplicaView:
                 prefill_s += sent.missing * prompt_token_s
                 work_s += sent.missing * prompt_token_s
                 work_s += min(sent.prompt.max_tokens, report.answer_tokens) * token_s
-        wait_s = slot_wait_s(work_s, n_live, report.n_slots)
+        wait_s = slot_wait_s(work_s, n_live, report.n_slots) + self.is_silent * _SILENT_S
         crowding = 1 + min(n_live / report.n_slots, 1)
         ahead_s, missing_s = max(wait_s, prefill_s * crowding), missing * prompt_token_s
         turns_s = 0.0
@@ -196,6 +206,10 @@ class Fleet(Generic[ReplicaT]):
         view = self._views[replica]
         if report is not view.report:
             view.update(report, at)
+
+    def silence(self, replica: ReplicaT, now: float) -> None:
+        """The replica has no channel."""
+        self._views[replica].silence(now)
 
     def rank(self, prompt: RoutedPrompt, now: float) -> list[tuple[ReplicaT, TTFTForecast]]:
         """A sample of the replicas, the one that answers soonest first."""

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from loadtests.common import servers
-from tests.e2e.conftest import Corral, model, settings, wait_until
+from tests.e2e.conftest import Corral, model, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 PATIENCE_S = 120
@@ -25,11 +25,10 @@ N_MORE = 20
 
 
 @contextmanager
-def started(*, standby: bool) -> Iterator[Corral]:
+def started() -> Iterator[Corral]:
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     entries = [model(None, name) | {"keep_alive": "10m"} for name in ("a", "b")]
-    with settings({"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}):
-        server = Corral(directory, entries, args={"standby": standby})
+    server = Corral(directory, entries)
     server.http.timeout = PATIENCE_S
     try:
         servers.wait_ready(server.process, lambda: servers.is_healthy(server.url), directory)
@@ -41,7 +40,7 @@ def started(*, standby: bool) -> Iterator[Corral]:
 
 @pytest.fixture(scope="module")
 def corral() -> Iterator[Corral]:
-    with started(standby=True) as server:
+    with started() as server:
         yield server
 
 
@@ -81,12 +80,6 @@ def test_models_come_when_asked_for_and_give_way_in_processes_that_stay(corral: 
     assert all(before)
     told = corral.http.get("/v1/stats").json()["models"]
     assert [one["replicas"] for one in told] == [[], []]
-
-
-def test_models_come_and_give_way_with_their_processes() -> None:
-    with started(standby=False) as corral:
-        they_come_and_give_way(corral)
-        assert not processes_of(corral, "b")
 
 
 def test_a_process_that_dies_comes_back(corral: Corral) -> None:

@@ -12,7 +12,7 @@ from serve_app.app import build
 from serve_app.application import rollout
 from serve_app.application.resolving import resolve
 from serve_app.config import schema
-from serve_app.config.resolved import ResolvedModel
+from serve_app.config.resolved import OnDemandSettings, ResolvedModel
 from serve_app.errors import ConfigError
 from serve_app.types import Version
 
@@ -111,6 +111,9 @@ def test_versions_that_cannot_be(entries: list[dict[str, Any]], message: str) ->
     assert message in str(refused.value)
 
 
+SETTINGS = OnDemandSettings(60.0, 1.0, 1, has_peers=False)
+
+
 def test_versions_that_do_not_fit_in_memory_together_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,7 +123,7 @@ def test_versions_that_do_not_fit_in_memory_together_are_refused(
     rollout.check_memory(both, n_bytes)
     with pytest.raises(ConfigError, match=r"m@default and m@new have 0\.0 GiB of weights"):
         rollout.check_memory(both, n_bytes - 1)
-    rollout.check_memory([replace(one, is_on_demand=True) for one in both], 1)
+    rollout.check_memory([replace(one, on_demand=SETTINGS) for one in both], 1)
     monkeypatch.setattr("serve_app.app.rollout.check_memory", _refuse)
     with pytest.raises(RayServeException, match="does not fit"):
         build({"models": [entry()]})

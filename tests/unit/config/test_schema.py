@@ -254,16 +254,14 @@ def test_as_many_replicas_as_the_memory_has_room_for() -> None:
     assert in_use.n_replicas == resolved_on(EPYC_HERE).n_replicas == 2
 
 
-def test_models_on_demand_share_places_and_have_a_policy_of_their_own() -> None:
+def test_models_on_demand_share_places() -> None:
     engine = {"n_slots": 4, "n_ctx_slot": 256}
     entries = [model(id=name, engine=engine, keep_alive="1m30s") for name in "abc"]
     app = schema.parse({"models": entries})
     alone = resolve(app.models[:1], HERE)
     assert {one.num_cpus for one in resolve(app.models, HERE)} == {alone[0].num_cpus}
     scaling = engine_options(app.models[0], alone[0])["autoscaling_config"]
-    assert (scaling["min_replicas"], scaling["initial_replicas"]) == (0, 0)
-    assert scaling["policy"]["policy_kwargs"] == {"keep_alive_s": 90.0, "max_loaded": 1}
-    assert "for_ingress" in str(ingress_options(app.ingress, beside_on_demand=True))
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (1, 1)
 
 
 def test_a_duration_that_is_none_is_refused() -> None:

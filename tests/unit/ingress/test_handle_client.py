@@ -338,8 +338,8 @@ async def test_a_model_whose_process_stays_is_loaded_while_it_has_a_channel(
     note_running(handle.app_name, handle.deployment_name, ["r1"])
     monkeypatch.setattr(reports, "HERE", SimpleNamespace(hears=heard.__contains__))
     found = [
-        HandleClient(handle, b"", listener, 60.0, "m", None, stands_by=stands_by)  # type: ignore[arg-type]
-        for stands_by in (True, False)
+        HandleClient(handle, b"", listener, 60.0, "m", None, is_on_demand=is_on_demand)  # type: ignore[arg-type]
+        for is_on_demand in (True, False)
     ]
     assert [one.is_loaded for one in found] == [False, True]
     heard.add("r1")

@@ -128,6 +128,8 @@ def test_the_newest_reports_are_heard_before_a_replica_is_chosen(
     assert router._fleet[ids[0]].at == connection.heard.at
     connection.take(change(first, second) or b"")
     router._hear()
+    assert [router._fleet[one].is_silent for one in ids] == [False, True]
     connection.end()
     router._hear()
-    assert [router._fleet[one].report for one in ids] == [second, Report()]
+    assert [router._fleet[one].report for one in ids] == [Report(), Report()]
+    assert router._fleet[ids[0]].is_silent, "its model may be unloaded"

@@ -51,6 +51,17 @@ def send(router: Fleet[int], asked: RoutedPrompt, now: float = 0.0) -> int:
 SYSTEM = tokens("system", 512)
 
 
+def test_a_replica_whose_model_may_be_unloaded_waits_for_more_work_than_a_loaded_one() -> None:
+    router = fleet(holding(SYSTEM), holding(SYSTEM))
+    router.silence(1, 1.0)
+    asked = prompt(1, SYSTEM)
+    assert send(router, asked, 1.0) == 0
+    router.hear(0, holding(SYSTEM, n_live=4, work_s=20.0), 2.0)
+    assert send(router, asked, 2.0) == 1
+    router.hear(1, IDLE, 3.0)
+    assert router[1].forecast(asked, 3.0).ttft_s < 1.5
+
+
 def test_what_all_cache_groups_share_is_found_like_a_prefix_of_ones_own() -> None:
     asked = SYSTEM + tokens("own", 64)
     own, shared = chain(asked, "mine"), chain(asked)

@@ -12,13 +12,13 @@ import pytest
 from ray import serve
 
 from serve_app.channel.address import Address
-from serve_app.config.resolved import Standby
+from serve_app.config.resolved import OnDemandSettings
 from serve_app.errors import ConfigError
-from serve_app.replica import standby
+from serve_app.replica import on_demand
 from serve_app.types import Asleep, ReplicaRecords
 
 ADDRESS = Address("node", "path", "127.0.0.1", 1, "secret")
-KIND: Any = standby.StandbyReplica
+KIND: Any = on_demand.OnDemandReplica
 Replica: Any = type("Replica", (KIND.func_or_class,), {"__del__": lambda _: None})
 """Serve calls that hook, and no collector of garbage."""
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -58,14 +58,16 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="replica"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(standby, "_folder", lambda _: tmp_path / "loaded")
-    monkeypatch.setattr(standby, "_loaded", loaded)
-    monkeypatch.setattr(standby, "prepare_process", lambda: None)
-    monkeypatch.setattr(standby, "_clean_up", lambda: None)
+    monkeypatch.setattr(on_demand, "_folder", lambda _: tmp_path / "loaded")
+    monkeypatch.setattr(on_demand, "_load", loaded)
+    monkeypatch.setattr(on_demand, "prepare_process", lambda: None)
+    monkeypatch.setattr(on_demand, "_clean_up", lambda: None)
 
     async def start(name: str = "m") -> Any:
         made = Replica.__new__(Replica)
-        await made.__init__(SimpleNamespace(id=name, standby=Standby(3600.0, 1, 2.0, 1.0)))
+        await made.__init__(
+            SimpleNamespace(id=name, on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False))
+        )
         return made
 
     yield start
