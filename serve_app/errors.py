@@ -419,7 +419,7 @@ class ChannelBrokenError(EngineFailedError):
 
 
 class StorageFullError(CorralError):
-    """The folder for files of slots may hold no more."""
+    """A folder of the server may hold no more."""
 
     status = 507
     code = "storage_full"

@@ -56,6 +56,7 @@ def batches(configured: BatchConfig) -> BatchOptions | None:
         configured.max_total_mib << 20,
         configured.max_lines,
         configured.max_batches,
+        keep_s=configured.keep_days * 86400.0,
     )
     return BatchOptions(configured.folder.expanduser(), limits, configured.max_concurrency)
 

@@ -26,7 +26,7 @@ from serve_app.errors import EngineFailedError
 from serve_app.folders import cache_folder
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.client import LineResponse, post
-from serve_app.ingress.batch.journal import prefix_of
+from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ModelInfo
@@ -120,7 +120,7 @@ class Answerer:
             question = self._work.reading.question(row)
         except ValueError as error:
             return _Asked(row, str(error), b"")
-        return _Asked(row, question, prefix_of(question.body))
+        return _Asked(row, question, prefix_of(orjson.dumps(question.body)))
 
     async def _line(
         self, n: int, asked: _Asked, found: dict[int, bytes], counts: dict[str, int]

@@ -332,6 +332,8 @@ class BatchConfig(Section):
     """Requests in one file."""
     max_batches: PositiveInt = 100
     """Batches of one API key that have not ended."""
+    keep_days: PositiveInt = 30
+    """Days after which files are deleted, and batches that have ended are forgotten."""
     max_concurrency: PositiveInt = 256
     """Lines that one ingress replica asks the engines for at once. If the engines have fewer
     places, it asks for fewer."""

@@ -92,6 +92,7 @@ def build_api(
         executor = BatchExecutor(
             lambda *call: app(*call),
             store,
+            workers,
             accounts,
             batches.max_concurrency,
             batches.lease_s,

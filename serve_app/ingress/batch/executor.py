@@ -4,57 +4,142 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeVar
 
 import orjson
 from starlette.types import ASGIApp
 
+from serve_app.errors import CorralError, EngineClosedError, QueueFullError
+from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch.client import LineResponse, post
-from serve_app.ingress.batch.execution import BatchExecution
-from serve_app.ingress.batch.journal import BatchLine, LineResult, line_of
-from serve_app.ingress.batch.store import BatchStore, ClaimedBatch
+from serve_app.ingress.batch.journal import (
+    EXPIRED,
+    MOST_ERRORS,
+    BatchJournal,
+    BatchLine,
+    LineResult,
+    line_of,
+)
+from serve_app.ingress.batch.objects import LineError
+from serve_app.ingress.batch.pace import BatchPace
+from serve_app.ingress.batch.preparation import CheckedLine
+from serve_app.ingress.batch.store import BatchStore, ClaimedBatch, is_full
 from serve_app.ingress.batch.window import LineWindow
 from serve_app.ingress.http.api_keys import KeyAccounts
 from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.workers.pool import Workers
+from serve_app.types import account
 
 logger = logging.getLogger("corral.ingress")
 
-_LOOK_S, _SWEEP_S = 1.0, 60.0
-_BATCHES = 4
-"""Batches that one ingress works on at once."""
+_LOOK_S, _MOST_LOOK_S, _SWEEP_S = 1.0, 60.0, 60.0
+_BATCHES, _BATCHES_EACH = 64, 4
+"""The batches that one ingress works on at once, and those of one owner."""
 _TRIES = 3
 """How often a line is asked for that the server fails to answer; while it is full, for ever."""
 _MOST_PAUSE_S = 5.0
-_RISE_S = 1.0
-"""So often is looked whether a line that waits behind everybody should not wait any longer."""
+_PROMOTION_S = 1.0
+"""The time between two looks whether a line that waits behind everybody should not wait any longer."""
+_ROOM_S = 5.0
+"""The time between two tries to write on a full disk."""
+_RENEW_S, _COUNT_S = 2.0, 1.0
+_PAGE = 64
+"""Lines that are looked up together."""
+_FLUSH_S = 0.25
+"""The time that an answer waits for others to be written with."""
+_BUSY = (429, 503)
+_FINAL = (501,)
+"""Statuses of 500 and more that another try does not change."""
+T = TypeVar("T")
 
 
 class LeaseLostError(Exception):
     """Another process works on the batch."""
 
 
+class DiskRoom:
+    """The room on the disk of batches. While there is none, all work on batches waits here.
+
+    Event loop only."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self._store = store
+        self._n_waiting = 0
+        """Calls that found the disk full, and are made again."""
+        self._has_room, self._closed = asyncio.Event(), asyncio.Event()
+        self._has_room.set()
+
+    def close(self) -> None:
+        """Wait for room no more: calls raise what the disk says."""
+        self._closed.set()
+
+    async def wait(self) -> None:
+        """Return when there is room, as far as anybody knows."""
+        await self._has_room.wait()
+
+    async def do(
+        self, function: Callable[..., T], *arguments: Any, thread: Executor | None = None
+    ) -> T:
+        """The function's result, in a thread. While the disk is full, it is called again and again: a call
+        that fails must have changed nothing."""
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            return await run(thread, function, *arguments)
+        except (OSError, sqlite3.Error) as error:
+            self._check_is_full(error)
+        with self._waiting():
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), _ROOM_S)
+                try:
+                    return await run(thread, function, *arguments)
+                except (OSError, sqlite3.Error) as error:
+                    self._check_is_full(error)
+
+    def _check_is_full(self, error: Exception) -> None:
+        if self._closed.is_set() or not is_full(error, self._store.folder):
+            raise error
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        if not self._n_waiting:
+            logger.error("Batches wait: the disk of %s is full.", self._store.folder)
+            self._has_room.clear()
+        self._n_waiting += 1
+        try:
+            yield
+        finally:
+            self._n_waiting -= 1
+            if not self._n_waiting:
+                logger.info("Batches go on: the disk of %s has room.", self._store.folder)
+                self._has_room.set()
+
+
 class BatchExecutor:
-    """One ingress's. Event loop only; what touches a disk runs in threads."""
+    """The work on batches of one ingress. Event loop only; what touches a disk runs in threads."""
 
     def __init__(
         self,
         app: ASGIApp,
         store: BatchStore,
+        workers: Workers,
         accounts: KeyAccounts | None,
         most_lines: int,
         lease_s: float,
     ) -> None:
-        """Lines are asked of `app`, at most so many at once. `accounts` are those who have keys."""
+        """`app` is asked for lines, for at most so many at once. `workers` read the files. `accounts` are
+        those who have keys."""
         self._app = app
-        self.store = store
+        self.store, self.workers = store, workers
         self._accounts = accounts
-        self.most_lines = most_lines
+        self._most_lines = most_lines
         self._lease_s = lease_s
         self._holder = uuid.uuid4().hex
         self._working: dict[str, asyncio.Task[None]] = {}
@@ -64,40 +149,46 @@ class BatchExecutor:
 
     @asynccontextmanager
     async def running(self, _: object = None) -> AsyncIterator[None]:
-        """While the application is there."""
-        self._window = LineWindow(self.most_lines)
+        """Work on batches while the application is there."""
+        self.window, self.room = LineWindow(self._most_lines), DiskRoom(self.store)
         looking = asyncio.create_task(self._look())
         try:
             yield
         finally:
+            self.room.close()
             tasks = [looking, *self._working.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Look for new batches at once."""
         self._woken.set()
 
+    @property
+    def lines_each(self) -> int:
+        """The lines of one batch that are on their way, or wait for a place."""
+        return max(2, min(self._most_lines, 2 * self.window.size) // max(1, len(self._working)))
+
     async def _look(self) -> None:
-        """For ever: take what nobody works on."""
-        swept = 0.0
+        """Take batches that nobody works on, for ever."""
+        swept, pause_s = 0.0, _LOOK_S
         while True:
             try:
-                free = _BATCHES - len(self._working)
-                if free > 0:
-                    claimed = await asyncio.to_thread(
-                        self.store.claim, self._holder, self._lease_s, free
-                    )
-                    for batch in claimed:
-                        self._begin(batch)
                 if time.monotonic() > swept + _SWEEP_S:
                     swept = time.monotonic()
-                    await asyncio.to_thread(self.store.delete_expired)
+                    await asyncio.to_thread(self.store.sweep)
+                free = _BATCHES - len(self._working)
+                claim = self.store.claim, self._holder, self._lease_s, free, _BATCHES_EACH
+                for batch in await self.room.do(*claim) if free > 0 else ():
+                    if batch.id not in self._working:  # its lease was not renewed in time
+                        self._begin(batch)
+                pause_s = _LOOK_S
             except Exception:
                 logger.exception("The store of batches cannot be read.")
+                pause_s = min(_MOST_LOOK_S, 2 * pause_s)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), _LOOK_S)
+                await asyncio.wait_for(self._woken.wait(), pause_s)
             self._woken.clear()
 
     def _begin(self, batch: ClaimedBatch) -> None:
@@ -107,83 +198,280 @@ class BatchExecutor:
 
     async def _work(self, batch: ClaimedBatch) -> None:
         logger.info("Batch %s: %s.", batch.id, batch.status)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="corral-batch")
+        thread, failed = ThreadPoolExecutor(1, thread_name_prefix="corral-batch"), False
         try:
             await BatchExecution(self, batch, thread).run()
         except LeaseLostError:
             logger.warning("Batch %s: another ingress works on it.", batch.id)
         except Exception:
+            failed = True
             logger.exception("Batch %s failed for now. It is tried again.", batch.id)
-            await asyncio.sleep(_MOST_PAUSE_S)
         finally:
             with suppress(Exception):
-                await asyncio.shield(asyncio.to_thread(self.store.release, self._holder, batch.id))
+                await asyncio.shield(self._release(batch, failed))
             thread.shutdown(wait=False)
 
-    def caller(
-        self, batch: ClaimedBatch, request_id: str, *, is_promoted: bool = False
-    ) -> Caller | None:
-        """Whose name a line is asked in; None if that key is gone. A promoted line waits for nobody."""
+    async def _release(self, batch: ClaimedBatch, failed: bool) -> None:
+        await asyncio.to_thread(self.store.release, self._holder, batch.id, failed=failed)
+
+    async def renew(self, batch: ClaimedBatch) -> str:
+        """The status that the batch has now. Raises LeaseLostError."""
+        status = await self.room.do(self.store.renew, self._holder, batch.id, self._lease_s)
+        if status is None:
+            raise LeaseLostError
+        return status
+
+    def caller(self, batch: ClaimedBatch, request_id: str, is_promoted: bool) -> Caller | None:
+        """The name in which a line is asked for; None if that key is gone."""
         accounts = self._accounts
-        account = None if accounts is None else accounts.named(batch.owner)
-        if accounts is not None and account is None:
+        key_account = None if accounts is None else accounts.named(batch.owner)
+        if accounts is not None and key_account is None:
             return None
         return Caller(
             request_id,
-            account,
+            key_account,
             "batch",
             is_operator=False,
             is_batch_line=True,
             is_promoted=is_promoted,
         )
 
-    async def answer(
-        self, batch: ClaimedBatch, line: BatchLine, is_promoted: Callable[[], bool]
-    ) -> LineResult:
+    async def post(self, path: str, body: bytes, caller: Caller) -> LineResponse:
+        """The application's answer to a line."""
+        return await post(self._app, path, body, caller)
+
+
+class BatchExecution:
+    """The work on one batch, from wherever it is to its end.
+
+    It checks the lines, asks for those without an answer, and writes the files. Whatever was done before,
+    by whichever process, is not done again; but for what was asked and not yet written."""
+
+    def __init__(
+        self, executor: BatchExecutor, batch: ClaimedBatch, thread: ThreadPoolExecutor
+    ) -> None:
+        """The thread is for the disk."""
+        self._executor = executor
+        self._store = executor.store
+        self._batch = batch
+        self._thread = thread
+        self._status = batch.status
+        self._results: asyncio.Queue[LineResult | None] = asyncio.Queue()
+        self._counted = 0.0
+        self._pace = BatchPace(time.time(), batch.deadline, 0)
+        self._patient_until = 0.0
+        """Until then no line is promoted: the key has used up what it may."""
+
+    async def _do(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await self._executor.room.do(function, *arguments, thread=self._thread)
+
+    async def run(self) -> None:
+        """Work until the batch has ended. Raises LeaseLostError, OSError and sqlite3.Error."""
+        batch, source = self._batch, self._store.path(self._batch.input_file_id)
+        journal = await self._do(BatchJournal, self._store.folder / "runs", batch.id, source)
+        try:
+            await self._while_renewing(self._steps(journal))
+        except BaseException:
+            await asyncio.shield(self._do(journal.close))
+            raise
+        await self._do(journal.delete)
+
+    async def _while_renewing(self, steps: Coroutine[Any, Any, None]) -> None:
+        working = asyncio.create_task(steps)
+        try:
+            while not (await asyncio.wait([working], timeout=_RENEW_S))[0]:
+                self._status = await self._executor.renew(self._batch)
+            await working
+        finally:
+            working.cancel()
+            await asyncio.wait([working])
+
+    def _end(self) -> str:
+        """The status with which the batch ends before it is done; empty if it goes on."""
+        if self._status == "cancelling":
+            return "cancelled"
+        return "expired" if time.time() >= self._batch.deadline else ""
+
+    async def _steps(self, journal: BatchJournal) -> None:
+        batch, store = self._batch, self._store
+        if self._status == "finalizing":
+            end = "expired" if await self._do(journal.has_given_up) else "completed"
+        else:
+            errors = await self._check(journal)
+            is_checked = await self._do(lambda: journal.is_checked)
+            if is_checked and not (errors or (await self._do(journal.counts))[0]):
+                errors = [LineError(code="empty_file", message="The file has no lines.")]
+            if errors:
+                await self._do(store.fail, batch.id, errors)
+                return
+            if not is_checked:
+                await self._do(store.finish, batch.id, self._end(), {}, (0, 0, 0))
+                return
+            if self._status == "validating":
+                moved = await self._do(store.move, batch.id, "validating", "in_progress")
+                self._status = "in_progress" if moved else "cancelling"
+            end = self._end() or await self._lines(journal)
+        if end == "expired":
+            await self._do(journal.give_up, *EXPIRED)
+        if end != "cancelled":
+            await self._do(store.move, batch.id, "in_progress", "finalizing")
+        made = await self._do(journal.export)
+        await self._do(store.finish, batch.id, end, made, await self._do(journal.counts))
+
+    # -- the file ---------------------------------------------------------------------------------
+
+    async def _check(self, journal: BatchJournal) -> list[LineError]:
+        """Check the lines that nobody has checked, until the batch is to end. Returns what is wrong."""
+        errors: list[LineError] = []
+        while not self._end() and len(errors) < MOST_ERRORS:
+            chunk = await self._do(journal.next_chunk)
+            if chunk is None:
+                break
+            checked = await self._checked(chunk.data) if chunk.data else []
+            max_lines = self._store.limits.max_lines
+            errors += await self._do(journal.note, chunk, checked, max_lines)
+        return errors[:MOST_ERRORS]
+
+    async def _checked(self, data: bytes) -> list[CheckedLine]:
+        """The lines as a worker has checked them. A line that no worker can check is wrong."""
+        head = f"{self._batch.endpoint}\n".encode()
+        holder = account(self._batch.owner, background=True)
+        while not self._end():
+            try:
+                return await self._executor.workers.run(holder, preparation.lines, head, data)
+            except QueueFullError:
+                await asyncio.sleep(_MOST_PAUSE_S)
+            except EngineClosedError:
+                raise
+            except CorralError as error:
+                middle = data.rfind(b"\n", 0, max(1, len(data) // 2)) + 1
+                middle = middle or data.find(b"\n") + 1
+                if middle in (0, len(data)):
+                    return [CheckedLine(1, error=("invalid_line", error.message, None))]
+                first = await self._checked(data[:middle])
+                n, rest = data[:middle].count(b"\n"), await self._checked(data[middle:])
+                return [*first, *(line.moved(n, middle) for line in rest)]
+        return []
+
+    # -- the lines --------------------------------------------------------------------------------
+
+    async def _lines(self, journal: BatchJournal) -> str:
+        """Ask for all lines that have no answer. The status that the batch ends with."""
+        await self._count(journal)
+        n_lines, *n_ended = await self._do(journal.counts)
+        self._pace = BatchPace(time.time(), self._batch.deadline, n_lines - sum(n_ended))
+        asking = asyncio.create_task(self._ask_all(journal))
+        writing = asyncio.create_task(self._write(journal))
+        try:
+            while not asking.done():
+                if end := self._end():
+                    return end
+                both: list[asyncio.Future[Any]] = [asking, writing]
+                done, _ = await asyncio.wait(
+                    both, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+            return "completed"
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+            if not asking.cancelled():
+                asking.exception()  # was raised above, or is that it was cancelled
+            self._results.put_nowait(None)
+            await writing
+
+    async def _ask_all(self, journal: BatchJournal) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        last: BatchLine | None = None
+        try:
+            while page := await self._do(journal.unanswered, _PAGE, last):
+                for line in page:
+                    await self._executor.room.wait()
+                    while len(tasks) >= self._executor.lines_each:
+                        tasks = await _left(tasks)
+                    tasks.add(asyncio.create_task(self._ask(journal, line)))
+                last = page[-1]
+            while tasks:
+                tasks = await _left(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    async def _ask(self, journal: BatchJournal, line: BatchLine) -> None:
+        self._results.put_nowait(await self._result(journal, line))
+        self._pace.answered(1, time.time())
+
+    def _is_promoted(self) -> bool:
+        now = time.time()
+        return now >= self._patient_until and self._pace.runs_out(now)
+
+    async def _result(self, journal: BatchJournal, line: BatchLine) -> LineResult:
         """Ask for a line, until there is an answer. When the batch is promoted, the line is asked for again
         if it still waits behind everybody."""
-        tries = 0
+        executor, batch, tries = self._executor, self._batch, 0
         while True:
-            await self._window.enter()
-            refused = True
-            try:
-                request_id = uuid.uuid4().hex
-                is_urgent = is_promoted()
-                caller = self.caller(batch, request_id, is_promoted=is_urgent)
+            await executor.room.wait()
+            async with executor.window.place(batch.owner, line.size) as place:
+                is_promoted, request_id = self._is_promoted(), uuid.uuid4().hex
+                caller = executor.caller(batch, request_id, is_promoted)
                 if caller is None:
                     error = {"code": "invalid_api_key", "message": "The batch's API key is gone."}
                     return LineResult(line.n, False, line_of(line.custom_id, None, error))
-                asking = post(self._app, batch.endpoint, line.body, caller)
-                told = await (asking if is_urgent else _until(is_promoted, asking))
-                refused = told is not None and told.status in (429, 503)
-            finally:
-                await asyncio.shield(self._window.leave(refused=refused))
-            if told is None:
-                continue
-            tries += told.status >= 500 and not refused
-            if not refused and (told.status < 500 or tries >= _TRIES):
+                body = await self._do(journal.body, line)
+                asking = executor.post(batch.endpoint, body, caller)
+                del body
+                answer = await (asking if is_promoted else _unless(self._is_promoted, asking))
+                if answer is None:
+                    continue
+                place.refused = answer.status in _BUSY
+            tries += answer.status >= 500 and not place.refused
+            is_final = answer.status < 500 or answer.status in _FINAL or tries >= _TRIES
+            if is_final and not place.refused:
                 break
-            self.counts["refused"] += 1
-            await asyncio.sleep(min(told.retry_after_s or 1.0, _MOST_PAUSE_S))
-        good = told.status < 400
-        self.counts["completed" if good else "failed"] += 1
-        return LineResult(line.n, good, line_of(line.custom_id, _response(told, request_id)))
+            executor.counts["refused"] += 1
+            if is_promoted and answer.status == 429:
+                self._patient_until = time.time() + (answer.retry_after_s or _MOST_PAUSE_S)
+            await asyncio.sleep(min(answer.retry_after_s or 1.0, _MOST_PAUSE_S))
+        good = answer.status < 400
+        executor.counts["completed" if good else "failed"] += 1
+        return LineResult(line.n, good, line_of(line.custom_id, _response(answer, request_id)))
 
-    async def renew(self, batch: ClaimedBatch) -> str:
-        """The status that the batch has now. Raises LeaseLostError."""
-        status = await asyncio.to_thread(self.store.renew, self._holder, batch.id, self._lease_s)
-        if status is None:
-            raise LeaseLostError
-        return status
+    async def _write(self, journal: BatchJournal) -> None:
+        """Write results as they come, until None comes."""
+        results: list[LineResult | None] = []
+        while None not in results:
+            results = [await self._results.get()]
+            if results != [None]:
+                await asyncio.sleep(_FLUSH_S)
+            while not self._results.empty():
+                results.append(self._results.get_nowait())
+            await self._do(journal.write, [result for result in results if result is not None])
+            if time.monotonic() > self._counted + _COUNT_S:
+                await self._count(journal)
+
+    async def _count(self, journal: BatchJournal) -> None:
+        self._counted = time.monotonic()
+        await self._do(self._store.count, self._batch.id, *await self._do(journal.counts))
 
 
-async def _until(
+async def _left(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """The tasks that are left when some have ended. Raises what one of them raised."""
+    done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return left
+
+
+async def _unless(
     is_promoted: Callable[[], bool], asking: Coroutine[Any, Any, LineResponse]
 ) -> LineResponse | None:
-    """The answer; None if the batch rose before that."""
+    """The answer; None if the batch is promoted before that."""
     task = asyncio.create_task(asking)
     try:
-        while not (await asyncio.wait([task], timeout=_RISE_S))[0]:
+        while not (await asyncio.wait([task], timeout=_PROMOTION_S))[0]:
             if is_promoted():
                 return None
         return task.result()
@@ -192,9 +480,9 @@ async def _until(
         await asyncio.wait([task])
 
 
-def _response(told: LineResponse, request_id: str) -> dict[str, Any]:
-    try:
-        body = orjson.loads(told.body)
-    except orjson.JSONDecodeError:
-        body = told.body.decode("utf-8", "replace")
-    return {"status_code": told.status, "request_id": request_id, "body": body}
+def _response(answer: LineResponse, request_id: str) -> dict[str, Any]:
+    """The answer as a field of a line. JSON is not read: lines break nowhere but between its values."""
+    body: Any = orjson.Fragment(answer.body.replace(b"\n", b" "))
+    if not answer.is_json:
+        body = answer.body.decode("utf-8", "replace")
+    return {"status_code": answer.status, "request_id": request_id, "body": body}

@@ -1,12 +1,12 @@
-"""One batch's lines and answers: a book of its own, which goes when the batch has ended."""
+"""One batch's lines and results: a file of its own, which goes when the batch has ended."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
-import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from serve_app.ingress.batch.objects import LineError
+from serve_app.ingress.batch.preparation import CheckedLine
 from serve_app.ingress.http.limits.bodies import MAX_BODY_BYTES
 
 EXPIRED = (
@@ -22,33 +23,44 @@ EXPIRED = (
 )
 """The error of lines that could not be answered in time."""
 MOST_ERRORS = 50
-"""So many wrong lines are told of."""
-_PREFIX_BYTES = 512
-"""Lines are computed in the order of so much of their prompts: those that begin alike, together."""
-_TOGETHER = 500
-"""Lines that are checked between two pauses, in which others get the interpreter."""
-_PAUSE_S = 0.002
-_SCHEMA = (
-    "CREATE TABLE lines (n INTEGER PRIMARY KEY, custom_id TEXT NOT NULL UNIQUE, start INTEGER NOT NULL, "
-    "size INTEGER NOT NULL, prefix BLOB NOT NULL)",
-    "CREATE INDEX lines_by_prefix ON lines (prefix, n)",
-    "CREATE TABLE answers (n INTEGER PRIMARY KEY, good INTEGER NOT NULL, answer BLOB NOT NULL)",
-)
+"""The most wrong lines that a batch names."""
+CHUNK_BYTES = 256 * 2**10
+"""The most bytes that are checked together, but for a longer line."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS lines (n INTEGER PRIMARY KEY, custom_id TEXT NOT NULL UNIQUE,
+    start INTEGER NOT NULL, size INTEGER NOT NULL, prefix BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS lines_by_prefix ON lines (prefix, n);
+CREATE TABLE IF NOT EXISTS answers (n INTEGER PRIMARY KEY, good INTEGER NOT NULL, answer BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS checked (start INTEGER NOT NULL, n INTEGER NOT NULL, is_all INTEGER NOT NULL);
+"""
+_SHOWN_CHARS = 64
+"""The most characters of a line's `custom_id` that an error repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineChunk:
+    """Whole lines of the input file, which have not been checked."""
+
+    start: int
+    """The first byte's place in the file."""
+    n_before: int
+    """The number of lines before."""
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of the input file."""
+    """One request of the input file. Its body is read when it is asked for."""
 
     n: int
     custom_id: str
-    body: bytes
-    """JSON."""
+    start: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The answer to one line, as a line of the output file, or of the one with errors."""
+    """The answer to one line, as a line of the output file, or of the file with errors."""
 
     n: int
     good: bool
@@ -56,88 +68,98 @@ class LineResult:
 
 
 class BatchJournal:
-    """The lines of one batch, and what was answered. One thread at a time.
+    """The lines of one batch, and their results. One thread at a time.
 
-    An answer is written once, whoever brings it: the first one stays."""
+    A result is written once, whoever brings it: the first one stays. A call that fails has changed nothing,
+    and can be made again."""
 
-    def __init__(self, folder: Path, batch_id: str, source: Path, endpoint: str) -> None:
-        """All lines are for this endpoint; `source` is the batch's input file. Raises OSError and
-        sqlite3.Error, like all of this."""
+    def __init__(self, folder: Path, batch_id: str, source: Path) -> None:
+        """`source` is the batch's input file. Raises OSError and sqlite3.Error, like all methods."""
         self._path = folder / f"{batch_id}.sqlite"
-        self._folder, self._batch_id, self._endpoint = folder, batch_id, endpoint
-        # Kept responses are few, and those of who chats: a batch's would take their places.
-        self._always = {"store": False} if endpoint == "/v1/responses" else {}
+        self._folder, self._batch_id = folder, batch_id
         self._input = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-        self._db = sqlite3.connect(self._path, 30.0, isolation_level=None, check_same_thread=False)
+        try:
+            self._db = sqlite3.connect(
+                self._path, 30.0, isolation_level=None, check_same_thread=False
+            )
+            self._db.executescript(_SCHEMA)
+        except BaseException:
+            os.close(self._input)
+            raise
 
     def close(self) -> None:
-        """Keeps what is on the disk."""
+        """Keep what is on the disk."""
         self._db.close()
         os.close(self._input)
 
     def delete(self) -> None:
-        """All of it."""
+        """Remove the journal from the disk."""
         self.close()
         for suffix in ("", "-journal"):
             Path(f"{self._path}{suffix}").unlink(missing_ok=True)
 
     # -- the lines --------------------------------------------------------------------------------
 
-    def read(self, max_lines: int) -> list[LineError]:
-        """Check all lines and note where they are, unless somebody has. Returns what is wrong."""
-        errors: list[LineError] = []
-        self._db.execute("BEGIN IMMEDIATE")
-        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'lines'").fetchone():
-            self._db.execute("ROLLBACK")
-            return []
-        for statement in _SCHEMA:
-            self._db.execute(statement)
-        n_lines = 0
-        for n, start, line in self._raw_lines():
-            n_lines += 1
-            if n_lines > max_lines:
-                errors.append(_wrong("too_many_lines", f"{max_lines} lines are the most.", n))
-                break
-            found = _check(line, self._endpoint)
-            if isinstance(found, LineError):
-                errors.append(found.model_copy(update={"line": n}))
-            else:
-                errors += self._note(n, start, len(line), *found)
-            if len(errors) >= MOST_ERRORS:
-                break
-            if n_lines % _TOGETHER == 0:
-                time.sleep(_PAUSE_S)
-        if not n_lines:
-            errors.append(LineError(code="empty_file", message="The file has no lines."))
-        self._db.execute("ROLLBACK" if errors else "COMMIT")
+    def _checked(self) -> tuple[int, int, bool]:
+        row = self._db.execute("SELECT start, n, is_all FROM checked").fetchone() or (0, 0, False)
+        return row[0], row[1], bool(row[2])
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether all lines have been checked."""
+        return self._checked()[2]
+
+    def next_chunk(self) -> LineChunk | None:
+        """The lines to be checked next; None after the last."""
+        start, n, is_all = self._checked()
+        if is_all:
+            return None
+        data = os.pread(self._input, CHUNK_BYTES, start)
+        while data and b"\n" not in data and len(data) <= MAX_BODY_BYTES:
+            more = os.pread(self._input, CHUNK_BYTES, start + len(data))
+            data += more
+            if not more:
+                return LineChunk(start, n, data)
+        end = data.rfind(b"\n") + 1
+        return LineChunk(start, n, data[:end] if end else data)
+
+    def note(
+        self, chunk: LineChunk, checked: Sequence[CheckedLine], max_lines: int
+    ) -> list[LineError]:
+        """Keep the lines of a chunk, which have been checked. Returns what is wrong with them."""
+        with self._transaction():
+            errors = [error for line in checked for error in self._note(chunk, line)]
+            numbers = "SELECT n FROM lines ORDER BY n LIMIT 1 OFFSET ?"
+            beyond = self._db.execute(numbers, (max_lines,)).fetchone()
+            if beyond is not None:
+                message = f"{max_lines} lines are the most."
+                errors.append(_wrong("too_many_lines", message, beyond[0]))
+            n = chunk.n_before + chunk.data.count(b"\n")
+            self._db.execute("DELETE FROM checked")
+            self._db.execute(
+                "INSERT INTO checked VALUES (?, ?, ?)",
+                (chunk.start + len(chunk.data), n, bool(beyond) or not chunk.data),
+            )
         return errors
 
-    def _note(
-        self, n: int, start: int, size: int, custom_id: str, prefix: bytes
-    ) -> list[LineError]:
+    def _note(self, chunk: LineChunk, line: CheckedLine) -> list[LineError]:
+        n = chunk.n_before + line.n
+        if line.error is not None:
+            code, message, param = line.error
+            return [_wrong(code, message, n, param)]
+        place = chunk.start + line.start, line.size
         try:
             self._db.execute(
-                "INSERT INTO lines VALUES (?, ?, ?, ?, ?)", (n, custom_id, start, size, prefix)
+                "INSERT INTO lines VALUES (?, ?, ?, ?, ?)",
+                (n, line.custom_id, *place, line.prefix),
             )
         except sqlite3.IntegrityError:
-            told = f"Another line has the custom_id {custom_id!r}."
-            return [_wrong("duplicate_custom_id", told, n, "custom_id")]
+            message = f"Another line has the custom_id {line.custom_id[:_SHOWN_CHARS]!r}."
+            return [_wrong("duplicate_custom_id", message, n, "custom_id")]
         return []
 
-    def _raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """The number, the place and the bytes of each line that is not blank."""
-        start = 0
-        with os.fdopen(os.dup(self._input), "rb") as source:
-            source.seek(0)
-            n = 0
-            while line := source.readline(MAX_BODY_BYTES + 1):
-                n += 1
-                if line.strip():
-                    yield n, start, line
-                start += len(line)
-
     def unanswered(self, most: int, after: BatchLine | None = None) -> list[BatchLine]:
-        """The next so many lines without an answer, those that begin alike together."""
+        """The next lines without a result, at most so many. Lines that begin alike are neighbours."""
         where, values = "", []
         if after is not None:
             (prefix,) = self._db.execute(
@@ -149,43 +171,40 @@ class BatchJournal:
             f"{where} ORDER BY prefix, n LIMIT ?",
             (*values, most),
         ).fetchall()
-        return [
-            BatchLine(n, custom_id, self._body(os.pread(self._input, size, start)))
-            for n, custom_id, start, size in rows
-        ]
+        return [BatchLine(*row) for row in rows]
 
-    def _body(self, line: bytes) -> bytes:
-        return orjson.dumps(orjson.loads(line)["body"] | self._always)
+    def body(self, line: BatchLine) -> bytes:
+        """The line's request, as JSON."""
+        return os.pread(self._input, line.size, line.start)
 
-    # -- the answers ------------------------------------------------------------------------------
+    # -- the results ------------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int, int]:
-        """Of all lines, of those with a good answer, and of those with another one."""
+        """The numbers of all lines, of those with a good answer, and of those with another one."""
         (total,) = self._db.execute("SELECT COUNT(*) FROM lines").fetchone()
         answered, good = self._db.execute(
             "SELECT COUNT(*), COALESCE(SUM(good), 0) FROM answers"
         ).fetchone()
         return total, good, answered - good
 
-    def write(self, answers: list[LineResult]) -> None:
-        """All of them are on the disk when this returns."""
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany(
-            "INSERT OR IGNORE INTO answers VALUES (?, ?, ?)",
-            [(one.n, int(one.good), one.line) for one in answers],
-        )
-        self._db.execute("COMMIT")
+    def write(self, results: Sequence[LineResult]) -> None:
+        """Put all results on the disk before this returns."""
+        with self._transaction():
+            self._db.executemany(
+                "INSERT OR IGNORE INTO answers VALUES (?, ?, ?)",
+                [(result.n, int(result.good), result.line) for result in results],
+            )
 
     def has_given_up(self) -> bool:
         """Whether `give_up` was called, as the window ran out."""
-        found = self._db.execute(
+        expired = self._db.execute(
             "SELECT 1 FROM answers WHERE NOT good AND instr(answer, ?) LIMIT 1",
             (f'"code":"{EXPIRED[0]}"'.encode(),),
         )
-        return found.fetchone() is not None
+        return expired.fetchone() is not None
 
     def give_up(self, code: str, message: str) -> None:
-        """All lines without an answer get this error as theirs."""
+        """Give all lines without a result this error as theirs."""
         while lines := self._db.execute(
             "SELECT n, custom_id FROM lines WHERE n NOT IN (SELECT n FROM answers) LIMIT 1000"
         ).fetchall():
@@ -193,73 +212,55 @@ class BatchJournal:
             self.write([LineResult(n, False, line_of(name, None, error)) for n, name in lines])
 
     def export(self) -> dict[str, Path]:
-        """The answers as files, `output` and `error`, in the order of the lines; those that are empty are
-        left out."""
-        made = {}
+        """Write the results as files, `output` and `error`, in the order of the lines. Empty files are left
+        out."""
+        made: dict[str, Path] = {}
         for kind, good in (("output", 1), ("error", 0)):
             path = self._folder / f"{self._batch_id}.{kind}.{uuid.uuid4().hex}"
-            found = self._db.execute(
+            results = self._db.execute(
                 "SELECT answer FROM answers WHERE good = ? ORDER BY n", (good,)
             )
-            with path.open("wb") as file:
-                for (line,) in found:
-                    file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-                n_bytes = file.tell()
+            try:
+                with path.open("wb") as file:
+                    for (line,) in results:
+                        file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    n_bytes = file.tell()
+            except BaseException:
+                for unfinished in (path, *made.values()):
+                    unfinished.unlink(missing_ok=True)
+                raise
             if n_bytes:
                 made[kind] = path
             else:
                 path.unlink()
         return made
 
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
 
 def line_of(
     custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None = None
 ) -> bytes:
     """A line of an output file. `custom_id` is None for a line that has none."""
-    told = {
+    result = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": custom_id,
         "response": response,
         "error": error,
     }
-    return orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _wrong(code: str, message: str, n: int | None = None, param: str | None = None) -> LineError:
     return LineError(code=code, message=message, param=param, line=n)
-
-
-def _check(line: bytes, endpoint: str) -> tuple[str, bytes] | LineError:
-    """Its `custom_id`, and what its prompt begins with."""
-    if len(line) > MAX_BODY_BYTES:
-        return _wrong("line_too_long", f"The line has more than {MAX_BODY_BYTES} bytes.")
-    try:
-        request = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return _wrong("invalid_json_line", "This line is not parseable as valid JSON.")
-    if not isinstance(request, dict):
-        return _wrong("invalid_json_line", "The line is not a JSON object.")
-    custom_id, body = request.get("custom_id"), request.get("body")
-    if not isinstance(custom_id, str) or not custom_id or len(custom_id) > 512:
-        told = "`custom_id` must be a text of 1 to 512 characters."
-        return _wrong("invalid_custom_id", told, param="custom_id")
-    if request.get("method") != "POST":
-        return _wrong("invalid_method", "`method` must be POST.", param="method")
-    if request.get("url") != endpoint:
-        return _wrong("mismatched_url", f"`url` must be the batch's: {endpoint}.", param="url")
-    if not isinstance(body, dict):
-        return _wrong("invalid_body", "`body` must be an object.", param="body")
-    if body.get("stream"):
-        return _wrong("invalid_body", "A batch's line cannot stream.", param="body.stream")
-    if body.get("background"):
-        told = "A batch's line is waited for: leave out `background`."
-        return _wrong("invalid_body", told, param="body.background")
-    return custom_id, prefix_of(body)
-
-
-def prefix_of(body: Mapping[str, Any]) -> bytes:
-    """The beginning of a request's prompt: sorted by it, requests that begin alike are neighbours."""
-    names = ("model", "tools", "instructions", "messages", "prompt", "input")
-    return orjson.dumps([body.get(name) for name in names])[:_PREFIX_BYTES]

@@ -16,7 +16,7 @@ from serve_app.errors import InvalidRequestError, RequestTooLargeError
 
 _MOST_HEADER_BYTES = 8 * 2**10
 _MOST_FIELD_BYTES = 4 * 2**10
-_MOST_FIELDS = 20
+_MOST_PARTS = 20
 _MOST_BOUNDARY = 200
 Sink = Callable[[bytes], object]
 """Takes the next bytes of the file."""
@@ -29,14 +29,15 @@ class UploadForm:
     def __init__(self, content_type: str, sink: Sink, max_bytes: int) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """Of the field `file`, which the sink gets; None as long as there was none."""
+        """The name of the field `file`, which the sink gets; None as long as there was none."""
         self.n_bytes = 0
         self.complete = False
+        self._n_parts = 0
         self._sink, self._max_bytes = sink, max_bytes
         self._header, self._header_value = bytearray(), bytearray()
         self._disposition = b""
         self._name: str | None = None
-        """Of the field that is being read; None while it is the file."""
+        """The name of the field that is being read; None while it is the file."""
         self._value = bytearray()
         self._parser = MultipartParser(
             _boundary(content_type),
@@ -65,6 +66,9 @@ class UploadForm:
             raise InvalidRequestError(f"The form cannot be read: {error}") from None
 
     def _part_begins(self) -> None:
+        self._n_parts += 1
+        if self._n_parts > _MOST_PARTS:
+            raise InvalidRequestError("The form has too many fields.")
         self._disposition = b""
 
     def _header_ends(self) -> None:
@@ -84,8 +88,6 @@ class UploadForm:
             if self.filename is not None:
                 raise InvalidRequestError("The form has two files.", "file")
             self.filename = _text(options.get(b"filename", b""))[:255] or "file"
-        elif len(self.fields) == _MOST_FIELDS:
-            raise InvalidRequestError("The form has too many fields.")
 
     def _take(self, piece: bytes) -> None:
         if self._name is None:

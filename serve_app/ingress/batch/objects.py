@@ -1,4 +1,4 @@
-"""The types of files and batches, and of what is asked of them.
+"""The types of files and batches, and of the requests about them.
 
 Source: OpenAI's API reference, "Files" and "Batch".
 """
@@ -146,12 +146,12 @@ class BatchList(_Object):
     has_more: bool
 
 
-def paged(kind: type[FileList] | type[BatchList], found: list[Any], limit: int) -> Any:
-    """A list of at most `limit`; there are more if one more was found."""
-    shown = found[:limit]
+def paged(kind: type[FileList] | type[BatchList], objects: list[Any], limit: int) -> Any:
+    """A list of at most `limit` objects. There are more than these if one more is given."""
+    shown = objects[:limit]
     return kind(
         data=shown,
         first_id=shown[0].id if shown else None,
         last_id=shown[-1].id if shown else None,
-        has_more=len(found) > limit,
+        has_more=len(objects) > limit,
     )

@@ -1,12 +1,137 @@
-"""Reads the bodies of requests about batches. Runs in workers."""
+"""Reads the bodies of requests about batches, and the lines of their files. Runs in workers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.http.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.workers.worker import Models
+
+_PREFIX_BYTES = 512
+"""Lines are computed in the order of so much of their prompts: lines that begin alike, together."""
 
 
 def batch(models: Models, body: bytes) -> BatchRequest:
-    """Of `POST /v1/batches`. Raises InvalidRequestError."""
+    """The body of `POST /v1/batches`. Raises InvalidRequestError."""
     return parsed(BatchRequest, body)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedLine:
+    """A line of a batch's file, or what is wrong with it."""
+
+    n: int
+    """The line's number among those that were checked together, from 1."""
+    custom_id: str = ""
+    start: int = 0
+    """The place of the line's `body` among the lines that were checked together."""
+    size: int = 0
+    prefix: bytes = b""
+    error: tuple[str, str, str | None] | None = None
+    """A code, a message and the field's name."""
+
+    def moved(self, n: int, start: int) -> CheckedLine:
+        """The line behind so many other lines with so many bytes."""
+        return replace(self, n=self.n + n, start=self.start + start)
+
+
+class _Envelope(msgspec.Struct):
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Body(msgspec.Struct):
+    """The fields of a request that say what its prompt begins with, as they were sent."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw(b"null")
+    background: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_ENVELOPE, _BODY = msgspec.json.Decoder(_Envelope), msgspec.json.Decoder(_Body)
+_PROMPT = ("model", "tools", "instructions", "messages", "prompt", "input")
+_OFF = (b"null", b"false")
+
+
+class _LineError(Exception):
+    """A line is wrong: a code, a message and the field's name."""
+
+
+def lines(models: Models, body: bytes) -> list[CheckedLine]:
+    """Check the lines of a batch's file. Before them is a line with the batch's endpoint.
+
+    A line's values are not made into objects: only its outermost fields are looked at."""
+    endpoint, _, data = body.partition(b"\n")
+    checked, start = [], 0
+    for n, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            checked.append(_checked(n, line, start, endpoint.decode()))
+        start += len(line) + 1
+    return checked
+
+
+def _checked(n: int, line: bytes, start: int, endpoint: str) -> CheckedLine:
+    try:
+        custom_id, body, prefix = _read(line, endpoint)
+    except _LineError as error:
+        code, message, param = error.args
+        return CheckedLine(n, error=(code, message, param))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        message = "This line is not parseable as valid JSON."
+        return CheckedLine(n, error=("invalid_json_line", message, None))
+    return CheckedLine(n, custom_id, start + line.index(body), len(body), prefix)
+
+
+def _read(line: bytes, endpoint: str) -> tuple[str, bytes, bytes]:
+    """The line's `custom_id`, its body, and what its prompt begins with."""
+    if len(line) > MAX_BODY_BYTES:
+        message = f"The line has more than {MAX_BODY_BYTES} bytes."
+        raise _LineError("line_too_long", message, None)
+    try:
+        envelope = _ENVELOPE.decode(line)
+    except msgspec.ValidationError:
+        message = "The line is not a JSON object."
+        raise _LineError("invalid_json_line", message, None) from None
+    custom_id = envelope.custom_id
+    if not isinstance(custom_id, str) or not custom_id or len(custom_id) > 512:
+        message = "`custom_id` must be a text of 1 to 512 characters."
+        raise _LineError("invalid_custom_id", message, "custom_id")
+    if envelope.method != "POST":
+        raise _LineError("invalid_method", "`method` must be POST.", "method")
+    if envelope.url != endpoint:
+        raise _LineError("mismatched_url", f"`url` must be the batch's: {endpoint}.", "url")
+    body = bytes(envelope.body)
+    try:
+        request = _BODY.decode(body)
+    except msgspec.ValidationError:
+        raise _LineError("invalid_body", "`body` must be an object.", "body") from None
+    if bytes(request.stream) not in _OFF:
+        raise _LineError("invalid_body", "A batch's line cannot stream.", "body.stream")
+    if bytes(request.background) not in _OFF:
+        message = "A batch's line is waited for: leave out `background`."
+        raise _LineError("invalid_body", message, "body.background")
+    return custom_id, body, _prefix(request)
+
+
+def prefix_of(body: bytes) -> bytes:
+    """The beginning of a request's prompt: sorted by it, requests that begin alike are neighbours.
+
+    `body` is a JSON object."""
+    return _prefix(_BODY.decode(body))
+
+
+def _prefix(request: _Body) -> bytes:
+    fields = (bytes(getattr(request, name))[:_PREFIX_BYTES] for name in _PROMPT)
+    return b",".join(fields)[:_PREFIX_BYTES]

@@ -6,20 +6,16 @@ Source: OpenAI's API reference, "Files" and "Batch".
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response, StreamingResponse
-from starlette.requests import ClientDisconnect
 
-from serve_app.errors import (
-    InvalidRequestError,
-    RateLimitError,
-    SlowRequestError,
-)
+from serve_app.errors import InvalidRequestError, StorageFullError
 from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch.multipart import UploadForm
 from serve_app.ingress.batch.objects import (
@@ -31,17 +27,17 @@ from serve_app.ingress.batch.objects import (
     FileObject,
     paged,
 )
-from serve_app.ingress.batch.service import MOST_UPLOADS, BatchService
-from serve_app.ingress.batch.store import BatchStore
+from serve_app.ingress.batch.service import BatchService
+from serve_app.ingress.batch.store import BatchStore, is_full
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import prepared
 from serve_app.ingress.http.limits.bodies import streamed, unread
 
 _BUFFER_BYTES = 2**20
-_PROGRESS_S, _MIN_RATE = 10.0, 500
-"""So many seconds of a file must bring so many bytes each."""
 _EXPIRES_S = 3600, 2_592_000
-Limit = Annotated[int, Query(ge=1, le=10_000)]
+FileLimit = Annotated[int, Query(ge=1, le=10_000)]
+BatchLimit = Annotated[int, Query(ge=1, le=100)]
+T = TypeVar("T")
 
 
 async def _service(request: Request) -> BatchService:
@@ -54,7 +50,7 @@ ROUTER = APIRouter()
 
 
 def _owner() -> str:
-    """Whose files these are: an API key's; without keys, those of all who may ask."""
+    """The owner of the caller's files: its API key; without keys, all callers together."""
     caller = request_context.current()
     return "" if caller.account is None else caller.account.key.name
 
@@ -64,32 +60,29 @@ def _owner() -> str:
 async def create_file(request: Request, service: ServiceArgument) -> FileObject:
     """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
     store, owner = service.store, _owner()
-    if service.uploads.locked():
-        raise RateLimitError(f"{MOST_UPLOADS} files are being uploaded here.", 1)
-    async with service.uploads:
-        await asyncio.to_thread(store.check_room, owner)
-        arriving = store.folder / f"arriving-{uuid.uuid4().hex}"
-        try:
-            form = await _received(request, arriving, store.limits.max_file_bytes)
-            return await asyncio.to_thread(_taken, store, owner, arriving, form)
-        finally:
-            arriving.unlink(missing_ok=True)
+    await _do(store, store.check_room, owner)
+    arriving = store.folder / "arriving" / uuid.uuid4().hex
+    try:
+        form = await _received(request, service, arriving)
+        return await _do(store, _taken, store, owner, arriving, form)
+    finally:
+        await asyncio.to_thread(arriving.unlink, missing_ok=True)
 
 
 @ROUTER.get("/v1/files")
 async def list_files(
     service: ServiceArgument,
     purpose: str | None = None,
-    limit: Limit = 10_000,
+    limit: FileLimit = 10_000,
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> FileList:
     """Your files, the newest first."""
     newest_first = order == "desc"
-    found = await asyncio.to_thread(
+    files = await asyncio.to_thread(
         service.store.files, _owner(), purpose, limit, after, newest_first=newest_first
     )
-    return paged(FileList, found, limit)  # type: ignore[no-any-return]
+    return paged(FileList, files, limit)  # type: ignore[no-any-return]
 
 
 @ROUTER.get("/v1/files/{file_id}")
@@ -102,8 +95,8 @@ async def get_file(service: ServiceArgument, file_id: str) -> FileObject:
 async def get_file_content(service: ServiceArgument, file_id: str) -> Response:
     """The content of a file."""
     store = service.store
-    found = await asyncio.to_thread(store.file, _owner(), file_id)
-    headers = {"content-length": str(found.bytes)}
+    file = await asyncio.to_thread(store.file, _owner(), file_id)
+    headers = {"content-length": str(file.bytes)}
     return StreamingResponse(
         _contents(store.path(file_id)), media_type="application/octet-stream", headers=headers
     )
@@ -112,7 +105,7 @@ async def get_file_content(service: ServiceArgument, file_id: str) -> Response:
 @ROUTER.delete("/v1/files/{file_id}")
 async def delete_file(service: ServiceArgument, file_id: str) -> DeletedFile:
     """Delete a file that no running batch needs."""
-    await asyncio.to_thread(service.store.delete_file, _owner(), file_id)
+    await _do(service.store, service.store.delete_file, _owner(), file_id)
     return DeletedFile(id=file_id)
 
 
@@ -122,18 +115,18 @@ async def create_batch(
 ) -> BatchObject:
     """Have a file's requests answered, behind everybody else's."""
     store = service.store
-    batch = await asyncio.to_thread(store.add_batch, _owner(), body)
+    batch = await _do(store, store.add_batch, _owner(), body)
     service.wake()
     return batch
 
 
 @ROUTER.get("/v1/batches")
 async def list_batches(
-    service: ServiceArgument, limit: Limit = 20, after: str | None = None
+    service: ServiceArgument, limit: BatchLimit = 20, after: str | None = None
 ) -> BatchList:
     """Your batches, the newest first."""
-    found = await asyncio.to_thread(service.store.batches, _owner(), limit, after)
-    return paged(BatchList, found, limit)  # type: ignore[no-any-return]
+    batches = await asyncio.to_thread(service.store.batches, _owner(), limit, after)
+    return paged(BatchList, batches, limit)  # type: ignore[no-any-return]
 
 
 @ROUTER.get("/v1/batches/{batch_id}")
@@ -146,42 +139,44 @@ async def get_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
 @unread
 async def cancel_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
     """Have a batch end soon; what has been answered by then is kept."""
-    batch = await asyncio.to_thread(service.store.cancel, _owner(), batch_id)
+    batch = await _do(service.store, service.store.cancel, _owner(), batch_id)
     service.wake()
     return batch
 
 
-async def _received(request: Request, arriving: Path, max_bytes: int) -> UploadForm:
+async def _received(request: Request, service: BatchService, arriving: Path) -> UploadForm:
     """The form, whose file is on the disk. Raises CorralError."""
-    buffer = bytearray()
-    form = UploadForm(request.headers.get("content-type", ""), buffer.extend, max_bytes)
-    pieces = aiter(request.stream())
-    file = await asyncio.to_thread(arriving.open, "wb")
-    try:
-        while not form.complete:
-            await _progress(form, pieces)
-            if len(buffer) >= _BUFFER_BYTES or form.complete:
-                await asyncio.to_thread(file.write, bytes(buffer))
-                buffer.clear()
-    except (StopAsyncIteration, ClientDisconnect):
-        raise InvalidRequestError("The form ends too early.") from None
-    except TimeoutError:
-        raise SlowRequestError(
-            f"The file came too slowly. Send at least {_MIN_RATE} bytes in each {_PROGRESS_S:.0f} seconds."
-        ) from None
-    finally:
-        await asyncio.to_thread(file.close)
+    store, buffer = service.store, bytearray()
+    content_type = request.headers.get("content-type", "")
+    form = UploadForm(content_type, buffer.extend, store.limits.max_file_bytes)
+
+    async def take(piece: bytes) -> None:
+        form.feed(piece)
+        if len(buffer) >= _BUFFER_BYTES:
+            await _do(store, _append, arriving, bytes(buffer))
+            buffer.clear()
+
+    holder = request_context.current().holder
+    await service.uploads.stream(holder, request.headers, request.receive, take)
+    await _do(store, _append, arriving, bytes(buffer))
+    if not form.complete:
+        raise InvalidRequestError("The form ends too early.")
     return form
 
 
-async def _progress(form: UploadForm, pieces: AsyncIterator[bytes]) -> None:
-    """As many bytes as must come, or as a write is worth, or the end."""
-    n_bytes = 0
-    async with asyncio.timeout(_PROGRESS_S):
-        while not form.complete and n_bytes < _MIN_RATE * _PROGRESS_S:
-            piece = await anext(pieces)
-            n_bytes += len(piece)
-            form.feed(piece)
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+async def _do(store: BatchStore, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """The function's result, in a thread. Raises StorageFullError if the disk is full."""
+    try:
+        return await asyncio.to_thread(function, *arguments, **options)
+    except (OSError, sqlite3.Error) as error:
+        if not is_full(error, store.folder):
+            raise
+        raise StorageFullError("The disk for files and batches is full.") from None
 
 
 def _taken(store: BatchStore, owner: str, arriving: Path, form: UploadForm) -> FileObject:
@@ -189,13 +184,13 @@ def _taken(store: BatchStore, owner: str, arriving: Path, form: UploadForm) -> F
         raise InvalidRequestError("Field required: the form has no file.", "file")
     if form.fields.get("purpose") != "batch":
         raise InvalidRequestError("`purpose` must be `batch`.", "purpose")
-    given = form.fields.get("expires_after[seconds]")
+    seconds = form.fields.get("expires_after[seconds]")
     least, most = _EXPIRES_S
-    if given is not None and not (given.isdecimal() and least <= int(given) <= most):
+    if seconds is not None and not (seconds.isdecimal() and least <= int(seconds[:9]) <= most):
         raise InvalidRequestError(
             f"`expires_after[seconds]` must be {least} to {most}.", "expires_after"
         )
-    expires_s = None if given is None else float(given)
+    expires_s = None if seconds is None else float(seconds)
     return store.add_file(owner, arriving, form.filename, "batch", expires_s)
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.errors import NotSupportedError
 from serve_app.ingress.batch.executor import BatchExecutor
 from serve_app.ingress.batch.store import BatchLimits, BatchStore
+from serve_app.ingress.http.limits.bodies import BodyLimits, BodyReader
 
-MOST_UPLOADS = 8
-"""The most files that one ingress receives at once."""
+MOST_UPLOADS, MOST_UPLOADS_EACH = 32, 4
+"""The most files that one ingress receives at once, and those of one client."""
+UPLOAD_S = 3600.0
+"""The longest time that a file may take to arrive."""
+_FORM_BYTES = 64 * 2**10
+"""The most bytes of an upload besides the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """Where they are kept, and how much."""
+    """The folder of files and batches, and their limits."""
 
     folder: Path
     limits: BatchLimits = field(default_factory=BatchLimits)
@@ -34,7 +38,15 @@ class BatchService:
     ) -> None:
         self._store = store
         self._executor = executor
-        self.uploads = asyncio.Semaphore(MOST_UPLOADS)
+        max_file_bytes = 0 if store is None else store.limits.max_file_bytes
+        self.uploads = BodyReader(
+            BodyLimits(
+                MOST_UPLOADS,
+                max_each=MOST_UPLOADS_EACH,
+                max_bytes=max_file_bytes + _FORM_BYTES,
+                timeout_s=UPLOAD_S,
+            )
+        )
 
     @property
     def store(self) -> BatchStore:
@@ -46,6 +58,6 @@ class BatchService:
         return self._store
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Have the executor look for a new batch."""
         if self._executor is not None:
             self._executor.wake()

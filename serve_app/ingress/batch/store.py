@@ -8,12 +8,15 @@ those share it if their file system has locks (NFS 4, EFS, a cluster's).
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,28 +43,43 @@ CREATE TABLE IF NOT EXISTS batches (
     metadata TEXT, errors TEXT, output_file_id TEXT, error_file_id TEXT, keep_s REAL,
     total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0, times TEXT NOT NULL DEFAULT '{}',
-    holder TEXT, leased_until REAL NOT NULL DEFAULT 0
+    holder TEXT, leased_until REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
+    ended REAL
 );
 CREATE INDEX IF NOT EXISTS files_of ON files (owner, created);
 CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, created);
 """
 _BUSY_S = 30.0
-"""So long a process waits for others' transactions, which take milliseconds."""
+"""The longest that a process waits for others' transactions, which take milliseconds."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MOST_ATTEMPTS = 10
+"""The most times that a batch is claimed without getting any further. Then it has failed."""
+_BACK_OFF_S, _MOST_BACK_OFF_S = 5.0, 300.0
+"""The pauses after a batch's first failed attempt, which double, and the longest."""
+STRAY_S = 7200.0
+"""The age at which files that no row names are removed. None takes so long to arrive."""
+
+
+_LEAST_FREE_BYTES = 2**20
+"""With less room on the disk, SQLite cannot open its journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Of one key, and of one file."""
+    """The limits of one key, unless they say otherwise."""
 
     max_file_bytes: int = 200 << 20
     max_files: int = 1000
     max_bytes: int = 4 << 30
-    """Of all of a key's files together."""
+    """The bytes of all files together."""
     max_lines: int = 200_000
-    """Of one file."""
+    """The lines of one file."""
     max_batches: int = 100
-    """Of a key, that have not ended."""
+    """The batches that have not ended."""
+    max_ended_batches: int = 1000
+    """The batches that have ended. The oldest are forgotten."""
+    keep_s: float = 30 * 86400.0
+    """The longest that files are kept after they have come, and batches after they have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +95,21 @@ class ClaimedBatch:
     keep_s: float | None
 
 
+def is_full(error: Exception, folder: Path) -> bool:
+    """Whether this error of a file in the folder says that the disk has no room."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+        return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
+    return code == sqlite3.SQLITE_FULL
+
+
 class BatchStore:
     """The store in a folder. Any thread of any process; each call is a transaction.
 
-    Files' contents lie in `files`; what a batch that runs has been answered, in `runs`.
+    Files' contents lie in `files`, files that are being received in `arriving`, and the journals of batches
+    that run in `runs`. The methods raise OSError and sqlite3.Error, and then have changed nothing.
     """
 
     def __init__(
@@ -93,8 +122,8 @@ class BatchStore:
         self.limits = limits or BatchLimits()
         self.folder = folder
         self._clock = clock
-        for made in (folder, folder / "files", folder / "runs"):
-            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for subfolder in (folder, folder / "files", folder / "runs", folder / "arriving"):
+            subfolder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._transaction() as db:
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
@@ -146,7 +175,7 @@ class BatchStore:
     ) -> FileObject:
         """Take a file in, which is moved. Raises RateLimitError if the key may not have it."""
         file_id, n_bytes, now = f"file-{uuid.uuid4().hex}", arrived.stat().st_size, self._clock()
-        expires = None if expires_s is None else now + expires_s
+        expires = now + min(expires_s or self.limits.keep_s, self.limits.keep_s)
         with self._transaction() as db:
             self._check_room(db, owner, n_bytes)
             db.execute(
@@ -182,29 +211,51 @@ class BatchStore:
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
             self.path(file_id).unlink(missing_ok=True)
 
-    def delete_expired(self) -> int:
-        """Of files that were to be deleted by themselves; returns how many."""
+    def sweep(self) -> int:
+        """Remove files that have expired, batches that ended long ago, and what killed processes have left.
+        Returns how many files there were."""
+        now = self._clock()
         with self._transaction() as db:
             expired = db.execute(
                 "SELECT id FROM files WHERE expires < ? AND id NOT IN "
                 f"(SELECT input_file_id FROM batches WHERE status NOT IN {ENDED})",
-                (self._clock(),),
+                (now,),
             ).fetchall()
-            for (file_id,) in expired:
-                db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-                self.path(file_id).unlink(missing_ok=True)
-        return len(expired)
+            db.executemany("DELETE FROM files WHERE id = ?", [tuple(row) for row in expired])
+            db.execute(
+                "DELETE FROM batches WHERE ended < ? OR id IN (SELECT id FROM (SELECT id, ROW_NUMBER() "
+                "OVER (PARTITION BY owner ORDER BY ended DESC) AS n FROM batches WHERE ended NOT NULL) "
+                "WHERE n > ?)",
+                (now - self.limits.keep_s, self.limits.max_ended_batches),
+            )
+            named = {row["id"] for row in db.execute("SELECT id FROM files")}
+            live = f"SELECT id FROM batches WHERE status NOT IN {ENDED}"
+            named |= {f"{row['id']}.sqlite" for row in db.execute(live)}
+        for (file_id,) in expired:
+            self.path(file_id).unlink(missing_ok=True)
+        return len(expired) + sum(self._remove_strays(named))
+
+    def _remove_strays(self, named: Set[str]) -> Iterator[bool]:
+        oldest = time.time() - STRAY_S
+        for subfolder in ("files", "runs", "arriving"):
+            for path in (self.folder / subfolder).iterdir():
+                if path.name.removesuffix("-journal") in named:
+                    continue
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < oldest:
+                        path.unlink()
+                        yield True
 
     # -- batches ----------------------------------------------------------------------------------
 
-    def add_batch(self, owner: str, asked: BatchRequest) -> BatchObject:
+    def add_batch(self, owner: str, request: BatchRequest) -> BatchObject:
         """Raises InvalidRequestError for a file that is none for batches, and RateLimitError if the key has
         as many batches as it may."""
         batch_id, now = f"batch_{uuid.uuid4().hex}", self._clock()
-        window_s = int(asked.completion_window[:-1]) * _UNITS[asked.completion_window[-1]]
-        keep = asked.output_expires_after
+        window_s = int(request.completion_window[:-1]) * _UNITS[request.completion_window[-1]]
+        keep = request.output_expires_after
         with self._transaction() as db:
-            if _one(db, "files", asked.input_file_id, owner)["purpose"] != "batch":
+            if _one(db, "files", request.input_file_id, owner)["purpose"] != "batch":
                 raise InvalidRequestError("The file's purpose is not `batch`.", "input_file_id")
             (n_live,) = db.execute(
                 f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN {ENDED}", (owner,)
@@ -217,9 +268,9 @@ class BatchStore:
                 "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, status, "
                 "created, deadline, metadata, keep_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    *(batch_id, owner, asked.endpoint, asked.input_file_id),
-                    *(asked.completion_window, "validating", now, now + window_s),
-                    None if asked.metadata is None else json.dumps(asked.metadata),
+                    *(batch_id, owner, request.endpoint, request.input_file_id),
+                    *(request.completion_window, "validating", now, now + window_s),
+                    None if request.metadata is None else json.dumps(request.metadata),
                     None if keep is None else keep.seconds,
                 ),
             )
@@ -236,36 +287,58 @@ class BatchStore:
             return [_batch(row) for row in _page(db, "batches", owner, limit, after)]
 
     def cancel(self, owner: str, batch_id: str) -> BatchObject:
-        """Have it end soon. Raises InvalidRequestError if it has ended."""
+        """Have the batch end soon, or at once if none of its lines has been asked for. Raises
+        InvalidRequestError if it has ended."""
+        now = self._clock()
         with self._transaction() as db:
             row = _one(db, "batches", batch_id, owner)
             if row["status"] in ENDED:
                 raise InvalidRequestError(f"The batch is {row['status']}.", "batch_id")
             if row["status"] not in ("finalizing", "cancelling"):
-                _move(db, batch_id, "cancelling", self._clock())
+                _move(db, batch_id, "cancelling", now)
+            if row["leased_until"] < now and row["status"] == "validating":
+                _move(db, batch_id, "cancelled", now)
+            elif (
+                row["holder"] is None
+            ):  # nobody works on it, and none need wait for another attempt
+                db.execute("UPDATE batches SET leased_until = 0 WHERE id = ?", (batch_id,))
             return _batch(_one(db, "batches", batch_id, owner))
 
     # -- for those who work on them ---------------------------------------------------------------
 
-    def claim(self, holder: str, lease_s: float, most: int) -> list[ClaimedBatch]:
-        """Up to `most` batches, the oldest first, that nobody works on: they are the holder's for so many
-        seconds, and as long as it renews them."""
+    def claim(self, holder: str, lease_s: float, most: int, most_each: int) -> list[ClaimedBatch]:
+        """Claim up to `most` batches that nobody works on, of each owner `most_each` together with those
+        that the holder has. They are the holder's for so many seconds, and as long as it renews them.
+
+        Owners take turns, and an owner's most urgent batch is first. A batch that was claimed too often in
+        vain has failed."""
         now = self._clock()
         with self._transaction() as db:
-            rows = db.execute(
+            held = f"SELECT owner FROM batches WHERE holder = ? AND status NOT IN {ENDED}"
+            n_held = Counter(row["owner"] for row in db.execute(held, (holder,)))
+            waiting = db.execute(
                 f"SELECT * FROM batches WHERE status NOT IN {ENDED} AND leased_until < ? "
-                "ORDER BY created LIMIT ?",
-                (now, most),
+                "ORDER BY deadline, created",
+                (now,),
             ).fetchall()
-            for row in rows:
+            turns = []
+            for row in waiting:
+                if row["attempts"] >= MOST_ATTEMPTS:
+                    _fail(db, row["id"], [_GIVEN_UP], now)
+                elif (turn := n_held[row["owner"]]) < most_each:
+                    n_held[row["owner"]] += 1
+                    turns.append((turn, row))
+            claimed = [row for _, row in sorted(turns, key=lambda entry: entry[0])[:most]]
+            for row in claimed:
                 db.execute(
-                    "UPDATE batches SET holder = ?, leased_until = ? WHERE id = ?",
+                    "UPDATE batches SET holder = ?, leased_until = ?, attempts = attempts + 1 "
+                    "WHERE id = ?",
                     (holder, now + lease_s, row["id"]),
                 )
-        return [_claimed(row) for row in rows]
+        return [_claimed(row) for row in claimed]
 
     def renew(self, holder: str, batch_id: str, lease_s: float) -> str | None:
-        """Its status; None if it is another holder's, or gone."""
+        """Keep the batch. Returns its status, or None if it is another holder's, or gone."""
         with self._transaction() as db:
             changed = db.execute(
                 "UPDATE batches SET leased_until = ? WHERE id = ? AND holder = ?",
@@ -273,46 +346,56 @@ class BatchStore:
             )
             if not changed.rowcount:
                 return None
-            found = db.execute("SELECT status FROM batches WHERE id = ?", (batch_id,)).fetchone()
-            return str(found["status"])
+            (status,) = db.execute(
+                "SELECT status FROM batches WHERE id = ?", (batch_id,)
+            ).fetchone()
+            return str(status)
 
-    def release(self, holder: str, batch_id: str) -> None:
-        """Let others work on it."""
+    def release(self, holder: str, batch_id: str, *, failed: bool = False) -> None:
+        """Let others work on the batch. After an attempt that failed, they wait for longer each time; any
+        other attempt does not count."""
         with self._transaction() as db:
+            row = db.execute(
+                "SELECT attempts FROM batches WHERE id = ? AND holder = ?", (batch_id, holder)
+            ).fetchone()
+            if row is None:
+                return
+            pause_s = min(_MOST_BACK_OFF_S, _BACK_OFF_S * 2 ** (row["attempts"] - 1))
             db.execute(
-                "UPDATE batches SET leased_until = 0 WHERE id = ? AND holder = ?",
-                (batch_id, holder),
+                "UPDATE batches SET holder = NULL, leased_until = ?, attempts = ? WHERE id = ?",
+                (self._clock() + pause_s, row["attempts"], batch_id)
+                if failed
+                else (0, max(0, row["attempts"] - 1), batch_id),
             )
 
     def move(self, batch_id: str, before: str, after: str) -> bool:
         """Give it another status, if it has the one of before."""
         with self._transaction() as db:
-            found = db.execute("SELECT status FROM batches WHERE id = ?", (batch_id,)).fetchone()
-            if found is None or found["status"] != before:
+            row = db.execute("SELECT status FROM batches WHERE id = ?", (batch_id,)).fetchone()
+            if row is None or row["status"] != before:
                 return False
             _move(db, batch_id, after, self._clock())
             return True
 
     def count(self, batch_id: str, total: int, completed: int, failed: int) -> None:
-        """How many of its lines have been answered."""
+        """Note how many of the batch's lines have been answered. With more than before, it gets on."""
         with self._transaction() as db:
             db.execute(
-                "UPDATE batches SET total = ?, completed = ?, failed = ? WHERE id = ?",
-                (total, completed, failed, batch_id),
+                "UPDATE batches SET attempts = CASE WHEN completed + failed < ? THEN 0 ELSE attempts "
+                "END, total = ?, completed = ?, failed = ? WHERE id = ?",
+                (completed + failed, total, completed, failed, batch_id),
             )
 
     def fail(self, batch_id: str, errors: list[LineError]) -> None:
-        """Its file cannot be used."""
-        told = LineErrors(data=errors).model_dump_json()
+        """End the batch, whose file cannot be used."""
         with self._transaction() as db:
-            db.execute("UPDATE batches SET errors = ? WHERE id = ?", (told, batch_id))
-            _move(db, batch_id, "failed", self._clock())
+            _fail(db, batch_id, errors, self._clock())
 
     def finish(
         self, batch_id: str, status: str, made: dict[str, Path], counts: tuple[int, int, int]
     ) -> None:
-        """It has ended, and these files are its own, which are moved: `output` and `error`, as far as there
-        are any. Twice changes nothing."""
+        """End the batch. The files, `output` and `error` as far as there are any, are moved and become its
+        own. A second call changes nothing."""
         now = self._clock()
         with self._transaction() as db:
             row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
@@ -320,7 +403,7 @@ class BatchStore:
                 for path in made.values():
                     path.unlink(missing_ok=True)
                 return
-            expires = None if row["keep_s"] is None else now + row["keep_s"]
+            expires = now + min(row["keep_s"] or self.limits.keep_s, self.limits.keep_s)
             for kind, path in made.items():
                 file_id = f"file-{batch_id.removeprefix('batch_')}-{kind}"
                 db.execute(
@@ -342,13 +425,13 @@ class BatchStore:
 
 
 def _one(db: sqlite3.Connection, table: str, object_id: str, owner: str) -> sqlite3.Row:
-    found: sqlite3.Row | None = db.execute(
+    row: sqlite3.Row | None = db.execute(
         f"SELECT * FROM {table} WHERE id = ? AND owner = ?", (object_id, owner)
     ).fetchone()
-    if found is None:
+    if row is None:
         kind = "file" if table == "files" else "batch"
         raise ObjectNotFoundError(f"You have no {kind} {object_id!r} here.")
-    return found
+    return row
 
 
 def _page(
@@ -375,12 +458,24 @@ def _page(
     ).fetchall()
 
 
+_GIVEN_UP = LineError(
+    code="server_error",
+    message=f"The server failed {MOST_ATTEMPTS} times to work on this batch. Its log says why.",
+)
+
+
+def _fail(db: sqlite3.Connection, batch_id: str, errors: list[LineError], now: float) -> None:
+    text = LineErrors(data=errors).model_dump_json()
+    db.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
+    _move(db, batch_id, "failed", now)
+
+
 def _move(db: sqlite3.Connection, batch_id: str, status: str, now: float) -> None:
     (times,) = db.execute("SELECT times FROM batches WHERE id = ?", (batch_id,)).fetchone()
     moved = json.loads(times) | {f"{status}_at": int(now)}
     db.execute(
-        "UPDATE batches SET status = ?, times = ? WHERE id = ?",
-        (status, json.dumps(moved), batch_id),
+        "UPDATE batches SET status = ?, times = ?, ended = ? WHERE id = ?",
+        (status, json.dumps(moved), now if status in ENDED else None, batch_id),
     )
 
 

@@ -128,28 +128,27 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (line := scope.get(BATCH_LINE)) is not None:
-            request_context.enter(line)
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
+        line: Caller | None = scope.get(BATCH_LINE)
         with ExitStack() as held:
             try:
-                caller = self._caller(scope, headers)
+                caller = line or self._caller(scope, headers)
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
-                    held.enter_context(self._open.entered(caller.holder))
+                    if line is None:
+                        held.enter_context(self._open.entered(caller.holder))
                     held.enter_context(caller.running())
-                if scope["path"] not in _OPEN_PATHS and _may_wait(scope, headers):
+                is_in_turn = line is None and scope["path"] not in _OPEN_PATHS
+                if is_in_turn and _may_wait(scope, headers):
                     await self._turnstile.turn(caller.holder)
                 endpoint = _endpoint(scope)
-                if is_streamed(endpoint):
+                if line is not None or is_streamed(endpoint):
                     request_context.enter(caller)
                     await self._app(scope, receive, _noting_status(caller, send))
                     return
                 body = await self._body(caller, scope, headers, receive, endpoint)
             except CorralError as error:
-                if isinstance(error, NoRoomError):
+                if isinstance(error, NoRoomError) and line is None:
                     await self._hold_up(scope, headers)
                 await errors.response(Request(scope), error, headers=_closing(error))(
                     scope, receive, send

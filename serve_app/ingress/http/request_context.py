@@ -31,9 +31,10 @@ class Caller:
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
     is_batch_line: bool = False
-    """Whether this is a line of a batch: what it uses is not held against the key's other requests."""
+    """Whether this is a line of a batch."""
     is_promoted: bool = False
-    """Whether it is one whose time runs out: it takes part with all others, as one more client."""
+    """Whether the line's time runs out: it takes part with all requests, as one more client, and is charged
+    and limited as they are."""
     ignored: list[str] = field(default_factory=list)
     """Fields of its body that Corral does not have: see request_model."""
     _n_reserved: int = field(default=0, init=False)
@@ -48,7 +49,7 @@ class Caller:
 
     @property
     def is_background(self) -> bool:
-        """Whether all others go first."""
+        """Whether all others go first. Such a line is not held against the key's other requests."""
         return self.is_batch_line and not self.is_promoted
 
     def cache_group(self, salt: str | None) -> str:
@@ -93,7 +94,7 @@ class Caller:
         self._run(n_answers - self._n_running)
 
     def _run(self, n: int) -> None:
-        if self.account is not None and n > 0 and not self.is_batch_line:
+        if self.account is not None and n > 0 and not self.is_background:
             self.account.enter(n, besides=self._n_running)
             self._n_running += n
             self._is_running = True
@@ -104,7 +105,7 @@ class Caller:
         if self.account is None:
             return
         n_prompt = sum(map(len, prompts))
-        if self.is_batch_line:
+        if self.is_background:
             self.account.check_prompt(n_prompt)
         else:
             self.account.admit(n_prompt)
@@ -112,7 +113,7 @@ class Caller:
 
     def charge(self, n_tokens: int) -> None:
         """Charge an answer's tokens."""
-        if self.account is not None and not self.is_batch_line:
+        if self.account is not None and not self.is_background:
             self.account.charge(n_tokens)
 
     def computed(self) -> None:
@@ -131,7 +132,7 @@ class Caller:
 
     def refused(self) -> None:
         """There was no room for the request."""
-        if self.account is not None and not self.is_batch_line:
+        if self.account is not None and not self.is_background:
             self.account.refused()
 
     def check_operator(self, what: str) -> None:

@@ -88,7 +88,9 @@ async def responses(
 ) -> Response:
     """Answer a chat as a response, which is kept for some minutes unless `store` is false; `stream`
     sends server-sent events, and `background` does not wait for it."""
-    told = prepared.asked | ({} if runs.keep_any else {"store": False})
+    # Kept responses are few, and those of who chats: a batch's would take their places.
+    may_keep = runs.keep_any and not request_context.current().is_batch_line
+    told = prepared.asked | ({} if may_keep else {"store": False})
     wanted = prepared.chat.generation
     if told["background"] and not runs.keep_any:
         raise NotSupportedError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,7 +15,12 @@ from typing import TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
-from serve_app.errors import BodyEndedError, RequestTooLargeError, SlowRequestError
+from serve_app.errors import (
+    BodyEndedError,
+    RateLimitError,
+    RequestTooLargeError,
+    SlowRequestError,
+)
 
 MAX_BODY_BYTES = 8 * 2**20
 """Largest body of a request."""
@@ -31,7 +36,7 @@ _HEAD_START = 4096
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Of one ingress replica."""
+    """The limits of one ingress replica."""
 
     max_open: int = 125
     """Bodies that are being read at once."""
@@ -39,6 +44,12 @@ class BodyLimits:
     """The most bytes that they have in memory together."""
     min_rate: int = 500
     """Bytes a second."""
+    max_each: int | None = None
+    """Bodies of one client that are being read at once."""
+    max_bytes: int = MAX_BODY_BYTES
+    """The largest body."""
+    timeout_s: float = BODY_TIMEOUT_S
+    """The longest time that a body may take to arrive."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +62,8 @@ class _Body:
     n_due: int
     """Bytes that must come before the timer ends."""
     n_bytes: int = 0
+    n_kept: int = 0
+    """Bytes that are in memory."""
     refusal: str = ""
     """Why it was ended. No error, as its traceback would refer to this: all would stay until the garbage
     collector comes by."""
@@ -59,7 +72,7 @@ class _Body:
 
     def add(self, piece: bytes) -> None:
         """More of it has come."""
-        self.n_bytes += len(piece)
+        self.n_kept += len(piece)
         if not self._last and len(piece) >= _PIECE_BYTES:
             self._pieces.append(piece)
             return
@@ -91,23 +104,44 @@ class BodyReader:
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._open: set[_Body] = set()
-        self._n_bytes = 0
+        self._n_kept = 0
 
     async def read(self, client: str, headers: Headers, receive: Receive) -> list[bytes] | None:
         """The pieces of the body of that client's request; None if the client has left. Raises
         RequestTooLargeError, SlowRequestError, or BodyEndedError if others need the room."""
-        declared = headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-            raise _too_large()
-        async with self._opened(client) as body:
+        async with self._opened(client, headers) as body:
             while (message := await _received(receive))["type"] != "http.disconnect":
-                self._take(body, message.get("body", b""))
+                self._keep(body, message.get("body", b""))
                 if not message.get("more_body", False):
                     return body.pieces()
         return None
 
+    async def stream(
+        self,
+        client: str,
+        headers: Headers,
+        receive: Receive,
+        take: Callable[[bytes], Awaitable[None]],
+    ) -> bool:
+        """Hand each piece of the body to `take`, and keep none. False if the client has left. Raises the
+        same errors, and RateLimitError if the client sends too many at once."""
+        async with self._opened(client, headers) as body:
+            while (message := await _received(receive))["type"] != "http.disconnect":
+                piece = message.get("body", b"")
+                self._count(body, len(piece))
+                await take(piece)
+                if not message.get("more_body", False):
+                    return True
+        return False
+
     @asynccontextmanager
-    async def _opened(self, client: str) -> AsyncIterator[_Body]:
+    async def _opened(self, client: str, headers: Headers) -> AsyncIterator[_Body]:
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._limits.max_bytes:
+            raise self._too_large()
+        most = self._limits.max_each
+        if most is not None and sum(body.client == client for body in self._open) >= most:
+            raise RateLimitError(f"You are sending {most} of these at once, which is the limit.", 1)
         now = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout_at(now + PROGRESS_S) as timer:
@@ -121,24 +155,25 @@ class BodyReader:
         except TimeoutError:
             raise _ended(body) if body.refusal else self._too_slow() from None
 
-    def _take(self, body: _Body, piece: bytes) -> None:
-        if body.refusal:
-            raise _ended(body)
+    def _keep(self, body: _Body, piece: bytes) -> None:
+        self._count(body, len(piece))
         body.add(piece)
-        self._n_bytes += len(piece)
-        if body.n_bytes > MAX_BODY_BYTES:
-            raise _too_large()
+        self._n_kept += len(piece)
         self._bound_bytes()
         if body.refusal:
             raise _ended(body)
-        self._note_progress(body, len(piece))
 
-    def _note_progress(self, body: _Body, n_bytes: int) -> None:
+    def _count(self, body: _Body, n_bytes: int) -> None:
+        if body.refusal:
+            raise _ended(body)
+        body.n_bytes += n_bytes
+        if body.n_bytes > self._limits.max_bytes:
+            raise self._too_large()
         body.n_due -= n_bytes
         if body.n_due <= 0:
             body.n_due = self._n_due
             now = asyncio.get_running_loop().time()
-            body.timer.reschedule(min(now + PROGRESS_S, body.began + BODY_TIMEOUT_S))
+            body.timer.reschedule(min(now + PROGRESS_S, body.began + self._limits.timeout_s))
 
     @property
     def _n_due(self) -> int:
@@ -152,11 +187,11 @@ class BodyReader:
         self._end(slowest, f"{self._limits.max_open} bodies", "the slowest")
 
     def _bound_bytes(self) -> None:
-        while self._n_bytes > self._limits.max_open_bytes:
+        while self._n_kept > self._limits.max_open_bytes:
             held = Counter[str]()
             for body in self._open:
-                held[body.client] += body.n_bytes
-            largest = max(self._open, key=lambda body: (held[body.client], body.n_bytes))
+                held[body.client] += body.n_kept
+            largest = max(self._open, key=lambda body: (held[body.client], body.n_kept))
             self._end(largest, f"{self._limits.max_open_bytes} bytes", "the largest")
 
     def _end(self, body: _Body, most: str, which: str) -> None:
@@ -171,22 +206,21 @@ class BodyReader:
     def _forget(self, body: _Body) -> None:
         if body in self._open:
             self._open.remove(body)
-            self._n_bytes -= body.n_bytes
+            self._n_kept -= body.n_kept
             body.drop()
+
+    def _too_large(self) -> RequestTooLargeError:
+        return RequestTooLargeError(f"The body has more than {self._limits.max_bytes} bytes.")
 
     def _too_slow(self) -> SlowRequestError:
         return SlowRequestError(
             f"The body came too slowly. Send at least {self._n_due} bytes in each {PROGRESS_S:.0f} seconds "
-            f"and all of it within {BODY_TIMEOUT_S:.0f} seconds."
+            f"and all of it within {self._limits.timeout_s:.0f} seconds."
         )
 
 
 def _ended(body: _Body) -> BodyEndedError:
     return BodyEndedError(body.refusal, 1)
-
-
-def _too_large() -> RequestTooLargeError:
-    return RequestTooLargeError(f"The body has more than {MAX_BODY_BYTES} bytes.")
 
 
 async def _received(receive: Receive) -> Message:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sqlite3
+import subprocess
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,15 +19,19 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from serve_app.errors import DecodeError, QueueFullError
+from serve_app.errors import DecodeError, InvalidRequestError, QueueFullError
 from serve_app.ingress.api import build_api
-from serve_app.ingress.batch import execution
 from serve_app.ingress.batch import executor as executors
+from serve_app.ingress.batch import preparation
+from serve_app.ingress.batch import store as stores
+from serve_app.ingress.batch.journal import BatchJournal
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.batch.store import BatchLimits, BatchStore
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.workers.bodies import InProcess
+from serve_app.ingress.workers.pool import Workers
 from serve_app.types import Accepted, GenerationRequest, TokenDelta, account
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
@@ -56,6 +64,10 @@ class CountingEngine(ScriptedEngine):
         self.held.set()
         self.refusals: list[Exception] = []
         self.n_running = self.most_running = 0
+        self.seconds = 0.0
+        """The time that an answer takes."""
+        self.broken = ""
+        """A prompt at which the engine breaks in an unforeseen way."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         self.seen.append(request)
@@ -67,6 +79,9 @@ class CountingEngine(ScriptedEngine):
         try:
             if request.background:
                 await self.held.wait()
+            await asyncio.sleep(self.seconds)
+            if bytes(request.prompt).decode() == self.broken:
+                raise RuntimeError("unforeseen")
             async for item in super().generate(request):
                 yield item
         finally:
@@ -83,9 +98,10 @@ class Server:
         self.models = {"m": model}
         self.options = BatchOptions(folder / "batches", limits or BatchLimits(), 16, lease_s=1.0)
         self.access = Access(**access)
+        self.workers: Workers | None = None
 
     def api(self) -> FastAPI:
-        return build_api(self.models, self.access, batches=self.options)
+        return build_api(self.models, self.access, self.workers, batches=self.options)
 
     @asynccontextmanager
     async def process(self, key: str = "any") -> AsyncIterator[openai.AsyncOpenAI]:
@@ -107,7 +123,7 @@ class Server:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(executors, "_LOOK_S", 0.05)
     monkeypatch.setattr(executors, "_MOST_PAUSE_S", 0.05)
-    monkeypatch.setattr(execution, "_RENEW_S", 0.1)
+    monkeypatch.setattr(executors, "_RENEW_S", 0.1)
     return Server(tmp_path)
 
 
@@ -251,7 +267,7 @@ async def test_lines_rise_before_their_window_runs_out(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others keep the engine busy, so that what yields gets nothing done."""
-    monkeypatch.setattr(executors, "_RISE_S", 0.05)
+    monkeypatch.setattr(executors, "_PROMOTION_S", 0.05)
     server.engine.held.clear()
     async with server.process() as client:
         batch_id = await begin(client, [line(f"q{i}") for i in range(30)], completion_window="8s")
@@ -282,7 +298,7 @@ async def test_another_process_goes_on_and_computes_only_what_was_not_written(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is gone as if it was killed: it releases nothing."""
-    monkeypatch.setattr(BatchStore, "release", lambda *_: None)
+    monkeypatch.setattr(BatchStore, "release", lambda *_, **__: None)
     names = [f"q{i}" for i in range(60)]
     async with server.process() as client:
         server.engine.held.clear()
@@ -421,9 +437,9 @@ async def test_files_that_expire(server: Server) -> None:
     arrived = server.folder / "arrived"
     arrived.write_bytes(b"x")
     file = store.add_file("", arrived, "a", "batch", expires_s=3600)
-    assert store.delete_expired() == 0
+    assert store.sweep() == 0
     now = 3601.0
-    assert store.delete_expired() == 1
+    assert store.sweep() == 1
     assert not store.path(file.id).exists()
 
 
@@ -445,14 +461,263 @@ def test_a_lease_is_one_holders(tmp_path: Path) -> None:
     batch = store.add_batch("", asked)
     assert batch.expires_at == 2 * 86400
     now = 1.0
-    assert [one.id for one in store.claim("x", 10, 4)] == [batch.id]
-    assert store.claim("y", 10, 4) == []
+    assert [one.id for one in store.claim("x", 10, 4, 4)] == [batch.id]
+    assert store.claim("y", 10, 4, 4) == []
     now = 9.0
     assert store.renew("x", batch.id, 10) == "validating"
     now = 18.0
-    assert store.claim("y", 10, 4) == []
+    assert store.claim("y", 10, 4, 4) == []
     now = 20.0
-    assert [one.id for one in store.claim("y", 10, 4)] == [batch.id]
+    assert [one.id for one in store.claim("y", 10, 4, 4)] == [batch.id]
     assert store.renew("x", batch.id, 10) is None, "it is another's"
     store.release("x", batch.id)
     assert store.renew("y", batch.id, 10) == "validating"
+
+
+# -- what a file, a client or a disk can do ---------------------------------------------------------
+
+
+NESTED = b'{"custom_id": "n", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}\n"
+"""A line that is nested too deeply for readers of JSON."""
+
+
+async def test_a_nested_line_fails_its_batch_and_holds_up_nobody(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+    server = Server(tmp_path, api_key_file=file)
+    async with server.process("b" * 20) as hostile, server.client(server.api(), "a" * 20) as honest:
+        nested = [await begin(hostile, NESTED) for _ in range(8)]
+        batch = await ended(honest, await begin(honest, [line("q")]))
+        assert batch.request_counts.completed == 1
+        for batch_id in nested:
+            failed = await ended(hostile, batch_id)
+            assert (failed.status, failed.errors.data[0].line) == ("failed", 1)
+            assert (await hostile.files.delete(failed.input_file_id)).deleted
+
+
+async def test_a_line_that_no_worker_can_check_is_wrong_and_the_others_are_not(
+    server: Server,
+) -> None:
+    class FragileWorkers(InProcess):
+        """Crash as WorkerPool does where a body ends its processes."""
+
+        async def run(self, client: str, work: Any, *pieces: bytes) -> Any:
+            if work is preparation.lines and b"poison" in b"".join(pieces):
+                raise InvalidRequestError("This request cannot be read.")
+            return await super().run(client, work, *pieces)
+
+    server.workers = FragileWorkers(server.models)
+    async with server.process() as client:
+        lines = [line(str(n), body("poison" if n in (3, 17) else "Hi")) for n in range(20)]
+        batch = await ended(client, await begin(client, lines))
+        errors = [(error.code, error.line) for error in batch.errors.data]
+        assert errors == [("invalid_line", 4), ("invalid_line", 18)]
+
+
+async def test_a_request_that_the_application_fails_to_answer_is_one_lines_error(
+    server: Server,
+) -> None:
+    server.engine.broken = "user:break"
+    async with server.process() as client:
+        lines = [line("good"), line("bad", body("break"))]
+        batch = await ended(client, await begin(client, lines))
+        assert batch.status == "completed"
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (bad,) = await contents(client, batch.error_file_id)
+        assert bad["response"]["status_code"] == 500
+
+
+async def test_a_batch_that_cannot_be_worked_on_fails_after_some_attempts(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(stores, "MOST_ATTEMPTS", 3)
+    attempts = []
+
+    def broken(*arguments: Any) -> None:
+        attempts.append(arguments)
+        raise OSError("broken")
+
+    monkeypatch.setattr(executors, "BatchJournal", broken)
+    async with server.process() as client:
+        batch = await ended(client, await begin(client, [line("q")]))
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "server_error")
+        assert len(attempts) == 3
+
+
+async def test_cancelling_and_deadlines_come_before_reading(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unread(*_: object) -> None:
+        raise AssertionError("the file was read")
+
+    monkeypatch.setattr(BatchJournal, "next_chunk", unread)
+    monkeypatch.setattr(BatchStore, "claim", lambda *_: [])
+    async with server.process() as client:
+        cancelled, late = [await begin(client, [line("q")]) for _ in range(2)]
+        assert (await client.batches.cancel(cancelled)).status == "cancelled"
+        monkeypatch.undo()
+        monkeypatch.setattr(BatchJournal, "next_chunk", unread)
+        with sqlite3.connect(server.options.folder / "batches.sqlite") as db:
+            db.execute("UPDATE batches SET deadline = 0 WHERE id = ?", (late,))
+        db.close()
+        assert (await ended(client, late)).status == "expired"
+
+
+async def test_a_keys_many_batches_do_not_delay_anothers_line(tmp_path: Path) -> None:
+    """The engine has eight places, and those who have waited longest are answered first."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+    server = Server(tmp_path, api_key_file=file)
+    server.engine.seconds = 0.05
+    async with server.process("b" * 20) as many, server.client(server.api(), "a" * 20) as single:
+        lines = [line(str(n), body(str(n))) for n in range(100)]
+        for _ in range(10):
+            await begin(many, lines)
+        await until(lambda: len(server.engine.seen) > 20)
+        batch = await ended(single, await begin(single, [line("q")]))
+        assert batch.request_counts.completed == 1
+        assert len(server.engine.seen) < 500, "the others are not done"
+
+
+async def test_promoted_lines_are_charged_to_their_key_and_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "_PROMOTION_S", 0.05)
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS.replace("max_concurrent_requests: 1, ", ""))
+    server = Server(tmp_path, api_key_file=file)
+    server.engine.held.clear()
+    async with server.process("a" * 20) as client:
+        batch_id = await begin(client, [line(f"q{i}") for i in range(30)], completion_window="6s")
+        assert (await ended(client, batch_id)).status == "expired"
+    promoted = [request for request in server.engine.seen if not request.background]
+    assert 1 <= len(promoted) <= 3, "ten tokens a minute are two such prompts"
+
+
+async def test_routes_that_are_switched_off_answer_no_lines(tmp_path: Path) -> None:
+    server = Server(tmp_path, disabled_routes=(CHAT,))
+    async with server.process() as client:
+        batch = await ended(client, await begin(client, [line("q")]))
+        (error,) = await contents(client, batch.error_file_id)
+        assert error["response"]["status_code"] == 501
+    assert server.engine.seen == []
+
+
+async def test_slow_uploads_leave_room_for_others(server: Server) -> None:
+    """Some of one client that send nothing, and another client's."""
+    api = server.api()
+    slow = [asyncio.create_task(stuck_upload(api, "10.0.0.1")) for _ in range(12)]
+    await until(lambda: sum(task.done() for task in slow) == 8)
+    assert [task.result() for task in slow if task.done()] == [429] * 8
+    async with server.client(api) as client:
+        assert await upload(client, [line("q")])
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    assert not list((server.options.folder / "arriving").iterdir())
+
+
+async def stuck_upload(api: FastAPI, address: str) -> int:
+    """Begin to upload a file, and send no more. The answer's status."""
+    status = 0
+    pieces = [b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n']
+
+    async def receive() -> Any:
+        if pieces:
+            return {"type": "http.request", "body": pieces.pop(), "more_body": True}
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": "/v1/files", "raw_path": b"/v1/files", "query_string": b"",
+        "root_path": "", "headers": [(b"content-type", b"multipart/form-data; boundary=x")],
+        "client": (address, 1), "server": ("127.0.0.1", 8000), "state": {},
+    }  # fmt: skip
+    await api(scope, receive, send)
+    return status
+
+
+async def test_lists_are_bounded(server: Server) -> None:
+    async with server.client(server.api()) as client:
+        with pytest.raises(openai.BadRequestError):
+            await client.batches.list(limit=101)
+
+
+async def test_errors_of_a_batch_stay_small(server: Server) -> None:
+    """Each character of such a name takes ten as an error shows it."""
+    name = "\U000e0001" * 512
+    async with server.process() as client:
+        batch = await ended(client, await begin(client, [line(name)] * 100))
+        assert len(batch.errors.data) == 50
+        assert len(batch.errors.model_dump_json()) < 64_000
+
+
+def test_batches_and_strays_are_removed(tmp_path: Path) -> None:
+    now = time.time()
+    store = BatchStore(tmp_path, BatchLimits(max_ended_batches=2), clock=lambda: now)
+    (tmp_path / "arrived").write_bytes(b"x")
+    file = store.add_file("", tmp_path / "arrived", "a", "batch")
+    request = BatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="2d")
+    ids = [store.add_batch("", request).id for _ in range(4)]
+    for number, batch_id in enumerate(ids[:3]):
+        now += number
+        store.finish(batch_id, "completed", {}, (0, 0, 0))
+    strays = [tmp_path / "arriving/x", tmp_path / "files/file-x", tmp_path / "runs/batch_x.sqlite"]
+    kept = [tmp_path / "runs" / f"{ids[3]}.sqlite", store.path(file.id)]
+    for path in (*strays, *kept):
+        path.write_bytes(b"x")
+        os.utime(path, (1, 1))
+    fresh = tmp_path / "arriving/y"
+    fresh.write_bytes(b"y")
+    assert store.sweep() == 3
+    assert [path.exists() for path in (*strays, *kept, fresh)] == [False] * 3 + [True] * 3
+    assert {batch.id for batch in store.batches("", 10, None)} == set(ids[1:])
+    now += 31 * 86400
+    store.sweep()
+    assert [batch.id for batch in store.batches("", 10, None)] == [ids[3]]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of two MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+async def test_a_full_disk_pauses_batches_and_computes_nothing_twice(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(executors, "_ROOM_S", 0.05)
+    caplog.set_level("INFO", "corral.ingress")
+    server = Server(small_disk)
+    server.engine.seconds = 0.01
+    async with server.process() as client:
+        batch_id = await begin(client, [line(str(n), body(f"{n} is {n}")) for n in range(300)])
+        await until(lambda: len(server.engine.seen) > 20)
+        filler = small_disk / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        await until(lambda: "is full" in caplog.text)
+        await asyncio.sleep(0.5)
+        n_asked = len(server.engine.seen)
+        await asyncio.sleep(0.5)
+        assert len(server.engine.seen) == n_asked, "nothing is asked for meanwhile"
+        with pytest.raises(openai.APIStatusError) as refused:
+            await upload(client, b"x" * 100_000)
+        assert refused.value.status_code == 507
+        filler.unlink()
+        batch = await ended(client, batch_id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 300)
+    assert set(server.engine.asked.values()) == {1}
+    assert caplog.text.count("is full") == caplog.text.count("has room") == 1

@@ -12,7 +12,8 @@ MOST_MORE_MIB = 8
 WORK = """
 import json, re, sys
 from pathlib import Path
-from serve_app.ingress.batch.journal import LineResult, BatchJournal, line_of
+from serve_app.ingress.batch.journal import BatchJournal, LineResult, line_of
+from serve_app.ingress.batch.preparation import lines
 
 folder, n_lines = Path(sys.argv[1]), int(sys.argv[2])
 body = {"prompt": "x" * 200, "max_tokens": 8}
@@ -20,8 +21,10 @@ with (folder / "in.jsonl").open("w") as file:
     for n in range(n_lines):
         line = {"custom_id": f"q{n}", "method": "POST", "url": "/v1/completions", "body": body}
         file.write(json.dumps(line) + "\\n")
-run = BatchJournal(folder, "batch", folder / "in.jsonl", "/v1/completions")
-assert run.read(n_lines) == []
+run = BatchJournal(folder, "batch", folder / "in.jsonl")
+while chunk := run.next_chunk():
+    checked = lines({}, b"/v1/completions\\n" + chunk.data) if chunk.data else []
+    assert run.note(chunk, checked, n_lines) == []
 last = None
 while page := run.unanswered(64, last):
     run.write([LineResult(one.n, True, line_of(one.custom_id, {"text": "y" * 200})) for one in page])

@@ -7,8 +7,8 @@ from serve_app.ingress.batch.window import FIRST, LineWindow
 
 async def answered(window: LineWindow, n: int, *, refused: bool = False) -> None:
     for _ in range(n):
-        await window.enter()
-        await window.leave(refused=refused)
+        async with window.place("", 1) as place:
+            place.refused = refused
 
 
 async def test_it_doubles_with_each_round_until_one_is_refused() -> None:
