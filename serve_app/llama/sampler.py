@@ -19,7 +19,7 @@ from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 
 
-class Sampler:
+class SequenceSampler:
     """Picks one sequence's tokens: logit bias, penalties, then greedy, or top_n_sigma, top_k,
     typical, top_p, min_p, temperature and a seeded draw.
 

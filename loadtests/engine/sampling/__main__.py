@@ -32,7 +32,7 @@ from loadtests.engine.sampling.whole_chain import WholeChain
 from serve_app.llama.context import Context
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
-from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampler import SequenceSampler
 from serve_app.prompt.grammars import from_json_schema
 from serve_app.sampling import SamplingParams
 
@@ -98,7 +98,7 @@ class Bench:
     def _open(self, way: str, params: SamplingParams) -> tuple[Pick, Callable[[], None]]:
         constraint = None if params.grammar is None else self._model.constraint(params.grammar)
         if way == CORRAL:
-            sampler = Sampler(self._context, params, self._prompt, constraint)
+            sampler = SequenceSampler(self._context, params, self._prompt, constraint)
             return sampler.sample, sampler.close
         window = _N_CTX_SLOT if params.repeat_last_n < 0 else params.repeat_last_n
         chain = WholeChain(self._model.n_vocab, params, self._prompt, window)

@@ -16,7 +16,7 @@ _FORGIVING = 0.95
 
 
 @dataclass(slots=True)
-class Speed:
+class CopySpeed:
     """Of one kind of copies, learned by their bytes: small ones say little."""
 
     seconds: float = _FIRST_GUESS_S
@@ -38,13 +38,13 @@ class CopyBudget:
     bound."""
 
     max_stall_s: float | None = None
-    saves: Speed = field(default_factory=Speed)
-    restores: Speed = field(default_factory=Speed)
+    saves: CopySpeed = field(default_factory=CopySpeed)
+    restores: CopySpeed = field(default_factory=CopySpeed)
     spent_s: float = 0.0
     """On copies since the last step's end."""
 
     @contextmanager
-    def making(self, speed: Speed, n_bytes: int) -> Iterator[None]:
+    def making(self, speed: CopySpeed, n_bytes: int) -> Iterator[None]:
         """A copy is made: learn how long that takes."""
         began = time.monotonic()
         yield
@@ -56,7 +56,7 @@ class CopyBudget:
         """All streams have another token."""
         self.spent_s = 0.0
 
-    def allows(self, speed: Speed, n_bytes: int) -> bool:
+    def allows(self, speed: CopySpeed, n_bytes: int) -> bool:
         """Whether streams can ever wait for a copy of that size, in a step that makes no other."""
         if self.max_stall_s is None or speed.forecast_s(n_bytes) <= self.max_stall_s:
             return True

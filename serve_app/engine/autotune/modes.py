@@ -55,7 +55,7 @@ def candidates(options: EngineOptions) -> list[Mode]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModeChoice:
     """The mode that a context is made as, why, and what batches cost in it."""
 
     mode: Mode
@@ -66,7 +66,7 @@ class Choice:
     other: tuple[Mode, Profile] | None = None
     """The best mode with the other kind of cache, if both kinds are open."""
 
-    def turned(self, reason: str) -> Choice:
+    def turned(self, reason: str) -> ModeChoice:
         """The other mode instead, for that reason."""
         if self.other is None:
             raise ValueError("There is no other mode.")
@@ -146,12 +146,14 @@ def filled(profile: Profile, like: Profile) -> Profile:
     return replace(profile, **curves)
 
 
-def choose(profiles: Mapping[Mode, Profile], options: EngineOptions, noise: float = 0.0) -> Choice:
+def choose(
+    profiles: Mapping[Mode, Profile], options: EngineOptions, noise: float = 0.0
+) -> ModeChoice:
     """The mode in which a request takes least, and why in one line: of those that are about as fast, the
     first. `noise` is by what part the same batches differed when they were measured."""
     if len(profiles) == 1:
         (mode,) = profiles
-        return Choice(mode, f"{mode}: as configured", profiles[mode])
+        return ModeChoice(mode, f"{mode}: as configured", profiles[mode])
     seconds = {mode: request_s(found, options, mode) for mode, found in alike(profiles).items()}
     least, same = min(seconds.values()), max(_SAME, _NOISES * noise)
     best = next(mode for mode in seconds if seconds[mode] <= (1 + same) * least)
@@ -160,7 +162,7 @@ def choose(profiles: Mapping[Mode, Profile], options: EngineOptions, noise: floa
     reason = f"{best}: {seconds[best]:.2f} s for a request, with {workload}; {others}"
     turned = [mode for mode in seconds if mode.kv_unified != best.kv_unified]
     other = min(turned, key=lambda mode: seconds[mode], default=None)
-    return Choice(
+    return ModeChoice(
         best, reason, profiles[best], other=None if other is None else (other, profiles[other])
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.llama.threads import Threads
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def key(**measured_with: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load(folder: Path, name: str) -> Choice | None:
+def load(folder: Path, name: str) -> ModeChoice | None:
     """The choice that was kept under that name; None if nothing was, or if the file is damaged."""
     return load_as(folder, name, _parse)
 
@@ -61,7 +61,7 @@ def load_as(folder: Path, name: str, parse: Callable[[object], _Kept]) -> _Kept 
         return None
 
 
-def _parse(document: object) -> Choice:
+def _parse(document: object) -> ModeChoice:
     """Raises ValueError or TypeError for anything but what `save` writes."""
     match document:
         case {
@@ -71,7 +71,9 @@ def _parse(document: object) -> Choice:
             **others,
         }:
             threads, other = _threads(others.get("threads")), _other(others.get("other"))
-            return Choice(Mode(flash_attn, kv_unified), reason, _profile(profile), threads, other)
+            return ModeChoice(
+                Mode(flash_attn, kv_unified), reason, _profile(profile), threads, other
+            )
     raise TypeError("it holds no profile")
 
 

@@ -119,7 +119,7 @@ class EmbeddingShape:
 
 
 class Projector(Protocol):
-    """Makes embeddings of pictures and sounds; see `serve_app.llama.vision.projector.Projector`."""
+    """Makes embeddings of pictures and sounds; see `serve_app.llama.vision.projector.MtmdProjector`."""
 
     @property
     def sees(self) -> bool:

@@ -32,7 +32,7 @@ from serve_app.llama.embedder import Embedder
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.own_layers.hidden_states import HiddenStates
-from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.positions import Positions
 from serve_app.llama.vision.tiles import Tile
@@ -42,7 +42,7 @@ from serve_app.sampling import SamplingParams
 from serve_app.types import Adapters
 
 if TYPE_CHECKING:
-    from serve_app.llama.vision.projector import Projector
+    from serve_app.llama.vision.projector import MtmdProjector
 
 logger = logging.getLogger("corral.engine")
 
@@ -239,10 +239,10 @@ class LlamaBackend:
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
-    ) -> Sampler:
+    ) -> SequenceSampler:
         """A llama.cpp sampler chain."""
         words = [token for token in prompt if token >= 0] if self.projector else prompt
-        return Sampler(self._context, params, words, constraint)
+        return SequenceSampler(self._context, params, words, constraint)
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """See Backend.truncate."""
@@ -397,9 +397,9 @@ class LlamaBackend:
             self._embedder.close()
 
 
-def _open_projector(model: Model, options: EngineOptions) -> Projector | None:
+def _open_projector(model: Model, options: EngineOptions) -> MtmdProjector | None:
     if options.projector is None:
         return None
-    from serve_app.llama.vision.projector import Projector  # its library takes memory
+    from serve_app.llama.vision.projector import MtmdProjector  # its library takes memory
 
-    return Projector(model, options.projector, options.threads)
+    return MtmdProjector(model, options.projector, options.threads)

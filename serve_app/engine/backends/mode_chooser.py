@@ -12,7 +12,7 @@ from typing import Protocol
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
-from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.autotune.profiler import ALONE, Measures, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.options import EngineOptions
@@ -42,10 +42,10 @@ class OpenContext(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class ChosenMode:
     """A choice, and where it comes from."""
 
-    choice: Choice
+    choice: ModeChoice
     undisturbed: bool = True
     """Whether the threads had their time when the modes were measured, now or at an earlier start."""
     kept_as: str | None = None
@@ -62,16 +62,16 @@ class ModeChooser:
         self._open, self._report = open_context, report
         self._n_profiled = min(options.n_ctx_slot, _PROFILE_CTX)
 
-    def choose(self) -> Found:
+    def choose(self) -> ChosenMode:
         """One of the modes, as measured now or at an earlier start. Raises DecodeError."""
         options, folder = self._options, self._options.profile_folder
         open_modes = modes.candidates(options)
         if options.profile_limit_s <= 0 or not self._model.is_causal:
-            return Found(modes.choose({open_modes[0]: Profile()}, options))
+            return ChosenMode(modes.choose({open_modes[0]: Profile()}, options))
         name = self._name(open_modes)
         known = profile_cache.load(folder, name) if folder else None
         if known is not None:
-            return Found(known, kept_as=name)
+            return ChosenMode(known, kept_as=name)
         self._report(Stage("measuring", limit_s=options.profile_limit_s))
         choice, used = self._run_profilers(open_modes)
         if used < ALONE:
@@ -80,11 +80,11 @@ class ModeChooser:
                 "The next start measures again.",
                 100 * used,
             )
-            return Found(choice, undisturbed=False)
+            return ChosenMode(choice, undisturbed=False)
         if not folder:
-            return Found(choice)
+            return ChosenMode(choice)
         profile_cache.save(folder, name, choice)
-        return Found(choice, kept_as=name)
+        return ChosenMode(choice, kept_as=name)
 
     def _name(self, open_modes: Sequence[Mode]) -> str:
         """The profile's, by everything that its figures depend on."""
@@ -101,7 +101,7 @@ class ModeChooser:
             limit_s=options.profile_limit_s,
         )
 
-    def _run_profilers(self, candidates: Sequence[Mode]) -> tuple[Choice, float]:
+    def _run_profilers(self, candidates: Sequence[Mode]) -> tuple[ModeChoice, float]:
         """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
         threads' time this process computed."""
         options = self._options

@@ -17,7 +17,7 @@ from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, Depth
-from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.autotune.profiler import ALONE, Profiler
 from serve_app.engine.backends.base import (
     EmbeddingShape,
@@ -33,7 +33,7 @@ from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.folders import cache_folder
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model, fingerprint_of
-from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.threads import Threads
 from serve_app.llama.vision.tiles import Tile
 from serve_app.openvino.convert import converted, versions
@@ -189,7 +189,7 @@ class OpenVinoBackend:
         logger.info("Measured batches in %.1f s.", took_s)
         self.undisturbed = computed_s >= ALONE * took_s * options.threads
         if folder and self.undisturbed:
-            profile_cache.save(folder, name, Choice(self.mode, self.mode_reason, profile))
+            profile_cache.save(folder, name, ModeChoice(self.mode, self.mode_reason, profile))
         return profile
 
     def _measure_depth(self, profile: Profile) -> Depth:
@@ -248,9 +248,9 @@ class OpenVinoBackend:
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
-    ) -> Sampler:
+    ) -> SequenceSampler:
         """llama.cpp's samplers, over OpenVINO's logits."""
-        return Sampler(self._context, params, prompt, constraint)
+        return SequenceSampler(self._context, params, prompt, constraint)
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """See Backend.truncate."""

@@ -15,7 +15,7 @@ from serve_app.engine.autotune.trials import Trials
 _CHUNKS = (16, 64)
 
 
-class PagedContext(ProfiledContext, Protocol):
+class PagedTrialContext(ProfiledContext, Protocol):
     """The further method needed of a context with a paged cache."""
 
     def pretend(self, seq_id: int, n_tokens: int) -> None:
@@ -23,7 +23,7 @@ class PagedContext(ProfiledContext, Protocol):
 
 
 def measure_depth(
-    context: PagedContext,
+    context: PagedTrialContext,
     profile: Profile,
     n_tokens: int,
     limit_s: float,

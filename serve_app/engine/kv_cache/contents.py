@@ -10,7 +10,7 @@ from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.memory_tier import StoredPrefix
 from serve_app.engine.kv_cache.packing import TokenArray
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import Choice
+from serve_app.engine.kv_cache.slots import SlotChoice
 from serve_app.errors import DecodeError
 
 logger = logging.getLogger("corral.engine")
@@ -43,7 +43,7 @@ class SlotContents:
             self._backend.restore(slot.id, prefix.state)
         self.checkpoints.give(slot.id, prefix.checkpoints)
 
-    def fill(self, choice: Choice, stored: StoredPrefix | None) -> int:
+    def fill(self, choice: SlotChoice, stored: StoredPrefix | None) -> int:
         """Have the chosen prefix in the chosen slot, and nothing else; returns its tokens."""
         slot = choice.slot
         slot.n_shared = min(slot.n_shared, choice.n_cached) if choice.in_place else 0

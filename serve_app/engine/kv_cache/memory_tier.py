@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.checkpoints import Checkpoint, deepest
 from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
-from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
+from serve_app.engine.kv_cache.prefix_index import IndexEntry, Match, PrefixIndex
 from serve_app.engine.metrics.stats import CachedPrompt
 
 # The part of a prefix with which its checkpoints make up for it.
@@ -34,10 +34,10 @@ class StoredPrefix:
         return len(self.state) + sum(len(one.state) for one in self.checkpoints)
 
 
-class _Kept(NamedTuple):
+class _TierEntry(NamedTuple):
     """The tier's entry for a prefix."""
 
-    entry: Entry
+    entry: IndexEntry
     prompt: CachedPrompt
     """Made once: with many prefixes, that takes longer than to list them."""
 
@@ -70,7 +70,7 @@ class MemoryTier:
         self._forgets = forgets
         self._mirror = mirror
         self._index = PrefixIndex() if index is None else index
-        self._entries = OrderedDict[StoredPrefix, _Kept]()  # the least recently used first
+        self._entries = OrderedDict[StoredPrefix, _TierEntry]()  # the least recently used first
         self._prompts: tuple[CachedPrompt, ...] | None = None
         self.n_bytes = 0
         """Of all states."""
@@ -134,7 +134,7 @@ class MemoryTier:
 
     def _keep(self, prefix: StoredPrefix, tokens: bytes) -> None:
         entry = self._index.add(prefix, prefix.group, tokens)
-        self._entries[prefix] = _Kept(entry, CachedPrompt(prefix.group, prefix.tokens))
+        self._entries[prefix] = _TierEntry(entry, CachedPrompt(prefix.group, prefix.tokens))
         self._index.use(entry)
         self._prompts = None
         self.n_bytes += prefix.n_bytes

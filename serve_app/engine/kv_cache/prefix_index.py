@@ -26,7 +26,7 @@ _USES_KEPT = 2
 _USES_MORE = 16
 
 
-class Entry:
+class IndexEntry:
     """Tokens that somebody has. They never change: whoever has others has another entry."""
 
     __slots__ = ("group", "last_used", "n_tokens", "node", "owner")
@@ -53,11 +53,11 @@ class _Node:
         """Tokens from the root to its end."""
         self.children: dict[bytes, _Node] = {}
         """By the first token of their runs."""
-        self.entries: set[Entry] = set()
+        self.entries: set[IndexEntry] = set()
         """Those that end here."""
         self.n_aged = 0
         """Entries that end here or below, and have an age."""
-        self.by_age: deque[tuple[int, Entry]] = deque()
+        self.by_age: deque[tuple[int, IndexEntry]] = deque()
         """Their uses, and older ones."""
 
     def up(self) -> Iterator[_Node]:
@@ -67,7 +67,7 @@ class _Node:
             yield node
             node = node.parent
 
-    def below(self) -> Iterator[Entry]:
+    def below(self) -> Iterator[IndexEntry]:
         """The entries that end here or below."""
         nodes = [self]
         while nodes:
@@ -75,13 +75,13 @@ class _Node:
             nodes += node.children.values()
             yield from node.entries
 
-    def use(self, entry: Entry) -> None:
+    def use(self, entry: IndexEntry) -> None:
         """An entry that ends here or below was used last."""
         self.by_age.append((entry.last_used, entry))
         if len(self.by_age) > _USES_KEPT * self.n_aged + _USES_MORE:
             self.by_age = deque(use for use in self.by_age if use[1].last_used == use[0])
 
-    def oldest(self) -> Entry:
+    def oldest(self) -> IndexEntry:
         """The least recently used of those; there is one."""
         while self.by_age[0][0] != self.by_age[0][1].last_used:
             self.by_age.popleft()
@@ -97,11 +97,11 @@ class Match:
         self._n_wanted = n_wanted
         self._found = dict(path)
 
-    def n_shared(self, entry: Entry) -> int:
+    def n_shared(self, entry: IndexEntry) -> int:
         """The first tokens that an entry has in common with the prompt; none if it is of another group."""
         return next((self._found[node] for node in entry.node.up() if node in self._found), 0)
 
-    def longest(self) -> tuple[int, Entry | None]:
+    def longest(self) -> tuple[int, IndexEntry | None]:
         """Of the entries with an age, the one that shares most tokens, and how many; of several, the least
         recently used. None if that is nothing."""
         for node, n_shared in reversed(self._path):
@@ -109,7 +109,7 @@ class Match:
                 return n_shared, node.oldest()
         return 0, None
 
-    def beginning(self) -> list[Entry]:
+    def beginning(self) -> list[IndexEntry]:
         """All entries that begin with all the tokens."""
         return list(self._path[-1][0].below()) if self._whole else []
 
@@ -118,7 +118,7 @@ class Match:
         """Whether an entry with an age begins with all the tokens."""
         return self._whole and self._path[-1][0].n_aged > 0
 
-    def begun(self) -> list[Entry]:
+    def begun(self) -> list[IndexEntry]:
         """All entries that have only first tokens of these, or just these."""
         whole = (node for node, n_shared in self._path if n_shared == node.end)
         return [entry for node in whole for entry in node.entries]
@@ -147,7 +147,7 @@ class PrefixIndex:
         n = n_tokens(told) if n_wanted is None else n_wanted
         return Match(self._path(group, told, n), n)
 
-    def add(self, owner: Any, group: str, tokens: Tokens) -> Entry:
+    def add(self, owner: Any, group: str, tokens: Tokens) -> IndexEntry:
         """A new entry of that group; it has no age until it is used."""
         told = packed(tokens)
         self._roots.setdefault(group, _Node(None, b""))
@@ -156,12 +156,12 @@ class PrefixIndex:
             node = self._split(node, n_shared)
         if n_shared < n_tokens(told):
             node = self._append(node, told[n_shared * TOKEN_BYTES :])
-        entry = Entry(owner, group, node)
+        entry = IndexEntry(owner, group, node)
         node.entries.add(entry)
         self.version += 1
         return entry
 
-    def use(self, entry: Entry) -> None:
+    def use(self, entry: IndexEntry) -> None:
         """Make it the most recently used of those with an age."""
         self._clock += 1
         is_new, entry.last_used = not entry.last_used, self._clock
@@ -169,7 +169,7 @@ class PrefixIndex:
             node.n_aged += is_new
             node.use(entry)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: IndexEntry) -> None:
         """It is in the index no more."""
         for node in entry.node.up() if entry.last_used else ():
             node.n_aged -= 1
@@ -204,7 +204,7 @@ class PrefixIndex:
         upper.children[_first(node.run)] = node
         return upper
 
-    def _prune(self, entry: Entry) -> None:
+    def _prune(self, entry: IndexEntry) -> None:
         """Drop the nodes that are none any more without an entry that was there."""
         node, parent = entry.node, entry.node.parent
         while parent is not None and not node.entries and not node.children:

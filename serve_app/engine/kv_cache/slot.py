@@ -13,7 +13,7 @@ from serve_app.engine.kv_cache.packing import (
     packed,
     token_array,
 )
-from serve_app.engine.kv_cache.prefix_index import Entry, Match, PrefixIndex
+from serve_app.engine.kv_cache.prefix_index import IndexEntry, Match, PrefixIndex
 from serve_app.types import SHARED_GROUP, may_start_from
 
 
@@ -122,7 +122,7 @@ class _Known:
 
     source: TokenArray | None = None
     group: str = ""
-    entry: Entry | None = None
+    entry: IndexEntry | None = None
 
 
 class SlotIndex:

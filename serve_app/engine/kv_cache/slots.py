@@ -14,7 +14,7 @@ from serve_app.types import SHARED_GROUP, adapters_of
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SlotChoice:
     """Where a prompt starts."""
 
     slot: Slot
@@ -142,7 +142,7 @@ class SlotTable:
         wanted: int = -1,
         *,
         background: bool = False,
-    ) -> Choice | PrefixPending:
+    ) -> SlotChoice | PrefixPending:
         """Where to start a prompt now, or that it should wait for a prefix that is being computed.
         Its first `n_stored` tokens can also be had from outside the slots. Slots of other cache
         groups count as empty.
@@ -176,12 +176,12 @@ class SlotTable:
             return self._wait(comer, shared, coming, n_most)
         n_known = max(shared)
         if n_stored - best >= self._min_copy:
-            return Choice(max(idle, key=fits), n_stored, stored=True, n_known=n_known)
+            return SlotChoice(max(idle, key=fits), n_stored, stored=True, n_known=n_known)
         others = [slot for slot in idle if slot is not source]
         if ready[source.id] - here[in_place.id] >= self._min_copy and others:
             slot = max(others, key=fits)
-            return Choice(slot, ready[source.id], copy_from=source, n_known=n_known)
-        return Choice(in_place, here[in_place.id], n_known=n_known)
+            return SlotChoice(slot, ready[source.id], copy_from=source, n_known=n_known)
+        return SlotChoice(in_place, here[in_place.id], n_known=n_known)
 
     def _ready(self, cached: list[int], *, in_place: bool) -> list[int]:
         """Of what each slot shares with a prompt, how much that can start from."""
@@ -224,7 +224,7 @@ class SlotTable:
 
         return fits
 
-    def loses(self, choice: Choice) -> TokenArray:
+    def loses(self, choice: SlotChoice) -> TokenArray:
         """The tokens of which some would be gone for good with this choice. None if few, or spare."""
         slot = choice.slot
         n_kept = choice.n_cached if choice.in_place else 0

@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     error: CorralError
 
 
-class Embeddings:
+class TileEmbeddings:
     """The embeddings of tiles, by their keys; the least recently used go when it has too many bytes."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -96,7 +96,7 @@ class Encoding:
         self._max_stall_s = max_stall_s
         self._counts = counts
         self._interlude = interlude
-        self.embeddings = Embeddings(max_bytes)
+        self.embeddings = TileEmbeddings(max_bytes)
         self._preparing = ThreadPoolExecutor(1, "corral-pictures")
         self._prepared: dict[bytes, Future[Any]] = {}
         self._nodes = NodeTimes()

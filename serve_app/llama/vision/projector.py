@@ -33,11 +33,11 @@ class Prepared:
 
     def __init__(self, chunks: int, tiles: Sequence[int]) -> None:
         self.tiles = tuple(tiles)
-        """llama.cpp's pointers to its tiles, in the order of `Projector.layout`."""
+        """llama.cpp's pointers to its tiles, in the order of `MtmdProjector.layout`."""
         weakref.finalize(self, mtmd_cpp.mtmd_input_chunks_free, chunks).atexit = False
 
 
-class Projector:
+class MtmdProjector:
     """An open projector, of one model. `layout` and `prepare` may be called by any thread, `encode` by that
     of the model's context: OpenMP's threads belong to the thread that computes. Raises ConfigError if the
     file is missing, damaged, or for another model.

@@ -35,7 +35,7 @@ from serve_app.openvino.exported.files import (
 )
 from serve_app.openvino.exported.forms import trusted
 from serve_app.openvino.exported.hyperparameters import Hyperparameters
-from serve_app.openvino.exported.vocabulary import Vocabulary, read
+from serve_app.openvino.exported.vocabulary import TokenizerVocabulary, read
 
 logger = logging.getLogger("corral.store")
 _SAMPLING = {
@@ -147,7 +147,11 @@ def _sync(path: Path) -> None:
 
 
 def _write(
-    folder: Path, sizes: Hyperparameters, vocabulary: Vocabulary, n_weight_bytes: int, path: Path
+    folder: Path,
+    sizes: Hyperparameters,
+    vocabulary: TokenizerVocabulary,
+    n_weight_bytes: int,
+    path: Path,
 ) -> None:
     generation = _json(folder / GENERATION)
     writer = GGUFWriter(path, sizes.architecture)
@@ -170,7 +174,7 @@ def _write(
     os.truncate(path, path.stat().st_size + n_weight_bytes)
 
 
-def _prove(folder: Path, vocabulary: Vocabulary, path: Path) -> None:
+def _prove(folder: Path, vocabulary: TokenizerVocabulary, path: Path) -> None:
     """Raises ConfigError unless llama.cpp's tokens are those of the tokenizer, and end where the model's
     answers do."""
     try:

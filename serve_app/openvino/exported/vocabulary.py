@@ -36,7 +36,7 @@ _CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<pad>|<mask>")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class TokenizerVocabulary:
     """Tokens by id, and how texts become tokens."""
 
     kind: str
@@ -63,7 +63,7 @@ class Vocabulary:
             writer.add_add_space_prefix(self.adds_space)
 
 
-def read(tokenizer: Json, n_vocab: int) -> Vocabulary:
+def read(tokenizer: Json, n_vocab: int) -> TokenizerVocabulary:
     """The vocabulary of a tokenizer.json, filled up to `n_vocab` tokens. Raises ConfigError, with the
     reason as the rest of a sentence, for a tokenizer that is not known."""
     if n_vocab > _MOST_TOKENS:
@@ -72,7 +72,7 @@ def read(tokenizer: Json, n_vocab: int) -> Vocabulary:
         return _read(tokenizer, n_vocab)
 
 
-def _read(tokenizer: Json, n_vocab: int) -> Vocabulary:
+def _read(tokenizer: Json, n_vocab: int) -> TokenizerVocabulary:
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE":
         raise ConfigError(f"its tokenizer is of the kind {model.get('type')}")
@@ -84,7 +84,7 @@ def _read(tokenizer: Json, n_vocab: int) -> Vocabulary:
     return _of_bytes(tokenizer, tokens)
 
 
-def _of_bytes(tokenizer: Json, tokens: Sequence[str]) -> Vocabulary:
+def _of_bytes(tokenizer: Json, tokens: Sequence[str]) -> TokenizerVocabulary:
     """Byte-level BPE."""
     normalizer = tokenizer.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
@@ -94,7 +94,7 @@ def _of_bytes(tokenizer: Json, tokens: Sequence[str]) -> Vocabulary:
     if cut is None:
         raise ConfigError(f"its tokenizer cuts texts in a way that is not known: {pattern}")
     types = _types(tokenizer, tokens)
-    return Vocabulary("gpt2", cut, tokens, types, composes=normalizer is not None)
+    return TokenizerVocabulary("gpt2", cut, tokens, types, composes=normalizer is not None)
 
 
 def _pattern(pre_tokenizer: Json) -> str:
@@ -108,7 +108,7 @@ def _pattern(pre_tokenizer: Json) -> str:
     return str(pre_tokenizer.get("type"))
 
 
-def _of_characters(tokenizer: Json, tokens: Sequence[str]) -> Vocabulary:
+def _of_characters(tokenizer: Json, tokens: Sequence[str]) -> TokenizerVocabulary:
     """BPE over characters, with a token for each byte. llama.cpp knows it as SentencePiece's, where the
     scores of tokens stand for the order of merges."""
     steps = [*_steps(tokenizer, "normalizer"), *_steps(tokenizer, "pre_tokenizer")]
@@ -122,7 +122,7 @@ def _of_characters(tokenizer: Json, tokens: Sequence[str]) -> Vocabulary:
         for one in tokenizer["model"]["merges"]
     ]
     ranks = {token: rank for rank, token in reversed([*enumerate(merges)])}
-    return Vocabulary(
+    return TokenizerVocabulary(
         "llama",
         "default",
         tokens,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from serve_app.llama.context import Context
 from serve_app.llama.model import Model
-from serve_app.llama.vision.projector import Projector
+from serve_app.llama.vision.projector import MtmdProjector
 from serve_app.types import Medium, Sound
 
 MARKER = "<__media__>"
@@ -26,7 +26,7 @@ class Reference:
 
     def __init__(self, model: Path, projector: Path, n_ctx: int, n_batch: int) -> None:
         self._model = Model(model)
-        self._projector = Projector(self._model, projector, 1)
+        self._projector = MtmdProjector(self._model, projector, 1)
         self._context = Context(
             self._model,
             n_seq_max=1,

@@ -11,9 +11,9 @@ import pytest
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.engine.backends.mode_chooser import Found, ModeChooser
+from serve_app.engine.backends.mode_chooser import ChosenMode, ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.core import loop
 from serve_app.llama.context import Context
@@ -48,11 +48,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches take longer at depth in a split cache; only own cells count there."""
 
-    def choose(chooser: ModeChooser) -> Found:
+    def choose(chooser: ModeChooser) -> ChosenMode:
         kind = chooser._options.kv_unified
         if kind is not None:
-            return Found(Choice(Mode(False, kind), "as configured", FLAT if kind else DEEP))
-        return Found(Choice(SPLIT, "measured", DEEP, None, (UNIFIED, FLAT)))
+            return ChosenMode(
+                ModeChoice(Mode(False, kind), "as configured", FLAT if kind else DEEP)
+            )
+        return ChosenMode(ModeChoice(SPLIT, "measured", DEEP, None, (UNIFIED, FLAT)))
 
     monkeypatch.setattr(ModeChooser, "choose", choose)
     monkeypatch.setattr(loop, "_REST_S", 0.05)
@@ -120,7 +122,7 @@ async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path:
         backend.change("learned")
     finally:
         backend.close()
-    assert profile_cache.load(tmp_path, "a") == Choice(
+    assert profile_cache.load(tmp_path, "a") == ModeChoice(
         UNIFIED, "learned", FLAT, None, (SPLIT, DEEP)
     )
 

@@ -14,7 +14,7 @@ from loadtests.engine.sampling.whole_chain import WholeChain
 from serve_app.llama.context import Context
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
-from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampler import SequenceSampler
 from serve_app.prompt.grammars import from_regex
 from serve_app.sampling import SamplingParams
 from tools.random_models.model import SHAPES, write_random_gguf
@@ -62,7 +62,7 @@ def decode(context: Context, tokens: Sequence[int], position: int) -> None:
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_the_same_text(context: Context, params: SamplingParams) -> None:
     params = replace(params, seed=11)
-    sampler, whole = Sampler(context, params, PROMPT), whole_chain(context, params)
+    sampler, whole = SequenceSampler(context, params, PROMPT), whole_chain(context, params)
     fed = PROMPT
     for position in range(0, N_CTX_SLOT - len(PROMPT), len(PROMPT)):
         decode(context, fed, position)
@@ -82,7 +82,7 @@ def test_the_same_text_of_a_grammar(context: Context, params: SamplingParams) ->
     params = replace(params, seed=12)
     grammar = from_regex(r"[a-m ]{3}x(y|zz)[^a-z]+", "regex")
     constraint, other = (context.model.constraint(grammar) for _ in range(2))
-    sampler = Sampler(context, params, PROMPT, constraint)
+    sampler = SequenceSampler(context, params, PROMPT, constraint)
     whole = whole_chain(context, params)
     fed = PROMPT[-1]
     for position in range(N_CTX_SLOT):

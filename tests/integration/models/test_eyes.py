@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.llama.model import Model
-from serve_app.llama.vision.projector import Projector
+from serve_app.llama.vision.projector import MtmdProjector
 from serve_app.llama.vision.tiles import Tile
 from serve_app.types import Picture
 from tools.builtin_model.pictures.drawing import draw, fitted
@@ -108,7 +108,7 @@ def test_llama_cpp_computes_what_was_trained(
 ) -> None:
     weights = random_weights(SHAPE)
     write_gguf(tmp_path / "eyes.gguf", SHAPE, weights, matrices="f16")
-    projector = Projector(model, tmp_path / "eyes.gguf", 1)
+    projector = MtmdProjector(model, tmp_path / "eyes.gguf", 1)
     dice = random.Random(seed)  # one picture is square, the other one not
     picture = draw(scene(dice), dice, side)
     assert projector.layout(picture.size) == (Tile(SHAPE.n_tokens),)

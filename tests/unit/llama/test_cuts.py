@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from loadtests.engine.sampling.whole_chain import WholeChain
-from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.sampling import chain, cuts
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.sampling import SamplingParams
@@ -143,7 +143,10 @@ def picked(params: SamplingParams, n: int, seed: int, shapes: tuple[Any, ...]) -
     row, given = Row(n), prompt(random, n)
     params = replace(params, seed=seed)
     window = N_CTX_SLOT if params.repeat_last_n < 0 else params.repeat_last_n
-    sampler, whole = Sampler(row.context, params, given), WholeChain(n, params, given, window)
+    sampler, whole = (
+        SequenceSampler(row.context, params, given),
+        WholeChain(n, params, given, window),
+    )
     for shape in shapes:
         row.values = shape(random, n)
         before = row.values.copy()
@@ -224,5 +227,5 @@ def test_a_ban_holds_whatever_else_is_added() -> None:
     row.values[5], row.values[6] = 30, 10
     bias = ((5, 50.0),)
     banned = SamplingParams(ignore_eos=True, logit_bias=bias, temperature=0)
-    assert Sampler(row.context, banned, ()).sample(0).token == 6
-    assert Sampler(row.context, replace(banned, ignore_eos=False), ()).sample(0).token == 5
+    assert SequenceSampler(row.context, banned, ()).sample(0).token == 6
+    assert SequenceSampler(row.context, replace(banned, ignore_eos=False), ()).sample(0).token == 5

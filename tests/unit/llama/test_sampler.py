@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.llama.sampler import Sampler
+from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.sampling import CHAIN, PARAMETERS, SamplingParams
 
@@ -34,7 +34,7 @@ class Everything:
         return True
 
 
-def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Sampler:
+def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> SequenceSampler:
     def pick(chain: Any, _row: int) -> int:
         candidates = Candidates(np.arange(len(logits)), logits)
         candidates.apply(chain)
@@ -47,7 +47,7 @@ def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Sam
         pick=pick,
     )
     allowed: Any = Everything()
-    return Sampler(context, params, (), allowed)
+    return SequenceSampler(context, params, (), allowed)
 
 
 def drawn(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> set[int]:

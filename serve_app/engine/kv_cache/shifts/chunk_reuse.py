@@ -13,7 +13,7 @@ from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, common_prefix, n_matching, n_tokens
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import Choice, SlotTable
+from serve_app.engine.kv_cache.slots import SlotChoice, SlotTable
 from serve_app.errors import DecodeError
 
 logger = logging.getLogger("corral.engine")
@@ -83,7 +83,7 @@ class ChunkReuse:
         ]
         return max(found, default=(0, -1))[1]
 
-    def fill(self, sequence: Sequence, choice: Choice, tokens: bytes) -> int | None:
+    def fill(self, sequence: Sequence, choice: SlotChoice, tokens: bytes) -> int | None:
         """Cut the chosen slot to these tokens, if it has more of them then than by the choice; returns how
         many. None: nothing was done."""
         slot = choice.slot

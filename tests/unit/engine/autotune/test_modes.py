@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Choice, Mode, candidates, choose, filled, request_s
+from serve_app.engine.autotune.modes import Mode, ModeChoice, candidates, choose, filled, request_s
 from serve_app.engine.options import EngineOptions
 
 OPEN = EngineOptions(n_slots=4, n_ctx_slot=1024, threads=1)
@@ -89,7 +89,7 @@ def test_a_bound_makes_small_chunks_count() -> None:
 def test_of_those_that_are_as_good_the_first() -> None:
     found = {SPLIT_ON: measured(0.00107, 0), SPLIT_OFF: measured(0.001, 0)}
     assert choose(found, OPEN).mode == SPLIT_ON
-    assert choose({SPLIT_OFF: Profile()}, OPEN) == Choice(
+    assert choose({SPLIT_OFF: Profile()}, OPEN) == ModeChoice(
         SPLIT_OFF, f"{SPLIT_OFF}: as configured", Profile()
     )
 
@@ -119,7 +119,7 @@ def test_the_other_kind_of_cache_is_remembered_if_both_are_open() -> None:
     choice = choose(found, OPEN)
     assert choice.other == (UNIFIED_ON, found[UNIFIED_ON])
     turned = choice.turned("learned")
-    assert turned == Choice(
+    assert turned == ModeChoice(
         UNIFIED_ON, "learned", found[UNIFIED_ON], None, (SPLIT_ON, found[SPLIT_ON])
     )
     assert choose({SPLIT_ON: found[SPLIT_ON], SPLIT_OFF: found[SPLIT_OFF]}, OPEN).other is None

@@ -11,11 +11,11 @@ import pytest
 
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Choice, Mode
+from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.backends.choice.kernels import KernelsChoice
 from serve_app.llama.threads import Threads
 
-CHOICE = Choice(
+CHOICE = ModeChoice(
     Mode(flash_attn=True, kv_unified=False),
     "split: as configured",
     Profile({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine.autotune.copy_budget import Speed
+from serve_app.engine.autotune.copy_budget import CopySpeed
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Load, Traffic
@@ -123,8 +123,8 @@ def test_what_is_pinned_is_saved_and_restored() -> None:
     backend.change_s = 0.5
     with running(backend, replace(LARGE, pinned=(tuple(SYSTEM.encode()),))) as engine:
         change = engine._loop._cache_change
-        change._cache.copies.saves = Speed(1.0, 100)
-        change._cache.copies.restores = Speed(2.0, 100)
+        change._cache.copies.saves = CopySpeed(1.0, 100)
+        change._cache.copies.restores = CopySpeed(2.0, 100)
         assert change._cost_s() == pytest.approx(0.5 + 1.16 + 2.32)
 
 

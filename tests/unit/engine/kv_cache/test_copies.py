@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from serve_app.engine.autotune.copy_budget import CopyBudget, Speed
+from serve_app.engine.autotune.copy_budget import CopyBudget, CopySpeed
 from serve_app.engine.backends.base import State
 from serve_app.engine.core.sequence import Sequence, SequenceState
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
@@ -201,7 +201,7 @@ def test_a_first_copy_is_tried_before_anything_was_measured() -> None:
 
 
 def test_the_speed_is_that_of_large_copies() -> None:
-    speed = Speed()
+    speed = CopySpeed()
     speed.observe(100_000_000, 0.1)
     speed.observe(100, 0.001)
     assert speed.forecast_s(100_000_000) == pytest.approx(0.1, rel=0.05)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import packed, token_array
-from serve_app.engine.kv_cache.prefix_index import Entry, PrefixIndex
+from serve_app.engine.kv_cache.prefix_index import IndexEntry, PrefixIndex
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
 from serve_app.types import SHARED_GROUP, GenerationRequest
@@ -44,8 +44,8 @@ def nodes(index: PrefixIndex) -> int:
 
 @given(st.data())
 def test_it_finds_what_counting_finds(data: st.DataObject) -> None:
-    index, held = PrefixIndex(), dict[Entry, tuple[str, list[int]]]()
-    used = list[Entry]()
+    index, held = PrefixIndex(), dict[IndexEntry, tuple[str, list[int]]]()
+    used = list[IndexEntry]()
     for _ in range(data.draw(st.integers(1, 25))):
         change = data.draw(st.sampled_from(["add", "add", "use", "remove"]))
         if change == "add":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import common_prefix, token_array
-from serve_app.engine.kv_cache.slots import Choice, PrefixPending, SlotTable
+from serve_app.engine.kv_cache.slots import PrefixPending, SlotChoice, SlotTable
 from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.llama.vision.tiles import Tile
 from serve_app.types import SHARED_GROUP, GenerationRequest, Picture
@@ -61,7 +61,7 @@ def table(states: list[SlotState], min_copy: int = 99, *, consecutive: bool = Fa
 )
 def test_choose(states: list[SlotState], prompt: list[int], chosen: int, n_cached: int) -> None:
     slots = table(states)
-    assert slots.choose("", prompt) == Choice(slots.slots[chosen], n_cached)
+    assert slots.choose("", prompt) == SlotChoice(slots.slots[chosen], n_cached)
 
 
 def busy(tokens: list[int], n_past: int) -> Sequence:
@@ -113,7 +113,7 @@ def test_prefixes_of_other_slots(
     if isinstance(expected, int):
         assert choice == PrefixPending(slots.slots[0], expected)
         return
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SlotChoice)
     source = None if choice.copy_from is None else choice.copy_from.id
     assert (choice.slot.id, choice.n_cached, source) == expected
 
@@ -129,7 +129,7 @@ def test_who_waits_need_not_be_asked_again_before_something_changes() -> None:
         assert slots.choose("", prompt) == wait
     owner.n_past = 8
     assert not slots.lasts(wait)
-    assert isinstance(slots.choose("", prompt), Choice)
+    assert isinstance(slots.choose("", prompt), SlotChoice)
 
 
 def test_who_waits_is_asked_again_when_the_slot_is_lost() -> None:
@@ -209,7 +209,7 @@ def test_slots_of_other_cache_groups_hold_nothing(
 def test_what_is_pinned_is_for_every_cache_group(group: str) -> None:
     slots = SlotTable(1, min_copy=3, pinned=((1, 2, 3),))
     choice = slots.choose(group, [1, 2, 3, 4])
-    assert choice == Choice(slots.slots[0], 3, copy_from=slots.slots[1])
+    assert choice == SlotChoice(slots.slots[0], 3, copy_from=slots.slots[1])
 
 
 def test_a_slot_belongs_to_the_cache_group_that_had_it_last() -> None:
@@ -220,8 +220,8 @@ def test_a_slot_belongs_to_the_cache_group_that_had_it_last() -> None:
         ended.n_past = 2
         slots.occupy(slot, ended)
         slots.release(slot)
-        assert slots.choose(group, [1, 2, 3]) == Choice(slot, 2)
-    assert slots.choose(MINE, [1, 2, 3]) == Choice(slot, 0)
+        assert slots.choose(group, [1, 2, 3]) == SlotChoice(slot, 2)
+    assert slots.choose(MINE, [1, 2, 3]) == SlotChoice(slot, 0)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_only_another_cache_group_holds_is_lost(other: str, lost: list[int]
     slots = SlotTable(2, min_copy=3)
     for slot, group in zip(slots.slots, (MINE, other), strict=True):
         slot.group, slot.idle_tokens = group, token_array([5, 6, 7])
-    assert list(slots.loses(Choice(slots.slots[0], 0))) == lost
+    assert list(slots.loses(SlotChoice(slots.slots[0], 0))) == lost
 
 
 def test_no_slot_when_all_are_busy() -> None:
@@ -259,7 +259,7 @@ def test_releases_make_the_order_of_age() -> None:
     order = []
     for _ in range(3):
         choice = slots.choose("", [9])
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, SlotChoice)
         slots.occupy(choice.slot, sequence([9]))
         order.append(choice.slot.id)
     assert order == [1, 2, 0]
@@ -296,10 +296,10 @@ def test_busy_slots_are_kept_together(
 ) -> None:
     slots = table(states, consecutive=True)
     choice = slots.choose("", prompt)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SlotChoice)
     assert choice.slot.id == chosen
     apart = table(states).choose("", [1])
-    assert isinstance(apart, Choice)
+    assert isinstance(apart, SlotChoice)
     assert apart.slot.last_used == min(state[1] for state in states if state)
 
 

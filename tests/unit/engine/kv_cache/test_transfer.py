@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from serve_app.engine import DecodeError, Engine
-from serve_app.engine.autotune.copy_budget import Speed
+from serve_app.engine.autotune.copy_budget import CopySpeed
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.packing import packed
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
@@ -226,7 +226,7 @@ def test_nobody_waits_for_a_state_that_takes_long_to_save(
 ) -> None:
     backend, asked = SteppedBackend(n_slots=2), after("run_between_steps")
     with (
-        mock.patch.object(Speed, "forecast_s", lambda speed, n_bytes: 1.0 * n_bytes),
+        mock.patch.object(CopySpeed, "forecast_s", lambda speed, n_bytes: 1.0 * n_bytes),
         running(backend, replace(OPTIONS, n_batch=64)) as engine,
         ThreadPoolExecutor(1) as pool,
     ):
