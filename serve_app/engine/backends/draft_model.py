@@ -90,7 +90,7 @@ class LlamaDraft:
         profiler.rest(limit_s / 2)
         if folder:
             mode = modes.Mode(flash_attn=True, kv_unified=True)
-            profile_cache.save(folder, name, modes.Choice(mode, "draft", profiler.profile))
+            profile_cache.save(folder, name, modes.ModeChoice(mode, "draft", profiler.profile))
         logger.info("Measured the draft model %s.", self._model.path.name)
         return profiler.profile
 

@@ -78,7 +78,7 @@ class Drafter:
         return n_behind <= _MOST_FED
 
     def rate(self, sequence: Sequence) -> SequenceRate:
-        """How its drafts fared. After `begin`."""
+        """The record of its drafts. After `begin`."""
         rate = self._windows[sequence.slot_id].rate
         if rate is None:
             raise RuntimeError(f"{sequence.id} was not begun.")
