@@ -98,7 +98,7 @@ def measure(corral: Server, peer: Server, settings: argparse.Namespace) -> list[
         ours.go_on()
         if way == BATCH:
             with clients.batch():
-                count = lambda: int(clients.engine()["generated_tokens"])  # noqa: E731
+                count = lambda: int(clients.engine()["tokens"]["generated_tokens"])  # noqa: E731
                 found = tokens_per_s(count, settings.slots, settings.seconds)
         else:
             with loop.running():

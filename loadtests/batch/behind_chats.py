@@ -180,8 +180,8 @@ def part(clients: Clients, n_users: int, think_s: float, seconds: float) -> Part
         answers = []
         time.sleep(seconds)
     after, took_s = clients.engine(), time.monotonic() - began
-    tokens = after["generated_tokens"] - before["generated_tokens"]
-    busy = (after["step_s"] - before["step_s"]) / took_s
+    tokens = after["tokens"]["generated_tokens"] - before["tokens"]["generated_tokens"]
+    busy = (after["timing"]["step_s"] - before["timing"]["step_s"]) / took_s
     return Part(tokens / took_s, busy, took_s, answers)
 
 

@@ -64,7 +64,9 @@ class _Run:
         """What was cancelled has left the engine, which has places for the next window then. Raises
         BenchmarkError."""
         deadline = time.perf_counter() + _IDLE_S
-        while (found := self._engine.stats()).background_running or found.background_waiting:
+        while (
+            found := self._engine.stats()
+        ).queue.background_running or found.queue.background_waiting:
             if time.perf_counter() > deadline:
                 raise BenchmarkError("Cancelled lines still run.")
             await asyncio.sleep(_LOOK_S)

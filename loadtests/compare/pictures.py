@@ -211,7 +211,7 @@ def users(server: Server, size: int) -> str:
 def encoded_tiles(server: Server) -> int:
     """By all replicas."""
     models = httpx.get(f"{server.url}/v1/stats").json()["models"]
-    return sum(one["engine"]["encoded_tiles"] for one in models[0]["replicas"])
+    return sum(one["engine"]["pictures"]["encoded_tiles"] for one in models[0]["replicas"])
 
 
 def bomb(side: int) -> bytes:

@@ -87,10 +87,10 @@ def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_tokens
     before, meter = engine.stats(), _Meter(mode)
     arrivals = asking.all_arrivals(engine, requests, RUN_TIMEOUT_S)
     after = engine.stats()
-    if after.generated_tokens - before.generated_tokens != sum(map(len, arrivals)):
+    if after.tokens.generated_tokens - before.tokens.generated_tokens != sum(map(len, arrivals)):
         raise BenchmarkError("The engine's own count of tokens is another.")
-    prompt_tokens = after.prompt_tokens - before.prompt_tokens
-    return meter.run(prompt_tokens, arrivals, after.steps - before.steps)
+    prompt_tokens = after.tokens.prompt_tokens - before.tokens.prompt_tokens
+    return meter.run(prompt_tokens, arrivals, after.timing.steps - before.timing.steps)
 
 
 def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:

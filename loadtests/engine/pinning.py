@@ -49,9 +49,9 @@ async def _decode(engine: Engine, prompts: Sequence[Prompt], begin: float, secon
     requests = [GenerationRequest(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
     streams = [engine.submit(request) for request in requests]
     await asyncio.sleep(begin - time.time())
-    before, began = engine.stats().generated_tokens, time.perf_counter()
+    before, began = engine.stats().tokens.generated_tokens, time.perf_counter()
     await asyncio.sleep(seconds)
-    rate = (engine.stats().generated_tokens - before) / (time.perf_counter() - began)
+    rate = (engine.stats().tokens.generated_tokens - before) / (time.perf_counter() - began)
     for request, stream in zip(requests, streams, strict=True):
         engine.abort(request.id)
         async for _ in stream:  # to its end

@@ -201,7 +201,9 @@ def _wait_idle(target: Target, model: str) -> float | None:
         try:
             stats = target.stats()
             engines = engines_of(stats, model)
-            busy = any(engine["running"] or engine["waiting"] for engine in engines)
+            busy = any(
+                engine["queue"]["running"] or engine["queue"]["waiting"] for engine in engines
+            )
             if not busy and (engines or not stats["models"]):
                 return passed
         except httpx.HTTPError:

@@ -47,12 +47,12 @@ def sample(target: Target, model: str, at_s: float) -> Sample | None:
     return Sample(
         at_s=round(at_s, 2),
         replicas=len(engines),
-        running=sum(engine["running"] for engine in engines),
-        waiting=sum(engine["waiting"] for engine in engines),
-        backlog_s=max((engine["backlog_s"] for engine in engines), default=0.0),
+        running=sum(engine["queue"]["running"] for engine in engines),
+        waiting=sum(engine["queue"]["waiting"] for engine in engines),
+        backlog_s=max((engine["queue"]["backlog_s"] for engine in engines), default=0.0),
         busy_slots=sum(slot["state"] != "idle" for slot in slots),
         kv_tokens=sum(slot.get("n_past", 0) for slot in slots),
-        store_mib=round(sum(engine["stored_bytes"] for engine in engines) / 2**20, 1),
+        store_mib=round(sum(engine["cache"]["stored_bytes"] for engine in engines) / 2**20, 1),
         rss_mib=_rss_mib(pids) if pids else None,
         files=sum(map(_files, pids)) if pids else None,
     )
@@ -67,7 +67,7 @@ def engines_of(stats: Mapping[str, Any], model: str) -> list[dict[str, Any]]:
 
 def ended(engines: Iterable[Mapping[str, Any]]) -> Counter[str]:
     """Requests that ended since the engines started, by reason."""
-    return sum((Counter(engine["ended"]) for engine in engines), Counter[str]())
+    return sum((Counter(engine["requests"]["ended"]) for engine in engines), Counter[str]())
 
 
 def _rss_mib(pids: Iterable[int]) -> float:

@@ -45,9 +45,10 @@ def facts(target: Target) -> dict[str, Any]:
         "config": target.config,
         "server": [
             {"model": model["id"]}
+            | {name: replica["engine"][name] for name in ("n_slots", "n_ctx_slot")}
             | {
-                name: replica["engine"][name]
-                for name in ("n_slots", "n_ctx_slot", "threads", "kv_unified", "flash_attn")
+                name: replica["engine"]["compute"][name]
+                for name in ("threads", "kv_unified", "flash_attn")
             }
             for model in target.stats()["models"]
             for replica in model["replicas"]

@@ -148,7 +148,9 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
     engine = replicas[0]["engine"]
     n_slots, n_ctx_slot = engine["n_slots"], engine["n_ctx_slot"]
     times = f"{len(replicas)} replicas, each " if len(replicas) > 1 else ""
-    sizes = f"{times}{n_slots} slots x {n_ctx_slot:,} tokens, {engine['threads']} threads"
+    sizes = (
+        f"{times}{n_slots} slots x {n_ctx_slot:,} tokens, {engine['compute']['threads']} threads"
+    )
     lines = [f"Model     {model['id']}: {sizes}"]
     lines += [f"          {reason}" for reason in replicas[0]["placement"].split("; ")]
     if n_ctx_slot < LITTLE_CONTEXT:

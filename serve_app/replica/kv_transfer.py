@@ -95,7 +95,7 @@ class KVTransfer:
     async def _pull(self, peers: DeploymentHandle[Any], tally: TransferTally) -> None:
         offers = await broadcast.ask_all(peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S)
         held = await asyncio.to_thread(self._prefixes.held)
-        room_bytes = self._prefixes.budget_bytes - self._engine.stats().stored_bytes
+        room_bytes = self._prefixes.budget_bytes - self._engine.stats().cache.stored_bytes
         for wanted, source in plan_pull(self._usable(offers, Offer), held, room_bytes):
             sent: list[Any] | None = await broadcast.ask_one(
                 peers, "send_prefix", source, wanted.prefix, timeout_s=_LIMIT_S

@@ -11,28 +11,40 @@ from serve_app.placement.machine import throttled_s
 from serve_app.types import GAP_BOUNDARIES_S, SequenceEnd
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120]
-# Counters of EngineStats, and what they count.
+# Counters by their group in EngineStats, and what they count.
 _COUNTED = {
-    "prompt_tokens": "Prompt tokens that were computed.",
-    "cached_tokens": "Prompt tokens that were found in the cache.",
-    "restored_tokens": "Of them, those that came back from the memory tier.",
-    "received_prefixes": "Prefixes that came from other replicas.",
-    "received_bytes": "Bytes of their states.",
-    "sent_prefixes": "Prefixes that went to other replicas.",
-    "sent_bytes": "Bytes of their states.",
-    "generated_tokens": "Generated tokens.",
-    "drafted_tokens": "Tokens that speculation guessed.",
-    "accepted_tokens": "Of them, those that were right.",
-    "proposed_tokens": "Of the guessed tokens, those that a draft model proposed.",
-    "accepted_proposed_tokens": "Of these, those that were right.",
-    "preemptions": "Sequences that lost their slot for a time.",
-    "context_shifts": "Contexts that were full and went on.",
-    "failovers": "Requests that other replicas began and could not end.",
-    "embedded_texts": "Texts that became vectors.",
-    "embedded_tokens": "Their tokens.",
-    "encoded_tiles": "Parts of pictures and sounds that were encoded.",
-    "found_tiles": "Parts of pictures and sounds that had been encoded for others.",
-    "steps": "Steps of the engine.",
+    "tokens": {
+        "prompt_tokens": "Prompt tokens that were computed.",
+        "cached_tokens": "Prompt tokens that were found in the cache.",
+        "restored_tokens": "Prompt tokens that came back from the memory tier.",
+        "generated_tokens": "Generated tokens.",
+    },
+    "cache": {
+        "received_prefixes": "Prefixes that came from other replicas.",
+        "received_bytes": "Bytes of the prefixes that came.",
+        "sent_prefixes": "Prefixes that went to other replicas.",
+        "sent_bytes": "Bytes of the prefixes that went.",
+    },
+    "speculation": {
+        "drafted_tokens": "Tokens that speculation guessed.",
+        "accepted_tokens": "Guessed tokens that were right.",
+        "proposed_tokens": "Guessed tokens that a draft model proposed.",
+        "accepted_proposed_tokens": "Tokens of a draft model that were right.",
+    },
+    "requests": {
+        "preemptions": "Sequences that lost their slot for a time.",
+        "context_shifts": "Contexts that were full and went on.",
+        "failovers": "Requests that other replicas began and could not end.",
+    },
+    "embeddings": {
+        "embedded_texts": "Texts that became vectors.",
+        "embedded_tokens": "Tokens of the texts that became vectors.",
+    },
+    "pictures": {
+        "encoded_tiles": "Parts of pictures and sounds that were encoded.",
+        "found_tiles": "Parts of pictures and sounds that had been encoded for others.",
+    },
+    "timing": {"steps": "Steps of the engine."},
 }
 
 
@@ -64,7 +76,11 @@ class ReplicaMetrics:
         self._ttft = histogram("time_to_first_token", "From arrival to the first token.")
         self._itl = histogram("inter_token_latency", "Between two tokens.", GAP_BOUNDARIES_S)
         self._e2e = histogram("request_latency", "From arrival to the end.")
-        self._counters = {name: counter(name, what) for name, what in _COUNTED.items()}
+        self._counters = {
+            (group, name): counter(name, what)
+            for group, counters in _COUNTED.items()
+            for name, what in counters.items()
+        }
         self._requests = counter("requests", "Requests by the reason of their end.", "reason")
         self._throttled = counter("cpu_throttled_seconds", "CPU time withheld by quotas.")
         self._encoding = counter("encode_seconds", "Time that pictures and sounds were encoded.")
@@ -102,18 +118,18 @@ class ReplicaMetrics:
 
     def update(self, stats: EngineStats) -> None:
         """Follow the engine's statistics."""
-        for name, counter in self._counters.items():
-            self._follow(counter, name, getattr(stats, name))
-        for reason, n_ended in stats.ended.items():
+        for (group, name), counter in self._counters.items():
+            self._follow(counter, name, getattr(getattr(stats, group), name))
+        for reason, n_ended in stats.requests.ended.items():
             self._follow(self._requests, f"ended {reason}", n_ended, reason=reason)
         self._follow(self._throttled, "throttled", throttled_s())
-        self._follow(self._encoding, "encoding", stats.encode_s)
+        self._follow(self._encoding, "encoding", stats.pictures.encode_s)
         used = sum(slot.n_past for slot in stats.slots)
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
+        self._running.set(stats.queue.running)
+        self._waiting.set(stats.queue.waiting)
         self._kv_used.set(used / (stats.n_slots * stats.n_ctx_slot))
-        self._stored.set(stats.stored_bytes)
-        self._backlog.set(stats.backlog_s)
+        self._stored.set(stats.cache.stored_bytes)
+        self._backlog.set(stats.queue.backlog_s)
 
     def rest(self) -> None:
         """The model is unloaded: nothing runs, waits or is kept any more."""

@@ -25,14 +25,14 @@ class Reporter:
     def _made(self, stats: EngineStats, cached_prefixes: CachedPrefixes) -> Report:
         return Report(
             n_slots=stats.n_slots,
-            n_live=stats.running + stats.waiting,
-            work_s=stats.backlog_s,
-            prefill_s=stats.prefill_backlog_s,
-            prompt_token_s=stats.prompt_token_s,
-            token_s=stats.token_s,
-            answer_tokens=stats.answer_tokens,
-            n_background=stats.background_running + stats.background_waiting,
-            background_s=stats.background_backlog_s,
+            n_live=stats.queue.running + stats.queue.waiting,
+            work_s=stats.queue.backlog_s,
+            prefill_s=stats.queue.prefill_backlog_s,
+            prompt_token_s=stats.costs.prompt_token_s,
+            token_s=stats.costs.token_s,
+            answer_tokens=stats.costs.answer_tokens,
+            n_background=stats.queue.background_running + stats.queue.background_waiting,
+            background_s=stats.queue.background_backlog_s,
             blocks=frozenset(self._inventory.blocks(cached_prefixes.prompts)),
             requests=frozenset(request_key(one) for one in cached_prefixes.taken),
             turns=frozenset(map(turn_key, cached_prefixes.adapters)),
@@ -45,11 +45,11 @@ def pressure(
     """The figures that `serve_app.routing.autoscaling` uses; `n_ctx` as in the engine's options.
     Background requests count if they are to have replicas of their own."""
     behind = with_background
-    n_live = stats.running + stats.waiting
-    n_behind = stats.background_running + stats.background_waiting
+    n_live = stats.queue.running + stats.queue.waiting
+    n_behind = stats.queue.background_running + stats.queue.background_waiting
     n_cells = n_ctx or stats.n_slots * stats.n_ctx_slot
     load = EngineLoad(
-        backlog_s=stats.backlog_s + behind * stats.background_backlog_s,
+        backlog_s=stats.queue.backlog_s + behind * stats.queue.background_backlog_s,
         slots=(n_live + behind * n_behind) / stats.n_slots,
         cells=sum(
             slot.n_past

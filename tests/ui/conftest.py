@@ -118,7 +118,7 @@ def states(server: Corral) -> list[dict[str, Any]]:
 
 def n_running(server: Corral) -> int:
     """Requests that have a slot, of the first model."""
-    return sum(replica["engine"]["running"] for replica in states(server)[0]["replicas"])
+    return sum(replica["engine"]["queue"]["running"] for replica in states(server)[0]["replicas"])
 
 
 class Watched:

@@ -101,7 +101,7 @@ def test_a_picture_is_shown_scaled_asked_about_and_kept(
     with page.expect_response("**/v1/chat/completions") as told:
         done(say(page, "And now?"))
     assert told.value.status == 200
-    assert seeing_server.stats()["encoded_tiles"] == 2
+    assert seeing_server.stats()["pictures"]["encoded_tiles"] == 2
     usage = page.evaluate("JSON.parse(localStorage['corral.chats'])[0].messages.at(-1).meta.usage")
     assert usage["prompt_tokens"] > 2 * N_SEEN
 

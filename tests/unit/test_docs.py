@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from serve_app.config.schema import (
     parse,
 )
 from serve_app.config.sources import DownloadsConfig, ModelSource
+from serve_app.engine.metrics.stats import EngineStats
 from serve_app.errors import ConfigError, CorralError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.http.api_keys import KeyFile
@@ -256,3 +258,13 @@ def test_three_lines_serve_another_model() -> None:
     assert model.id != "corral-demo"
     assert model.source.path is not None
     assert changed["applications"][0]["import_path"] == ours["applications"][0]["import_path"]
+
+
+def test_the_table_of_statistics_has_every_figure() -> None:
+    """Each group of an engine's statistics is a row of the table in docs/api/index.md."""
+    page = PAGES[Path("docs/api/index.md")]
+    for group in fields(EngineStats(1, 1)):
+        figures = getattr(EngineStats(1, 1), group.name)
+        if is_dataclass(figures):
+            (row,) = [line for line in page.splitlines() if line.startswith(f"| `{group.name}` |")]
+            assert re.findall(r"`(\w+)`", row)[1:] == [figure.name for figure in fields(figures)]

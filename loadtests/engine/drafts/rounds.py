@@ -40,11 +40,12 @@ def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
     after = engine.stats()
     begin, end = max(times[0] for times in arrivals), max(times[-1] for times in arrivals)
     n_decoded = sum(sum(t > begin for t in times) for times in arrivals)
+    then, now = before.speculation, after.speculation
     return Round(
         n_decoded / (end - begin),
-        after.proposed_tokens - before.proposed_tokens,
-        after.accepted_proposed_tokens - before.accepted_proposed_tokens,
-        (after.draft_s - before.draft_s) / (after.step_s - before.step_s),
+        now.proposed_tokens - then.proposed_tokens,
+        now.accepted_proposed_tokens - then.accepted_proposed_tokens,
+        (now.draft_s - then.draft_s) / (after.timing.step_s - before.timing.step_s),
     )
 
 

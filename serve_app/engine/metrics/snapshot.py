@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
@@ -11,8 +13,25 @@ from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.metrics.stats import Counts, EngineStats, SlotStats
+from serve_app.engine.metrics.stats import (
+    CacheStats,
+    ComputeStats,
+    CostStats,
+    Counts,
+    EmbeddingStats,
+    EngineStats,
+    MemoryStats,
+    PictureStats,
+    QueueStats,
+    RequestStats,
+    SlotStats,
+    SpeculationStats,
+    TimingStats,
+    TokenStats,
+)
 from serve_app.engine.options import EngineOptions
+
+_Group = TypeVar("_Group", RequestStats, TokenStats, TimingStats, SpeculationStats, PictureStats)
 
 
 def engine_stats(
@@ -36,50 +55,67 @@ def engine_stats(
     n_running, n_waiting = (
         Counter(one.request.background for one in them) for them in (running, waiting)
     )
+    counted = vars(counts)
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
-        threads=threads.one_row,
-        threads_few=threads.few_rows,
-        threads_batch=threads.many_rows,
-        threads_reason=threads.reason,
-        backend=backend.name,
-        backend_reason=backend.backend_reason,
-        flash_attn=mode.flash_attn,
-        kv_unified=mode.kv_unified,
-        mode_reason=backend.mode_reason,
-        running=n_running[False],
-        waiting=n_waiting[False],
-        backlog_s=round(forecast.work_s, 3),
-        draining=draining,
-        **vars(counts),
-        embedded_texts=embedded["texts"],
-        embedded_tokens=embedded["tokens"],
-        embedding_batches=embedded["batches"],
-        ended=dict(ended),
-        stored_prefixes=len(cache.memory_tier),
-        stored_bytes=cache.memory_tier.n_bytes,
-        stored_bytes_limit=options.cache_ram_bytes,
-        checkpoints=len(cache.checkpoints),
-        checkpoint_bytes=cache.checkpoints.n_bytes,
-        received_prefixes=transferred["received_prefixes"],
-        received_bytes=transferred["received_bytes"],
-        sent_prefixes=transferred["sent_prefixes"],
-        sent_bytes=transferred["sent_bytes"],
-        weights_bytes=memory.weights_bytes,
-        cache_bytes=memory.cache_bytes,
-        cache_bytes_per_slot=memory.cache_bytes_per_slot,
-        compute_bytes=memory.compute_bytes,
-        step_time=costs.curve(),
+        compute=ComputeStats(
+            backend=backend.name,
+            backend_reason=backend.backend_reason,
+            flash_attn=mode.flash_attn,
+            kv_unified=mode.kv_unified,
+            mode_reason=backend.mode_reason,
+            threads=threads.one_row,
+            threads_few=threads.few_rows,
+            threads_batch=threads.many_rows,
+            threads_reason=threads.reason,
+        ),
+        queue=QueueStats(
+            running=n_running[False],
+            waiting=n_waiting[False],
+            backlog_s=round(forecast.work_s, 3),
+            prefill_backlog_s=round(forecast.prefill_s, 3),
+            background_running=n_running[True],
+            background_waiting=n_waiting[True],
+            background_backlog_s=round(forecast.background_s, 3),
+            draining=draining,
+        ),
+        requests=_group(RequestStats, {**counted, "ended": dict(ended)}),
+        tokens=_group(TokenStats, counted),
+        timing=_group(TimingStats, counted),
+        costs=CostStats(
+            step_time=costs.curve(),
+            prompt_token_s=forecast.prompt_token_s,
+            token_s=forecast.token_s,
+            answer_tokens=round(forecast.n_generated, 1),
+        ),
+        speculation=_group(SpeculationStats, counted),
+        pictures=_group(PictureStats, counted),
+        embeddings=EmbeddingStats(embedded["texts"], embedded["tokens"], embedded["batches"]),
+        cache=CacheStats(
+            stored_prefixes=len(cache.memory_tier),
+            stored_bytes=cache.memory_tier.n_bytes,
+            stored_bytes_limit=options.cache_ram_bytes,
+            checkpoints=len(cache.checkpoints),
+            checkpoint_bytes=cache.checkpoints.n_bytes,
+            received_prefixes=transferred["received_prefixes"],
+            received_bytes=transferred["received_bytes"],
+            sent_prefixes=transferred["sent_prefixes"],
+            sent_bytes=transferred["sent_bytes"],
+        ),
+        memory=MemoryStats(
+            weights_bytes=memory.weights_bytes,
+            cache_bytes=memory.cache_bytes,
+            cache_bytes_per_slot=memory.cache_bytes_per_slot,
+            compute_bytes=memory.compute_bytes,
+        ),
         slots=tuple(_slot_stats(slot) for slot in cache.table.slots),
-        prefill_backlog_s=round(forecast.prefill_s, 3),
-        prompt_token_s=forecast.prompt_token_s,
-        token_s=forecast.token_s,
-        answer_tokens=round(forecast.n_generated, 1),
-        background_running=n_running[True],
-        background_waiting=n_waiting[True],
-        background_backlog_s=round(forecast.background_s, 3),
     )
+
+
+def _group(kind: type[_Group], values: Mapping[str, Any]) -> _Group:
+    """The group of statistics whose fields have these values by name."""
+    return kind(**{one.name: values[one.name] for one in fields(kind)})
 
 
 def _slot_stats(slot: Slot) -> SlotStats:

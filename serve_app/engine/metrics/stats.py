@@ -27,7 +27,7 @@ class SlotStats:
 
 @dataclass
 class Counts:
-    """A decoder loop's counters; see the fields of the same names in `EngineStats`. Its thread
+    """A decoder loop's counters, which the groups of `EngineStats` have by the same names. Decoder thread
     only."""
 
     steps: int = 0
@@ -58,120 +58,197 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeStats:
+    """The kernels, the kind of attention and of cache, and the threads, each with a reason."""
+
+    backend: str = "llama.cpp"
+    """The library whose kernels compute the model: `llama.cpp` or `openvino`."""
+    backend_reason: str = ""
+    flash_attn: bool = False
+    kv_unified: bool = False
+    mode_reason: str = ""
+    """The reason for `flash_attn` and `kv_unified`."""
+    threads: int = 1
+    """Threads for batches of one row. `threads_few` are for batches of 2 to 16, `threads_batch` for larger
+    ones."""
+    threads_few: int = 0
+    threads_batch: int = 1
+    threads_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """The requests that run or wait; requests in the background are counted apart."""
+
+    running: int = 0
+    """Requests with a slot."""
+    waiting: int = 0
+    """Requests without a slot yet."""
+    backlog_s: float = 0.0
+    """Forecast of the seconds until all of these are done."""
+    prefill_backlog_s: float = 0.0
+    """The part of `backlog_s` that is missing of prompts."""
+    background_running: int = 0
+    background_waiting: int = 0
+    background_backlog_s: float = 0.0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """The requests that have ended, and what happened to requests on their way."""
+
+    ended: dict[str, int] = field(default_factory=dict)
+    """The number of requests, by the reason of their end."""
+    preemptions: int = 0
+    """Sequences that lost their slot for a time: the cache was full, or their client had more than its
+    share."""
+    context_shifts: int = 0
+    failovers: int = 0
+    """Requests that other engines began and could not end."""
+    prefill_s: float = 0.0
+    """Seconds of ended requests from their slot to their first token."""
+    generation_s: float = 0.0
+    """Seconds of ended requests from their first token to their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Tokens of prompts and answers."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens that were computed."""
+    cached_tokens: int = 0
+    """Prompt tokens that were in the cache."""
+    restored_tokens: int = 0
+    """The part of `cached_tokens` that came back from the memory tier."""
+    generated_tokens: int = 0
+    n_tokens_max: int = 0
+    """The most tokens that a sequence has had in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimingStats:
+    """The engine's steps and their batches."""
+
+    steps: int = 0
+    batches: int = 0
+    """Forward passes of the backend."""
+    busy_slots: int = 0
+    """The sequences in each batch, summed over the batches."""
+    step_s: float = 0.0
+    decode_s: float = 0.0
+    """The part of `step_s` in forward passes."""
+    sample_s: float = 0.0
+    """The part of `step_s` in sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostStats:
+    """The cost model's present estimates."""
+
+    step_time: dict[str, dict[int, float]] = field(default_factory=dict)
+    """The time of a batch, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's
+    rows, `verify_ms` by one sequence's rows with drafts."""
+    prompt_token_s: float = 0.0
+    """Seconds of a prompt token; 0 if unknown."""
+    token_s: float = 0.0
+    """Seconds of a generated token with all slots busy; 0 if unknown."""
+    answer_tokens: float = 0.0
+    """Tokens of an answer, the newest answers counting most."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Speculation: tokens that were guessed, and verified in one batch."""
+
+    drafts: int = 0
+    """Steps of sequences that had a draft."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """The part of `drafted_tokens` that was right; these tokens are among the generated tokens."""
+    proposed_tokens: int = 0
+    """The part of `drafted_tokens` that the draft model proposed."""
+    accepted_proposed_tokens: int = 0
+    draft_s: float = 0.0
+    """Seconds of the draft model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureStats:
+    """Tiles of pictures, and sounds."""
+
+    encoded_tiles: int = 0
+    found_tiles: int = 0
+    """Tiles that had been encoded for other requests."""
+    encode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingStats:
+    """Texts that became vectors."""
+
+    embedded_texts: int = 0
+    embedded_tokens: int = 0
+    embedding_batches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Prefixes outside the slots: in the memory tier, in checkpoints, and on their way between replicas."""
+
+    stored_prefixes: int = 0
+    stored_bytes: int = 0
+    stored_bytes_limit: int = 0
+    """The most bytes that stored prefixes may take. They are not reserved."""
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    received_prefixes: int = 0
+    received_bytes: int = 0
+    sent_prefixes: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Bytes that the model takes."""
+
+    weights_bytes: int = 0
+    cache_bytes: int = 0
+    """The cache of all slots, pinned slots included."""
+    cache_bytes_per_slot: int = 0
+    """The bytes that one more slot would take."""
+    compute_bytes: int = 0
+    """Buffers that batches are computed in."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """One engine at one moment; counters run from its start."""
 
     n_slots: int
     n_ctx_slot: int
-    threads: int
-    """For batches of one row; for those of 2 to 16, `threads_few`; for those of more, `threads_batch`."""
-    threads_batch: int
-    backend: str
-    """Whose kernels compute the model, `llama.cpp` or `openvino`, ..."""
-    backend_reason: str
-    """... and why."""
-    flash_attn: bool
-    kv_unified: bool
-    mode_reason: str
-    """Why it is so."""
-    running: int
-    """Requests with a slot; and those that wait for one. Requests in the background are not in these."""
-    waiting: int
-    backlog_s: float
-    """Forecast of the seconds until all these would be done."""
-    draining: bool
-    steps: int
-    prompt_tokens: int
-    """Prompt tokens that were computed; those found in the cache are `cached_tokens`."""
-    cached_tokens: int
-    generated_tokens: int
-    drafts: int = 0
-    """Steps of sequences that were speculated."""
-    drafted_tokens: int = 0
-    """Guesses of speculation; of them, `accepted_tokens` were right, and are among the generated."""
-    accepted_tokens: int = 0
-    proposed_tokens: int = 0
-    """Of the drafted ones, those that the draft model proposed, in `draft_s` seconds; of them,
-    `accepted_proposed_tokens` were right."""
-    accepted_proposed_tokens: int = 0
-    draft_s: float = 0.0
-    preemptions: int = 0
-    """Sequences that lost their slot for a time: the cache was full, or their client had more than its
-    share."""
-    context_shifts: int = 0
-    embedded_texts: int = 0
-    """Texts that became vectors, and their tokens, in so many batches."""
-    embedded_tokens: int = 0
-    embedding_batches: int = 0
-    ended: dict[str, int] = field(default_factory=dict)
-    """Requests by the reason of their end."""
-    step_s: float = 0.0
-    """Seconds spent in steps; of them, `decode_s` in forward passes and `sample_s` in sampling."""
-    decode_s: float = 0.0
-    sample_s: float = 0.0
-    batches: int = 0
-    """Calls of llama.cpp; `busy_slots` counts the sequences in each."""
-    busy_slots: int = 0
-    prefill_s: float = 0.0
-    """Of all requests that ended: seconds from a slot to the first token, and from there to the end."""
-    generation_s: float = 0.0
-    n_tokens_max: int = 0
-    """The most tokens that a sequence has had in the cache."""
-    failovers: int = 0
-    """Requests that other engines began and could not end."""
-    encoded_tiles: int = 0
-    """Parts of pictures that were encoded, in `encode_s` seconds; `found_tiles` had been for others."""
-    found_tiles: int = 0
-    encode_s: float = 0.0
-    restored_tokens: int = 0
-    """Of the cached tokens, those that came back from the memory tier."""
-    stored_prefixes: int = 0
-    """Prefixes that lost their slot and are kept in memory."""
-    stored_bytes: int = 0
-    stored_bytes_limit: int = 0
-    """The most bytes that they may take, which are not reserved."""
-    checkpoints: int = 0
-    """Of slots, and their bytes: see `serve_app.engine.kv_cache.checkpoints`."""
-    checkpoint_bytes: int = 0
-    received_prefixes: int = 0
-    """Prefixes that other engines computed, and the bytes of their states."""
-    received_bytes: int = 0
-    sent_prefixes: int = 0
-    """Prefixes that were sent to other engines."""
-    sent_bytes: int = 0
-    weights_bytes: int = 0
-    cache_bytes: int = 0
-    """Of all slots, pinned ones included."""
-    cache_bytes_per_slot: int = 0
-    """The bytes that one more slot would take."""
-    compute_bytes: int = 0
-    """Buffers that batches are computed in."""
-    step_time: dict[str, dict[int, float]] = field(default_factory=dict)
-    """The time of a batch, in milliseconds: `decode_ms` by sequences, `prefill_ms` by a prompt's
-    rows, `verify_ms` by one sequence's rows with drafts."""
-    threads_few: int = 0
-    threads_reason: str = ""
-    """Why so many."""
+    compute: ComputeStats = ComputeStats()
+    queue: QueueStats = QueueStats()
+    requests: RequestStats = field(default_factory=RequestStats)
+    tokens: TokenStats = TokenStats()
+    timing: TimingStats = TimingStats()
+    costs: CostStats = field(default_factory=CostStats)
+    speculation: SpeculationStats = SpeculationStats()
+    pictures: PictureStats = PictureStats()
+    embeddings: EmbeddingStats = EmbeddingStats()
+    cache: CacheStats = CacheStats()
+    memory: MemoryStats = MemoryStats()
     slots: tuple[SlotStats, ...] = ()
-    prefill_backlog_s: float = 0.0
-    """Of `backlog_s`, what is missing of prompts."""
-    prompt_token_s: float = 0.0
-    """Measured seconds of a prompt token, and of a generated one with all slots busy; 0 if unknown."""
-    token_s: float = 0.0
-    answer_tokens: float = 0.0
-    """Tokens that answers have had, the newest counting most."""
-    background_running: int = 0
-    """The same three for requests in the background."""
-    background_waiting: int = 0
-    background_backlog_s: float = 0.0
 
     def memory_report(self) -> str:
         """One line about what the engine holds, and would hold with more slots."""
+        memory = self.memory
         return (
-            f"weights {_mib(self.weights_bytes)}, KV cache {_mib(self.cache_bytes)} "
-            f"({_mib(self.cache_bytes_per_slot)} for every slot more), "
-            f"compute buffers {_mib(self.compute_bytes)}, "
-            f"prefixes without a slot {_mib(self.stored_bytes_limit)} at most"
+            f"weights {_mib(memory.weights_bytes)}, KV cache {_mib(memory.cache_bytes)} "
+            f"({_mib(memory.cache_bytes_per_slot)} for every slot more), "
+            f"compute buffers {_mib(memory.compute_bytes)}, "
+            f"prefixes without a slot {_mib(self.cache.stored_bytes_limit)} at most"
         )
 
 
@@ -179,7 +256,7 @@ class CachedPrompt(NamedTuple):
     """A prefix that prompts of one cache group could start from."""
 
     group: str
-    """See `serve_app.types.GenerationRequest.cache_group`; SHARED_GROUP for what is pinned."""
+    """The prompts' cache group; SHARED_GROUP for what is pinned."""
     tokens: Sequence[int]
 
 

@@ -18,16 +18,13 @@ _HITS_S = 60.0
 # A replica that does not answer so many times in a row is gone, unless Serve says that it runs.
 _MISSES = 3
 _N_EVENTS = 200
-# Counters of EngineStats whose growth is an event, and how that is told.
+# Counters of `EngineStats.requests` whose growth is an event, and the name of that event.
 _NOTED = {"preemptions": "preempted", "failovers": "resumed"}
-_COUNTERS = (
-    "generated_tokens",
-    "prompt_tokens",
-    "cached_tokens",
-    "batches",
-    "busy_slots",
-    "decode_s",
-)
+# Counters whose rates are shown, by their group in EngineStats.
+_COUNTERS = {
+    "tokens": ("generated_tokens", "prompt_tokens", "cached_tokens"),
+    "timing": ("batches", "busy_slots", "decode_s"),
+}
 _QUANTILES = (0.5, 0.95, 0.99)
 
 _NO_MORE: Mapping[str, Json] = {}
@@ -46,7 +43,7 @@ class _Replica:
 
     def saw(self, stats: ReplicaStats, now: float) -> None:
         self.stats, self.misses = stats, 0
-        self.samples.append((now, {name: stats.engine[name] for name in _COUNTERS}))
+        self.samples.append((now, _counters(stats.engine)))
         while now - self.samples[0][0] > _HITS_S:
             self.samples.popleft()
 
@@ -54,7 +51,7 @@ class _Replica:
         """The seconds between the last sample and one as long ago as that, and what was counted in them."""
         now, last = self.samples[-1]
         then, first = next(one for one in self.samples if now - one[0] <= within_s)
-        return now - then, {name: last[name] - first[name] for name in _COUNTERS}
+        return now - then, {name: last[name] - first[name] for name in last}
 
 
 class Board:
@@ -111,10 +108,10 @@ class Board:
                 self._note("came", model, wall_s, stats.replica_id)
         before = known.stats.engine
         for counter, kind in _NOTED.items():
-            more = stats.engine.get(counter, 0) - before.get(counter, 0)
+            more = stats.engine["requests"][counter] - before["requests"][counter]
             if more > 0:
                 self._note(kind, model, wall_s, stats.replica_id, more)
-        if stats.engine["draining"] and not before["draining"]:
+        if stats.engine["queue"]["draining"] and not before["queue"]["draining"]:
             self._note("draining", model, wall_s, stats.replica_id)
         known.saw(stats, now)
 
@@ -172,22 +169,25 @@ def _told(replica: _Replica) -> Json:
     seconds, grown = replica.grown(_RATE_S)
     _, lately = replica.grown(_HITS_S)
     n_prompt = lately["prompt_tokens"] + lately["cached_tokens"]
-    n_live = engine["running"] + engine["waiting"]
+    queue, compute = engine["queue"], engine["compute"]
+    n_live = queue["running"] + queue["waiting"]
     return {
         "model": replica.model,
-        "state": "silent" if replica.misses else "draining" if engine["draining"] else "up",
+        "state": "silent" if replica.misses else "draining" if queue["draining"] else "up",
         "node": stats.node_id,
         "cores": stats.cores,
         "numa_node": stats.numa_node,
-        **{name: engine[name] for name in ("threads", "n_slots", "n_ctx_slot", "kv_unified")},
-        **{name: engine[name] for name in ("running", "waiting", "preemptions", "ended")},
-        "wait_s": round(slot_wait_s(engine["backlog_s"], n_live, engine["n_slots"]), 2),
-        "backlog_s": round(engine["backlog_s"], 2),
+        **{name: engine[name] for name in ("n_slots", "n_ctx_slot")},
+        **{name: compute[name] for name in ("threads", "kv_unified")},
+        **{name: queue[name] for name in ("running", "waiting")},
+        **{name: engine["requests"][name] for name in ("preemptions", "ended")},
+        "wait_s": round(slot_wait_s(queue["backlog_s"], n_live, engine["n_slots"]), 2),
+        "backlog_s": round(queue["backlog_s"], 2),
         "generated_per_s": _rate(grown["generated_tokens"], seconds),
         "prompt_per_s": _rate(grown["prompt_tokens"], seconds),
         "hits": round(lately["cached_tokens"] / n_prompt, 3) if n_prompt else None,
-        "stored_mib": engine["stored_bytes"] >> 20,
-        "curve": engine["step_time"].get("decode_ms", {}),
+        "stored_mib": engine["cache"]["stored_bytes"] >> 20,
+        "curve": engine["costs"]["step_time"].get("decode_ms", {}),
         "point": _point(grown),
         **_quantiles([stats.latencies]),
         "slots": {str(slot["id"]): _slot(slot) for slot in engine["slots"]},
@@ -206,6 +206,10 @@ def without_requests(view: Json) -> Json:
         for key, told in view["replicas"].items()
     }
     return view | {"replicas": replicas}
+
+
+def _counters(engine: Json) -> dict[str, float]:
+    return {name: engine[group][name] for group, names in _COUNTERS.items() for name in names}
 
 
 def _rate(n: float, seconds: float) -> float:

@@ -96,4 +96,4 @@ def _environment(agent: Agent, url: str, home: Path) -> dict[str, str]:
 def _prompt_tokens(server: Corral) -> tuple[int, int]:
     """The prompt tokens that the engine has computed, and those that it had cached."""
     stats = server.stats()
-    return stats["prompt_tokens"], stats["cached_tokens"]
+    return stats["tokens"]["prompt_tokens"], stats["tokens"]["cached_tokens"]

@@ -91,19 +91,24 @@ async def test_many_small_requests_share_batches(corral: Corral) -> None:
         )
     after = corral.stats(DEMO)
     assert len({tuple(answer.data[0].embedding) for answer in answers}) == n_requests
-    assert after["embedded_texts"] - before["embedded_texts"] == n_requests
-    assert after["embedding_batches"] - before["embedding_batches"] < n_requests
+    assert (
+        after["embeddings"]["embedded_texts"] - before["embeddings"]["embedded_texts"] == n_requests
+    )
+    assert (
+        after["embeddings"]["embedding_batches"] - before["embeddings"]["embedding_batches"]
+        < n_requests
+    )
 
 
 def test_who_leaves_is_not_computed_for(corral: Corral, client: openai.OpenAI) -> None:
-    before = corral.stats(DEMO)["embedded_texts"]
+    before = corral.stats(DEMO)["embeddings"]["embedded_texts"]
     with pytest.raises(openai.APITimeoutError):
         client.embeddings.create(model="demo", input=[[5] * 1000] * 512, timeout=2)
     client.embeddings.create(model="demo", input="The next one is served.")
-    done = corral.stats(DEMO)["embedded_texts"]
+    done = corral.stats(DEMO)["embeddings"]["embedded_texts"]
     for number in range(N_AFTER):
         client.embeddings.create(model="demo", input=f"So is number {number}.")
-    assert corral.stats(DEMO)["embedded_texts"] == done + N_AFTER
+    assert corral.stats(DEMO)["embeddings"]["embedded_texts"] == done + N_AFTER
     assert done < before + 512
 
 

@@ -97,7 +97,7 @@ def test_cancelling_frees_the_slot(client: openai.OpenAI, corral: Corral) -> Non
     asked = long_one(client, max_output_tokens=1900)
 
     def busy() -> int:
-        return int(corral.stats(0)["running"])
+        return int(corral.stats(0)["queue"]["running"])
 
     wait_until(lambda: busy() > 0, 30, "it does not begin")
     cancelled = client.responses.cancel(asked.id)

@@ -101,9 +101,11 @@ async def test_16_streams_at_once_each_get_their_own(corral: Corral, client: ope
         together = await asyncio.gather(*(stream(prompt) for prompt in prompts))
     assert together == [(text, "length") for text in alone]
     after = corral.stats()
-    generated = after["generated_tokens"] - before["generated_tokens"]
+    generated = after["tokens"]["generated_tokens"] - before["tokens"]["generated_tokens"]
     assert generated == 16 * 40
-    assert after["steps"] - before["steps"] < generated / 2  # they shared their steps
+    assert (
+        after["timing"]["steps"] - before["timing"]["steps"] < generated / 2
+    )  # they shared their steps
 
 
 def test_clients_see_errors_as_openais(client: openai.OpenAI) -> None:

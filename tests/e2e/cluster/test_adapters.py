@@ -134,7 +134,9 @@ def test_a_lost_replica_s_streams_go_on_with_their_adapter(corral: Corral) -> No
             for name in NAMES
         ]
         wait_until(
-            lambda: sum(one["engine"]["running"] for one in corral.replicas()) == len(NAMES),
+            lambda: (
+                sum(one["engine"]["queue"]["running"] for one in corral.replicas()) == len(NAMES)
+            ),
             30,
             "all run",
         )
@@ -203,7 +205,7 @@ def test_a_replica_that_comes_later_has_what_was_loaded(corral: Corral) -> None:
 
     def n_answered() -> int:
         return sum(
-            sum(one["engine"]["ended"].values())
+            sum(one["engine"]["requests"]["ended"].values())
             for one in corral.replicas()
             if one["replica_id"] == fresh
         )

@@ -46,7 +46,9 @@ def replicas(corral: Corral, model_id: str) -> dict[str, int]:
     """What each replica has generated."""
     models = corral.http.get("/v1/stats").json()["models"]
     (found,) = [entry["replicas"] for entry in models if entry["id"] == model_id]
-    return {replica["replica_id"]: replica["engine"]["generated_tokens"] for replica in found}
+    return {
+        replica["replica_id"]: replica["engine"]["tokens"]["generated_tokens"] for replica in found
+    }
 
 
 def complete(corral: Corral, model_id: str, prompt: str, max_tokens: int) -> int:

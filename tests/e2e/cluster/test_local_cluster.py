@@ -36,7 +36,7 @@ def cluster() -> Iterator[LocalCluster]:
 def busy_nodes(cluster: LocalCluster) -> set[str]:
     """Those with a replica that has generated something."""
     (model,) = httpx.get(f"{cluster.url}/v1/stats").json()["models"]
-    return {r["node_id"] for r in model["replicas"] if r["engine"]["generated_tokens"]}
+    return {r["node_id"] for r in model["replicas"] if r["engine"]["tokens"]["generated_tokens"]}
 
 
 @contextmanager

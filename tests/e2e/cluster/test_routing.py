@@ -61,22 +61,25 @@ def test_who_comes_back_finds_what_was_computed(fleet: Corral) -> None:
 
 
 def test_strangers_go_to_all(fleet: Corral) -> None:
-    before = replicas(fleet)
+    def generated() -> dict[str, int]:
+        engines = replicas(fleet).items()
+        return {name: engine["tokens"]["generated_tokens"] for name, engine in engines}
+
+    before = generated()
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda i: ask(fleet, conversation(f"{i} Bob"), 32), range(12)))
-    after = replicas(fleet)
-    grown = [after[one]["generated_tokens"] - before[one]["generated_tokens"] for one in after]
+    grown = [after - before[name] for name, after in generated().items()]
     assert sum(grown) == 12 * 32
     assert min(grown) >= 32, grown
 
 
 def test_a_burst_with_one_beginning_computes_it_once_or_twice(fleet: Corral) -> None:
     time.sleep(REPORTS_TAKE_S)  # what strangers had of them may count as still to be done
-    before = sum(one["prompt_tokens"] for one in replicas(fleet).values())
+    before = sum(one["tokens"]["prompt_tokens"] for one in replicas(fleet).values())
     text = conversation("Zoe")
     with ThreadPoolExecutor(4) as pool:
         cached = list(pool.map(lambda i: ask(fleet, text + f" {i}"), range(4)))
-    computed = sum(one["prompt_tokens"] for one in replicas(fleet).values()) - before
+    computed = sum(one["tokens"]["prompt_tokens"] for one in replicas(fleet).values()) - before
     assert sum(n > 0 for n in cached) >= 2, (cached, computed)
 
 

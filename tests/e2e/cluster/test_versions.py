@@ -123,7 +123,10 @@ def n_running(corral: Corral, name: str) -> int:
     """Requests that a version's replicas work on."""
     found = corral.http.get("/v1/stats").json()["models"]
     return sum(
-        each["engine"]["running"] for one in found if one["id"] == name for each in one["replicas"]
+        each["engine"]["queue"]["running"]
+        for one in found
+        if one["id"] == name
+        for each in one["replicas"]
     )
 
 

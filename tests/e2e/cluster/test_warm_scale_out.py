@@ -64,9 +64,9 @@ def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
         wait_until(lambda: len(replicas(corral)) == 2, SCALE_TIMEOUT_S, "a second replica")
         grown = replicas(corral)
         (fresh,) = set(grown) - {source}
-        assert grown[fresh]["received_prefixes"] >= 1
-        assert grown[fresh]["received_bytes"] > 0
-        assert grown[source]["sent_prefixes"] >= 1
+        assert grown[fresh]["cache"]["received_prefixes"] >= 1
+        assert grown[fresh]["cache"]["received_bytes"] > 0
+        assert grown[source]["cache"]["sent_prefixes"] >= 1
     assert re.search(RECEIVED, corral.log)
 
     # Whichever replica gets it, it starts from what requests share, and says the same.
@@ -74,16 +74,16 @@ def test_prefixes_come_and_go_with_replicas(corral: Corral) -> None:
         cached, text = ask(corral, SYSTEM + f" Question {i % 3}?")
         assert cached >= n_shared
         assert text == expected[i % 3][1]
-    assert replicas(corral)[fresh]["restored_tokens"] >= n_shared
+    assert replicas(corral)[fresh]["tokens"]["restored_tokens"] >= n_shared
 
     # What only the one that leaves has is found where they come next.
     with ThreadPoolExecutor(len(CONVERSATIONS)) as pool:
         list(pool.map(lambda text: ask(corral, text), CONVERSATIONS))
-    shares = [stats["ended"]["length"] for stats in replicas(corral).values()]
+    shares = [stats["requests"]["ended"]["length"] for stats in replicas(corral).values()]
     assert min(shares) > 0
     wait_until(lambda: bool(re.search(SENT, corral.log)), SCALE_TIMEOUT_S, "one has left")
     (left,) = replicas(corral).values()
-    assert left["received_prefixes"] >= 1
+    assert left["cache"]["received_prefixes"] >= 1
     assert min(ask(corral, text + " And then?")[0] for text in CONVERSATIONS) >= 96
     for trouble in ("no more prefixes", "is refused", "Traceback", "never awaited"):
         assert trouble not in corral.log

@@ -95,7 +95,7 @@ def test_limits_of_a_key(guarded: Corral, ben: openai.OpenAI) -> None:
         with pytest.raises(openai.RateLimitError) as busy:
             ben.completions.create(model="m", prompt="x", max_tokens=1)
         assert busy.value.code == "rate_limit_exceeded"
-    wait_until(lambda: guarded.stats()["running"] == 0, 10, "the slot is free")
+    wait_until(lambda: guarded.stats()["queue"]["running"] == 0, 10, "the slot is free")
     answer = ben.completions.create(model="m", prompt="x", max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 1

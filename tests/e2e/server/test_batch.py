@@ -183,7 +183,9 @@ def test_who_chats_does_not_wait_for_a_batch(server: Corral, client: openai.Open
     """All slots are taken by lines that would take long."""
     body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
     batch_id = begin(client, 40, "/v1/completions", body)
-    wait_until(lambda: server.stats()["background_running"] == 4, 60, "all slots are taken")
+    wait_until(
+        lambda: server.stats()["queue"]["background_running"] == 4, 60, "all slots are taken"
+    )
     began = time.monotonic()
     first = None
     asked: Any = client.chat.completions
@@ -191,9 +193,9 @@ def test_who_chats_does_not_wait_for_a_batch(server: Corral, client: openai.Open
     for _ in stream:
         first = first or time.monotonic() - began
     stats = server.stats()
-    print(f"first token after {first} s; {stats['preemptions']} lines stepped back")
-    assert stats["preemptions"] > 0
+    print(f"first token after {first} s; {stats['requests']['preemptions']} lines stepped back")
+    assert stats["requests"]["preemptions"] > 0
     assert n_done(client, batch_id) < 40, "it did not wait"
     client.batches.cancel(batch_id)
     assert ended(client, batch_id).status == "cancelled"
-    wait_until(lambda: server.stats()["background_running"] == 0, 30, "its slots are free")
+    wait_until(lambda: server.stats()["queue"]["background_running"] == 0, 30, "its slots are free")

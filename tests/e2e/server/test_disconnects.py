@@ -17,7 +17,7 @@ LONG = {"model": "small", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
 
 @pytest.fixture
 async def http(corral: Corral) -> AsyncIterator[httpx.AsyncClient]:
-    wait_until(lambda: corral.stats(SMALL)["running"] == 0, 30, "idle")
+    wait_until(lambda: corral.stats(SMALL)["queue"]["running"] == 0, 30, "idle")
     async with httpx.AsyncClient(base_url=corral.url, timeout=60) as client:
         yield client
 
@@ -27,7 +27,7 @@ async def until(corral: Corral, condition: Callable[[dict[str, Any]], bool], wha
 
 
 def aborted(corral: Corral) -> int:
-    count: int = corral.stats(SMALL)["ended"].get("abort", 0)
+    count: int = corral.stats(SMALL)["requests"]["ended"].get("abort", 0)
     return count
 
 
@@ -39,8 +39,8 @@ async def test_a_client_that_leaves_mid_stream_frees_its_slot(
         async for line in response.aiter_lines():
             if line and sse(line)["choices"][0]["text"]:
                 break
-        assert corral.stats(SMALL)["running"] == 1
-    await until(corral, lambda stats: stats["running"] == 0, "slot free")
+        assert corral.stats(SMALL)["queue"]["running"] == 1
+    await until(corral, lambda stats: stats["queue"]["running"] == 0, "slot free")
     stats = corral.stats(SMALL)
     assert aborted(corral) == before + 1
     assert [slot["state"] for slot in stats["slots"]] == ["idle"]
@@ -52,18 +52,18 @@ async def test_a_client_that_leaves_while_it_waits_for_the_whole_answer(
 ) -> None:
     before = aborted(corral)
     request = asyncio.create_task(http.post("/v1/completions", json=LONG))
-    await until(corral, lambda stats: stats["running"] == 1, "running")
+    await until(corral, lambda stats: stats["queue"]["running"] == 1, "running")
     request.cancel()
-    await until(corral, lambda stats: stats["running"] == 0, "slot free")
+    await until(corral, lambda stats: stats["queue"]["running"] == 0, "slot free")
     assert aborted(corral) == before + 1
 
 
 async def test_full_queue(corral: Corral, http: httpx.AsyncClient) -> None:
     before = aborted(corral)
     running = asyncio.create_task(http.post("/v1/completions", json=LONG))
-    await until(corral, lambda stats: stats["running"] == 1, "running")
+    await until(corral, lambda stats: stats["queue"]["running"] == 1, "running")
     waiting = asyncio.create_task(http.post("/v1/completions", json=LONG))
-    await until(corral, lambda stats: stats["waiting"] == 1, "waiting")
+    await until(corral, lambda stats: stats["queue"]["waiting"] == 1, "waiting")
     for stream in (False, True):
         refused = await http.post("/v1/completions", json=LONG | {"stream": stream})
         assert refused.status_code == 429
@@ -71,11 +71,11 @@ async def test_full_queue(corral: Corral, http: httpx.AsyncClient) -> None:
         assert refused.json()["error"]["code"] == "queue_full"
     # Who gives up while waiting leaves the queue, and the running one does not notice.
     waiting.cancel()
-    await until(corral, lambda stats: stats["waiting"] == 0, "left the queue")
+    await until(corral, lambda stats: stats["queue"]["waiting"] == 0, "left the queue")
     assert aborted(corral) == before + 1
-    assert corral.stats(SMALL)["running"] == 1
+    assert corral.stats(SMALL)["queue"]["running"] == 1
     running.cancel()
-    await until(corral, lambda stats: stats["running"] == 0, "slot free")
+    await until(corral, lambda stats: stats["queue"]["running"] == 0, "slot free")
 
 
 async def test_the_neighbour_of_a_leaver_gets_its_whole_answer(

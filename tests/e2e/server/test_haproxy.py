@@ -69,11 +69,11 @@ def test_streams_come_token_by_token_and_leavers_free_their_slots(corral: Corral
         lines = response.iter_lines()  # kept: without it, httpx would leave
         assert any(line and sse(line)["choices"][0]["text"] for line in lines)
         # The first token is here, the last is far away.
-        wait_until(lambda: corral.stats()["running"] == 1, 30, "slot taken")
-    wait_until(lambda: corral.stats()["running"] == 0, 30, "slot free")
+        wait_until(lambda: corral.stats()["queue"]["running"] == 1, 30, "slot taken")
+    wait_until(lambda: corral.stats()["queue"]["running"] == 0, 30, "slot free")
     stats = corral.stats()
-    assert stats["ended"] == {"abort": 1}
-    assert stats["generated_tokens"] < LONG["max_tokens"]
+    assert stats["requests"]["ended"] == {"abort": 1}
+    assert stats["tokens"]["generated_tokens"] < LONG["max_tokens"]
 
 
 def test_streams_end_whole_and_are_shared_among_ingress_replicas(corral: Corral) -> None:
@@ -100,11 +100,11 @@ def test_a_stream_that_waits_has_its_headers_and_pings(corral: Corral) -> None:
     with ExitStack() as streams:
         for _ in range(N_SLOTS):
             streams.enter_context(corral.http.stream("POST", "/v1/completions", json=LONG))
-        wait_until(lambda: corral.stats()["running"] == N_SLOTS, 30, "all slots taken")
+        wait_until(lambda: corral.stats()["queue"]["running"] == N_SLOTS, 30, "all slots taken")
         body = LONG | {"sse_ping_interval": 1}
         with corral.http.stream("POST", "/v1/completions", json=body) as waiting:
             assert waiting.status_code == 200
             lines = waiting.iter_lines()  # once it is gone, so is the stream
             assert next(lines) == ": ping"
-            assert corral.stats()["waiting"] == 1
-    wait_until(lambda: corral.stats()["running"] == 0, 30, "slots free")
+            assert corral.stats()["queue"]["waiting"] == 1
+    wait_until(lambda: corral.stats()["queue"]["running"] == 0, 30, "slots free")

@@ -87,8 +87,9 @@ def test_requests_and_tokens_are_counted(corral: Corral) -> None:
     def exported() -> bool:
         found = samples(corral)
         return (
-            found.get("ray_corral_requests_total length", 0) >= stats["ended"]["length"]
-            and found.get("ray_corral_generated_tokens_total", 0) >= stats["generated_tokens"]
+            found.get("ray_corral_requests_total length", 0) >= stats["requests"]["ended"]["length"]
+            and found.get("ray_corral_generated_tokens_total", 0)
+            >= stats["tokens"]["generated_tokens"]
             and found.get("ray_corral_time_to_first_token_seconds_count", 0) >= 1
             and found.get("ray_corral_request_latency_seconds_sum", 0) > 0
             and found.get("ray_corral_inter_token_latency_seconds_count", 0) >= 7

@@ -65,9 +65,9 @@ def test_the_second_question_about_a_picture_costs_its_words(seeing: Corral) -> 
     second = ask(seeing, "seeing", picture, "And how many?").usage
     assert first.prompt_tokens > N_SEEN
     assert second.prompt_tokens_details.cached_tokens >= N_SEEN
-    assert seeing.stats()["encoded_tiles"] == 1
+    assert seeing.stats()["pictures"]["encoded_tiles"] == 1
     ask(seeing, "seeing", url("blue", (1024, 1024)), "And how many?")
-    assert seeing.stats()["encoded_tiles"] == 2
+    assert seeing.stats()["pictures"]["encoded_tiles"] == 2
 
 
 def test_the_tokens_of_pictures_are_counted(seeing: Corral) -> None:

@@ -38,7 +38,7 @@ def unhurt(corral: Corral) -> Iterator[None]:
 
 def is_idle(corral: Corral, model: int) -> bool:
     stats = corral.stats(model)
-    return (stats["running"], stats["waiting"]) == (0, 0)
+    return (stats["queue"]["running"], stats["queue"]["waiting"]) == (0, 0)
 
 
 def tracebacks(corral: Corral) -> list[str]:

@@ -59,7 +59,7 @@ def test_health_and_stats(corral: Corral) -> None:
     assert [entry["id"] for entry in stats["models"]] == ["big", "small", "demo"]
     (replica,) = stats["models"][0]["replicas"]
     assert replica["engine"]["n_slots"] == 16
-    assert replica["engine"]["threads"] == 1
+    assert replica["engine"]["compute"]["threads"] == 1
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ OFTEN = {"sse_ping_interval": 1}
 
 @pytest.fixture
 async def http(corral: Corral) -> AsyncIterator[httpx.AsyncClient]:
-    await until(corral, lambda stats: stats["running"] == 0, "idle")
+    await until(corral, lambda stats: stats["queue"]["running"] == 0, "idle")
     async with httpx.AsyncClient(base_url=corral.url, timeout=60) as client:
         yield client
 
@@ -32,7 +32,7 @@ async def full_engine(corral: Corral, http: httpx.AsyncClient) -> AsyncIterator[
     """Its only slot is taken as long as the response is open."""
     body = LONG | {"stream": True, "max_tokens": 200_000, "context_shift": True}
     async with http.stream("POST", "/v1/completions", json=body) as response:
-        await until(corral, lambda stats: stats["running"] == 1, "running")
+        await until(corral, lambda stats: stats["queue"]["running"] == 1, "running")
         yield response
 
 
@@ -54,12 +54,12 @@ async def test_headers_at_once_and_pings_until_the_first_token(
     async with full_engine(corral, http) as first, http.stream("POST", path, json=asked) as second:
         assert second.status_code == 200
         assert second.headers["content-type"].startswith("text/event-stream")
-        await until(corral, lambda stats: stats["waiting"] == 1, "the second waits")
+        await until(corral, lambda stats: stats["queue"]["waiting"] == 1, "the second waits")
         lines = second.aiter_lines()
         n_pings = 0
         while n_pings < 3:  # Anthropic's opening has one
             n_pings += await anext(lines) == ping
-        assert corral.stats(1)["waiting"] == 1
+        assert corral.stats(1)["queue"]["waiting"] == 1
         await first.aclose()
         rest = [line async for line in lines]
     said = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
@@ -74,7 +74,7 @@ async def test_headers_come_before_any_event(corral: Corral, http: httpx.AsyncCl
         http.stream("POST", "/v1/completions", json=asked) as second,
     ):
         assert second.status_code == 200
-        assert corral.stats(1)["waiting"] == 1
+        assert corral.stats(1)["queue"]["waiting"] == 1
 
 
 class Pings:

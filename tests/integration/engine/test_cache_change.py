@@ -83,10 +83,10 @@ async def test_a_common_prefix_changes_the_cache_and_no_text(path: Path) -> None
     expected = await alone(path, PROMPTS + OWN)
     engine = Engine.load(path, OPTIONS)
     try:
-        assert not engine.stats().kv_unified
+        assert not engine.stats().compute.kv_unified
         assert await tell_all(engine, PROMPTS) == expected[:4]
-        await asyncio.to_thread(until, lambda: engine.stats().kv_unified)
-        assert "by the traffic" in engine.stats().mode_reason
+        await asyncio.to_thread(until, lambda: engine.stats().compute.kv_unified)
+        assert "by the traffic" in engine.stats().compute.mode_reason
         assert await tell_all(engine, PROMPTS) == expected[:4]
         assert await tell_all(engine, OWN) == expected[4:]
     finally:
@@ -99,8 +99,8 @@ async def test_what_is_configured_never_changes(path: Path, kv_unified: bool) ->
     try:
         assert await tell_all(engine, PROMPTS) == await alone(path, PROMPTS)
         await asyncio.sleep(0.2)
-        assert engine.stats().kv_unified is kv_unified
-        assert engine.stats().mode_reason == "as configured"
+        assert engine.stats().compute.kv_unified is kv_unified
+        assert engine.stats().compute.mode_reason == "as configured"
     finally:
         engine.close()
 
@@ -110,7 +110,7 @@ async def test_prompts_of_their_own_change_nothing(path: Path) -> None:
     try:
         assert await tell_all(engine, OWN) == await alone(path, OWN)
         await asyncio.sleep(0.2)
-        assert not engine.stats().kv_unified
+        assert not engine.stats().compute.kv_unified
     finally:
         engine.close()
 

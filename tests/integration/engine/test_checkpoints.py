@@ -107,14 +107,14 @@ async def test_a_second_turn_computes_its_new_tokens(
         assert len(set(said)) > 3  # a model that repeats itself would show nothing
         for prompt in ((*CHAT, *said, *SECOND), EDITED, CHAT):
             await expect_cheap(engine, path, prompt)
-        assert 0 < engine.stats().checkpoints <= 2 * OPTIONS.n_checkpoints
+        assert 0 < engine.stats().cache.checkpoints <= 2 * OPTIONS.n_checkpoints
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_without_checkpoints_it_is_computed_anew(models: dict[str, Path], kind: str) -> None:
     async with opened(models[kind], n_checkpoints=0) as engine:
         await answer(engine, CHAT)
-        assert engine.stats().checkpoints == 0
+        assert engine.stats().cache.checkpoints == 0
         said, n_computed = await answer(engine, EDITED)
     assert said == await anew(models[kind], EDITED)
     assert n_computed == len(EDITED) or kind == "gemma3"  # its window's cells are still there
@@ -127,7 +127,7 @@ async def test_after_others_had_the_slot(models: dict[str, Path], kind: str) -> 
         await answer(engine, CHAT)
         await answer(engine, OTHER)
         await expect_cheap(engine, path, EDITED)
-        assert engine.stats().restored_tokens >= len(CHAT) - 8
+        assert engine.stats().tokens.restored_tokens >= len(CHAT) - 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +161,7 @@ async def test_from_another_engine(models: dict[str, Path], kind: str, cut: bool
         n_tokens = len(payload.prefix.tokens) // 4
         n_bytes = engine.prefixes.import_prefix(payload, len(CHAT) - 2 if cut else n_tokens)
         await expect_cheap(engine, models[kind], EDITED)
-        assert engine.stats().received_bytes == n_bytes > 0
+        assert engine.stats().cache.received_bytes == n_bytes > 0
 
 
 @pytest.mark.parametrize("kv_unified", [False, True])
@@ -205,7 +205,7 @@ async def test_those_who_come_together_compute_their_beginning_once(
     prompts = [(*shared, *text(100)) for _ in range(4)]
     async with opened(models[kind], n_slots=4) as engine:
         said = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
-        assert engine.stats().prompt_tokens == len(shared) + 4 * 100
+        assert engine.stats().tokens.prompt_tokens == len(shared) + 4 * 100
     assert [tokens for tokens, _ in said] == [await anew(models[kind], one) for one in prompts]
 
 
@@ -228,8 +228,8 @@ async def test_eight_long_chats_beside_each_other(
             ]
         assert max(n_computed for _, n_computed in said) <= 250
         stats = engine.stats()
-    assert stats.preemptions == 0
-    assert stats.ended == {"length": 24}
+    assert stats.requests.preemptions == 0
+    assert stats.requests.ended == {"length": 24}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,7 +239,7 @@ async def test_a_cache_that_is_too_small_for_all(models: dict[str, Path], kind: 
     prompts = [text(300) for _ in range(6)]
     async with opened(models[kind], cache_ram_bytes=2**26, **sizes) as engine:
         said = await asyncio.gather(*(answer(engine, prompt, 200) for prompt in prompts))
-        assert kind == "mamba" or engine.stats().preemptions > 0
+        assert kind == "mamba" or engine.stats().requests.preemptions > 0
     assert {len(tokens) for tokens, _ in said} == {200}
 
 
@@ -251,7 +251,7 @@ async def test_after_profiling_and_with_drafts(
     prompts = [text(300) for _ in range(3)]
     profiled = {"n_slots": 3, "profile_limit_s": 2.0, "kv_unified": kv_unified}
     async with opened(models[kind], **profiled) as engine:
-        assert engine.stats().step_time["decode_ms"]
+        assert engine.stats().costs.step_time["decode_ms"]
         said = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
     assert [tokens for tokens, _ in said] == [await anew(models[kind], one) for one in prompts]
 
@@ -293,7 +293,7 @@ async def test_whatever_comes_is_answered_as_if_it_were_computed(
     async with opened(models[kind], n_slots=3, **sizes) as engine:
         for _ in range(10):
             await asyncio.gather(*(ask_one(engine) for _ in range(rng.choice([1, 1, 2, 4]))))
-        assert engine.stats().cached_tokens > 0
+        assert engine.stats().tokens.cached_tokens > 0
     async with opened(models[kind], n_slots=1, n_checkpoints=0, **sizes) as fresh:
         for (prompt, n_tokens), tokens in said.items():
             await answer(fresh, (1, 2, 3), 1)  # whatever was there is gone
@@ -321,7 +321,9 @@ async def test_what_is_planned_for_a_window_is_what_it_takes(models: dict[str, P
     assert needs.window_share == pytest.approx(5 / 6)
     planned = CacheNeeds.of(EngineConfig(n_batch=256), needs).n_bytes(2, 2 * OPTIONS.n_ctx_slot)
     async with opened(models["gemma3"]) as engine:
-        assert engine.stats().cache_bytes == pytest.approx(planned, rel=0.15)  # cells come by 256
+        assert engine.stats().memory.cache_bytes == pytest.approx(
+            planned, rel=0.15
+        )  # cells come by 256
 
 
 @pytest.mark.parametrize("kind", ["mamba", "lfm2"])
@@ -331,7 +333,7 @@ async def test_what_is_planned_for_recurrent_layers_is_what_they_take(
     needs = ModelNeeds.of(Model(models[kind], vocab_only=True))
     planned = CacheNeeds.of(EngineConfig(), needs).n_bytes(2, 2 * OPTIONS.n_ctx_slot)
     async with opened(models[kind]) as engine:  # llama.cpp says it in hundredths of a MiB
-        assert engine.stats().cache_bytes == pytest.approx(planned, abs=0.01 * 2**20)
+        assert engine.stats().memory.cache_bytes == pytest.approx(planned, abs=0.01 * 2**20)
 
 
 @pytest.mark.parametrize("kv_unified", [False, True])
@@ -358,10 +360,10 @@ async def test_memory_beside_llama_servers(
     llama_cpp.llama_free(context)
     theirs = CacheLayout.read(lines, 0, 4)
     assert theirs is not None
-    assert stats.cache_bytes <= 1.01 * theirs.cache_bytes
+    assert stats.memory.cache_bytes <= 1.01 * theirs.cache_bytes
     # It makes two at the end of each prompt.
-    per_checkpoint = stats.checkpoint_bytes / stats.checkpoints
-    assert stats.checkpoints <= OPTIONS.n_checkpoints
-    assert stats.cache_bytes + stats.checkpoint_bytes <= 1.2 * (
+    per_checkpoint = stats.cache.checkpoint_bytes / stats.cache.checkpoints
+    assert stats.cache.checkpoints <= OPTIONS.n_checkpoints
+    assert stats.memory.cache_bytes + stats.cache.checkpoint_bytes <= 1.2 * (
         theirs.cache_bytes + 4 * per_checkpoint
     )

@@ -110,8 +110,8 @@ def test_greedy_text_is_the_same(alone: Engine, drafted: Engine) -> None:
         assert say(drafted, (prompt, greedy)) == [answer]
     assert say(drafted, *((prompt, greedy) for prompt in PROMPTS)) == expected
     stats = drafted.stats()
-    assert stats.accepted_proposed_tokens > stats.proposed_tokens / 2
-    assert stats.proposed_tokens > 60
+    assert stats.speculation.accepted_proposed_tokens > stats.speculation.proposed_tokens / 2
+    assert stats.speculation.proposed_tokens > 60
 
 
 def test_seeded_text_is_the_same(alone: Engine, drafted: Engine) -> None:
@@ -127,15 +127,16 @@ def test_seeded_text_is_the_same(alone: Engine, drafted: Engine) -> None:
     assert found[0] == found[1]
     assert len(found[0]) > len(SEEDS) / 2
     stats = drafted.stats()
-    n_proposed = stats.proposed_tokens - before.proposed_tokens
-    assert 0 < stats.accepted_proposed_tokens - before.accepted_proposed_tokens < n_proposed
+    n_proposed = stats.speculation.proposed_tokens - before.speculation.proposed_tokens
+    accepted_before = before.speculation.accepted_proposed_tokens
+    assert 0 < stats.speculation.accepted_proposed_tokens - accepted_before < n_proposed
 
 
 def test_memory_counts_the_draft(alone: Engine, drafted: Engine) -> None:
     without, beside = alone.stats(), drafted.stats()
-    assert beside.weights_bytes > without.weights_bytes
-    assert beside.cache_bytes == pytest.approx(1.5 * without.cache_bytes)
-    assert beside.cache_bytes_per_slot > without.cache_bytes_per_slot
+    assert beside.memory.weights_bytes > without.memory.weights_bytes
+    assert beside.memory.cache_bytes == pytest.approx(1.5 * without.memory.cache_bytes)
+    assert beside.memory.cache_bytes_per_slot > without.memory.cache_bytes_per_slot
 
 
 def test_nothing_is_proposed_where_a_draft_takes_as_long_as_the_model() -> None:
@@ -146,7 +147,7 @@ def test_nothing_is_proposed_where_a_draft_takes_as_long_as_the_model() -> None:
         stats = engine.stats()
     finally:
         engine.close()
-    assert stats.proposed_tokens < stats.generated_tokens / 4
+    assert stats.speculation.proposed_tokens < stats.tokens.generated_tokens / 4
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ async def test_prefix_of_a_busy_slot_is_copied(load: Callable[..., Engine]) -> N
     async with engine.submit(forever) as stream:
         await anext(stream)
         copied = await ask(engine, f"{LONG}And then")
-        assert engine.stats().running == 1
+        assert engine.stats().queue.running == 1
     assert copied.end.usage.cached_tokens >= len(engine.tokenize(LONG)) - 1
     assert copied.token_ids == alone.token_ids
 
@@ -173,7 +173,7 @@ async def test_prompt_in_chunks_equals_prompt_in_one(
     chunked, whole = load(n_batch=16), load(n_batch=256)
     assert 16 < n_prompt < 200
     assert (await ask(chunked, LONG)).token_ids == (await ask(whole, LONG)).token_ids
-    assert chunked.stats().steps > whole.stats().steps
+    assert chunked.stats().timing.steps > whole.stats().timing.steps
 
 
 async def test_slot_used_by_another_prompt_in_between(load: Callable[..., Engine]) -> None:
@@ -386,7 +386,7 @@ async def test_abort_frees_the_slot(load: Callable[..., Engine]) -> None:
         await anext(stream)
     answer = await ask(engine, FRANCE)
     assert len(answer.token_ids) == 24
-    assert engine.stats().ended == {"abort": 1, "length": 1}
+    assert engine.stats().requests.ended == {"abort": 1, "length": 1}
 
 
 # -- loading --------------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ async def test_a_cache_of_any_format_serves(
     try:
         assert await tokens(engine) == 8
         stats = engine.stats()
-        assert stats.cache_bytes_per_slot == cache_bytes
-        assert stats.cache_bytes == 2 * cache_bytes
-        assert 1_000_000 < stats.weights_bytes < 4_000_000
+        assert stats.memory.cache_bytes_per_slot == cache_bytes
+        assert stats.memory.cache_bytes == 2 * cache_bytes
+        assert 1_000_000 < stats.memory.weights_bytes < 4_000_000
     finally:
         engine.close()
 

@@ -55,7 +55,7 @@ async def test_chats_in_turn_on_one_slot_say_the_same(path: Path, formats: dict[
             said.append(
                 [await tell(engine, story + end) for end in ("It", "He") for story in STORIES]
             )
-            restored = engine.stats().restored_tokens
+            restored = engine.stats().tokens.restored_tokens
         finally:
             engine.close()
     without, with_it = said

@@ -62,8 +62,8 @@ def counted(prompt: tuple[int, ...], n: int) -> list[int]:
 
 def proposals(before: EngineStats, after: EngineStats) -> tuple[int, int]:
     return (
-        after.proposed_tokens - before.proposed_tokens,
-        after.accepted_proposed_tokens - before.accepted_proposed_tokens,
+        after.speculation.proposed_tokens - before.speculation.proposed_tokens,
+        after.speculation.accepted_proposed_tokens - before.speculation.accepted_proposed_tokens,
     )
 
 
@@ -75,7 +75,7 @@ def test_each_guess_is_right_and_saves_steps(counting: Engine) -> None:
         after = counting.stats()
         n_proposed, n_right = proposals(before, after)
         assert n_right == n_proposed > 10 * len(prompts)
-        n_steps = after.steps - before.steps
+        n_steps = after.timing.steps - before.timing.steps
         assert n_steps < 40
         if len(prompts) == 1:  # of several, the one with the fewest right guesses takes the longest
             assert n_steps <= 40 - n_right + 8
@@ -98,7 +98,7 @@ def test_behind_a_prefix_that_was_not_computed_again(counting: Engine) -> None:
     answers = say(counting, *((prompt, GREEDY) for prompt in prompts))
     assert answers == [counted(prompt, 40) for prompt in prompts]
     after = counting.stats()
-    assert after.prompt_tokens - before.prompt_tokens < 200
+    assert after.tokens.prompt_tokens - before.tokens.prompt_tokens < 200
     n_proposed, n_right = proposals(before, after)
     assert n_right == n_proposed > 30
 
@@ -114,9 +114,9 @@ def test_the_text_is_the_same(anything: Path) -> None:
         for one in asked:
             assert say(drafted, one) == say(alone, one)
         stats = drafted.stats()
-        assert stats.proposed_tokens > 60
-        assert stats.accepted_proposed_tokens < stats.proposed_tokens / 2
-        assert stats.cache_bytes > alone.stats().cache_bytes
+        assert stats.speculation.proposed_tokens > 60
+        assert stats.speculation.accepted_proposed_tokens < stats.speculation.proposed_tokens / 2
+        assert stats.memory.cache_bytes > alone.stats().memory.cache_bytes
     finally:
         alone.close()
         drafted.close()

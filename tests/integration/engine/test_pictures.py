@@ -147,7 +147,7 @@ async def test_the_second_question_computes_its_words_only(seeing: Seeing) -> No
         seen = drawn(0)
         _, first = await answer(engine, asked("a", seen))
         second_tokens, second = await answer(engine, asked("b", seen, after=seeing.more))
-        encoded = engine.stats().encoded_tiles
+        encoded = engine.stats().pictures.encoded_tiles
         fresh_tokens, other = await answer(engine, asked("c", drawn(1), after=seeing.more))
     async with seeing.opened(n_slots=1) as engine:
         expected, _ = await answer(engine, asked("d", seen, after=seeing.more))
@@ -195,7 +195,7 @@ async def test_one_picture_is_encoded_once_for_all_who_ask_at_once(llava: Seeing
     asked = llava.asked
     async with llava.opened(n_slots=2) as engine:
         await asyncio.gather(*(answer(engine, asked(f"a{i}", drawn(0))) for i in range(6)))
-        assert engine.stats().encoded_tiles == 1
+        assert engine.stats().pictures.encoded_tiles == 1
 
 
 async def test_several_pictures_stand_where_the_prompt_has_them(seeing: Seeing) -> None:
@@ -232,7 +232,7 @@ async def test_what_is_behind_a_picture_stands_right_wherever_it_comes_from(
         for i in range(4):  # they take its slots
             await answer(engine, seeing.asked(f"f{i}", drawn(2 + i)))
         stored, restored = await answer(engine, asked("g", last))
-        assert engine.stats().restored_tokens > 0
+        assert engine.stats().tokens.restored_tokens > 0
     n_prompt = end.usage.prompt_tokens
     assert in_place == stored == expected
     assert [tokens for tokens, _ in both] == [expected] * 2
@@ -271,13 +271,13 @@ async def test_a_prefix_with_a_picture_goes_to_another_engine_and_to_a_file(
     async with seeing.opened(kv_unified=True, cache_ram_bytes=2**26) as engine:
         assert engine.prefixes.import_prefix(payload, n_shared) > 0
         assert (await answer(engine, first))[0] == expected
-        assert engine.stats().encoded_tiles == 0
+        assert engine.stats().pictures.encoded_tiles == 0
     async with seeing.opened(n_slots=1, slot_folder=tmp_path / "slots") as engine:
         assert engine.slot_files.act("restore", 0, "seen.bin").n_tokens == saved.n_tokens
         tokens, end = await answer(engine, first)
         assert tokens == expected
         assert end.usage.cached_tokens == end.usage.prompt_tokens - 1
-        assert engine.stats().encoded_tiles == 0
+        assert engine.stats().pictures.encoded_tiles == 0
 
 
 async def test_who_leaves_within_a_picture_leaves_what_is_before_it(seeing: Seeing) -> None:

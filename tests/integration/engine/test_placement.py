@@ -63,7 +63,7 @@ def test_the_engine_tells_both(tiny_gguf: Path) -> None:
     )
     stats = engine.stats()
     engine.close()
-    assert (stats.threads, stats.threads_batch) == (1, 2)
+    assert (stats.compute.threads, stats.compute.threads_batch) == (1, 2)
 
 
 def test_batches_of_few_rows_have_threads_of_their_own(tiny_gguf: Path) -> None:
@@ -93,9 +93,9 @@ def test_fewer_threads_are_tried_once_and_kept_with_the_profile(
     )
     for _ in range(2):
         engine = Engine.load(tiny_gguf, options)
-        stats = engine.stats()
+        compute = engine.stats().compute
         engine.close()
-        found = (stats.threads, stats.threads_few, stats.threads_batch, stats.threads_reason)
+        found = compute.threads, compute.threads_few, compute.threads_batch, compute.threads_reason
         assert found == (2, 3, 5, "a test")
     assert not trials
 

@@ -129,10 +129,11 @@ def test_text_does_not_depend_on_what_was_cached(
 def test_everything_was_used(engines: dict[str, Engine]) -> None:
     """The schedules above did what they are there for; runs after them."""
     stats = {name: engine.stats() for name, engine in engines.items()}
-    assert stats["one slot and a store"].restored_tokens > 0
-    assert stats["little room"].stored_bytes <= 400_000
+    assert stats["one slot and a store"].tokens.restored_tokens > 0
+    assert stats["little room"].cache.stored_bytes <= 400_000
     assert stats["pinned, small chunks"].slots[-1].state == "pinned"
-    assert stats["preempted"].preemptions > 0
-    assert stats["preempted, no store"].preemptions > 0
-    assert stats["speculating"].drafted_tokens > stats["speculating"].accepted_tokens > 0
-    assert all(stats[name].cached_tokens > 0 for name in OTHERS)
+    assert stats["preempted"].requests.preemptions > 0
+    assert stats["preempted, no store"].requests.preemptions > 0
+    speculation = stats["speculating"].speculation
+    assert speculation.drafted_tokens > speculation.accepted_tokens > 0
+    assert all(stats[name].tokens.cached_tokens > 0 for name in OTHERS)

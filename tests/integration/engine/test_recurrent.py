@@ -29,7 +29,7 @@ async def test_it_is_measured_and_answers(path: Path) -> None:
     """Alone, together, and a conversation's next turn: the same tokens as computed anew."""
     engine = Engine.load(path, EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, n_batch=64))
     try:
-        assert list(engine.stats().step_time["decode_ms"]) == [1, 2]
+        assert list(engine.stats().costs.step_time["decode_ms"]) == [1, 2]
         prompts = [tuple(range(20, 120)), tuple(range(200, 230))]
         alone = [await answer(engine, prompt) for prompt in prompts]
         assert all(len(tokens) == 12 for tokens in alone)

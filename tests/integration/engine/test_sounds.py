@@ -110,11 +110,11 @@ async def test_a_sound_is_encoded_once_and_the_second_question_costs_its_words(
         both = await asyncio.gather(
             *(answer(engine, asked(model, tone(440), after=text)) for text in ("? I", "? You"))
         )
-        assert engine.stats().encoded_tiles == 1
+        assert engine.stats().pictures.encoded_tiles == 1
         _, likely, end = await answer(engine, asked(model, tone(440), after="? Who"))
-        assert engine.stats().encoded_tiles == 1
+        assert engine.stats().pictures.encoded_tiles == 1
         _, other, fresh = await answer(engine, asked(model, tone(880), after="? Who"))
-        assert engine.stats().encoded_tiles == 2
+        assert engine.stats().pictures.encoded_tiles == 2
     assert end.usage.cached_tokens >= N_HEARD
     assert fresh.usage.cached_tokens < N_HEARD
     assert likely != other

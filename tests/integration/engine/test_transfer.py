@@ -84,8 +84,8 @@ async def test_the_answer_is_the_same(path: Path, mode: dict[str, Any]) -> None:
         )  # ... but for that of its last block
         assert await tell(fresh, SYSTEM + "Six") == (expected, n_shared)
         stats = fresh.stats()
-    assert (stats.received_prefixes, stats.received_bytes) == (1, n_bytes)
-    assert stats.restored_tokens == n_shared > 16
+    assert (stats.cache.received_prefixes, stats.cache.received_bytes) == (1, n_bytes)
+    assert stats.tokens.restored_tokens == n_shared > 16
 
 
 @pytest.mark.parametrize(

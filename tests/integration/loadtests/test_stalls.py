@@ -27,7 +27,7 @@ def test_a_loaded_engine_has_measured_its_batches(tiny_gguf: Path) -> None:
         tiny_gguf, EngineOptions(n_slots=3, n_ctx_slot=256, threads=1, n_batch=64, max_stall_s=0.25)
     )
     try:
-        step_time = engine.stats().step_time
+        step_time = engine.stats().costs.step_time
         assert list(step_time["decode_ms"]) == [1, 2, 3]
         assert list(step_time["prefill_ms"]) == [8, 16, 24, 32, 40, 48, 56, 64]
         assert list(step_time["verify_ms"]) == [2, 3, 4, 6, 8, 12, 16]
@@ -41,6 +41,10 @@ def test_without_time_nothing_is_measured(tiny_gguf: Path) -> None:
     options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1, profile_limit_s=0)
     engine = Engine.load(tiny_gguf, options)
     try:
-        assert engine.stats().step_time == {"decode_ms": {}, "prefill_ms": {}, "verify_ms": {}}
+        assert engine.stats().costs.step_time == {
+            "decode_ms": {},
+            "prefill_ms": {},
+            "verify_ms": {},
+        }
     finally:
         engine.close()

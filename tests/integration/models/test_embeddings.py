@@ -56,9 +56,9 @@ def test_batched_vectors_are_those_of_each_text_alone(engine: Engine) -> None:
     before = engine.stats()
     together = embed(engine, TEXTS)
     after = engine.stats()
-    n_batches = after.embedding_batches - before.embedding_batches
+    n_batches = after.embeddings.embedding_batches - before.embeddings.embedding_batches
     assert n_batches < len(TEXTS)
-    assert after.embedded_texts - before.embedded_texts == len(TEXTS)
+    assert after.embeddings.embedded_texts - before.embeddings.embedded_texts == len(TEXTS)
     alone = np.vstack([embed(engine, [text]) for text in TEXTS])
     assert together.shape == alone.shape
     assert cosines(together, alone).min() > 0.9999
@@ -110,11 +110,11 @@ def test_any_model_ranks_if_it_is_told_to() -> None:
 
 
 def test_longer_texts_than_a_batch_need_several(engine: Engine) -> None:
-    before = engine.stats().embedding_batches
+    before = engine.stats().embeddings.embedding_batches
     text = engine.tokenize(TEXTS[2])
     assert len(text) > OPTIONS.n_batch
     engine.embed([text]).result(60)
-    assert engine.stats().embedding_batches - before == -(-len(text) // OPTIONS.n_batch)
+    assert engine.stats().embeddings.embedding_batches - before == -(-len(text) // OPTIONS.n_batch)
 
 
 async def test_generation_beside_it_keeps_its_text(engine: Engine) -> None:
@@ -128,12 +128,12 @@ async def test_generation_beside_it_keeps_its_text(engine: Engine) -> None:
     alone = [await say(f"alone-{i}", prompt) for i, prompt in enumerate(prompts)]
     vectors = embed(engine, TEXTS)
     streams = [asyncio.create_task(say(f"b-{i}", prompt)) for i, prompt in enumerate(prompts)]
-    steps, beside = engine.stats().steps, []
+    steps, beside = engine.stats().timing.steps, []
     while not all(stream.done() for stream in streams):
         texts = [engine.tokenize(text) for text in TEXTS]
         beside.append(await asyncio.wrap_future(engine.embed(texts)))
     assert [await stream for stream in streams] == alone
-    assert engine.stats().steps - steps >= 60
+    assert engine.stats().timing.steps - steps >= 60
     assert beside
     assert all(cosines(found, vectors).min() > 0.9999 for found in beside)
 

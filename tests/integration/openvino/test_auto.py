@@ -33,9 +33,9 @@ def test_the_one_that_was_measured_to_be_faster_answers(tmp_path: Path) -> None:
     engine = Engine.load(BUILTIN_MODEL, replace(OPTIONS, profile_folder=tmp_path))
     try:
         stats = engine.stats()
-        assert stats.backend in ("llama.cpp", "openvino")
-        assert "measured: the time of a request" in stats.backend_reason
-        assert stats.step_time["decode_ms"]
+        assert stats.compute.backend in ("llama.cpp", "openvino")
+        assert "measured: the time of a request" in stats.compute.backend_reason
+        assert stats.costs.step_time["decode_ms"]
         assert len(asyncio.run(say(engine, "one"))) == 8
     finally:
         engine.close()
@@ -57,8 +57,8 @@ def test_a_model_that_openvino_cannot_serve_is_llama_cpps(tmp_path: Path) -> Non
         measured("openvino", path, OPTIONS)
     engine = Engine.load(path, replace(OPTIONS, profile_folder=tmp_path))
     try:
-        assert engine.stats().backend == "llama.cpp"
-        assert "OpenVINO cannot serve it" in engine.stats().backend_reason
+        assert engine.stats().compute.backend == "llama.cpp"
+        assert "OpenVINO cannot serve it" in engine.stats().compute.backend_reason
     finally:
         engine.close()
     assert chosen(path, replace(OPTIONS, profile_folder=tmp_path)).name == "llama.cpp"

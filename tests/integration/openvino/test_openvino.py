@@ -134,7 +134,7 @@ async def test_a_common_beginning_is_shared(engine: Engine) -> None:
     assert [tokens for tokens, _ in together] == [first] * 3
     n_prompt = len(engine.tokenize(LONG))
     assert (
-        engine.stats().prompt_tokens - before.prompt_tokens < n_prompt + 3 * 8
+        engine.stats().tokens.prompt_tokens - before.tokens.prompt_tokens < n_prompt + 3 * 8
     )  # and not four prompts
 
 
@@ -145,7 +145,7 @@ async def test_a_prefix_comes_back_from_memory(folder: None) -> None:
         await ask(engine, QUESTIONS[0] * 12, GREEDY)
         again, _ = await ask(engine, LONG, GREEDY)
         assert again == first
-        assert engine.stats().restored_tokens > len(engine.tokenize(LONG)) // 2
+        assert engine.stats().tokens.restored_tokens > len(engine.tokenize(LONG)) // 2
     finally:
         engine.close()
 
@@ -162,7 +162,7 @@ async def test_a_prefix_travels_to_another_engine(engine: Engine, folder: None) 
         fresh.prefixes.import_prefix(payload, 32)
         found, _ = await ask(fresh, LONG, GREEDY)
         assert found == expected
-        assert fresh.stats().restored_tokens >= 32
+        assert fresh.stats().tokens.restored_tokens >= 32
     finally:
         fresh.close()
 
@@ -207,9 +207,9 @@ async def test_a_full_context_ends_or_is_shifted(engine: Engine, other: Engine) 
     assert len(tokens) < OPTIONS.n_ctx_slot
     assert deltas[-1].end is not None
     assert deltas[-1].end.reason is FinishReason.LENGTH
-    before = engine.stats().context_shifts
+    before = engine.stats().requests.context_shifts
     shifted, _ = await ask(engine, QUESTIONS[3], endless, context_shift=True)
-    assert engine.stats().context_shifts > before
+    assert engine.stats().requests.context_shifts > before
     assert len(shifted) == endless.max_tokens
     assert shifted[: len(tokens)] == tokens
     expected, _ = await ask(other, QUESTIONS[3], endless, context_shift=True)
@@ -221,7 +221,7 @@ async def test_chunks_of_a_prompt_are_taken_from_other_places(engine: Engine) ->
     before = engine.stats()
     tokens, _ = await ask(engine, LONG + "One", GREEDY, n_cache_reuse=16)
     assert len(tokens) == GREEDY.max_tokens
-    computed = engine.stats().prompt_tokens - before.prompt_tokens
+    computed = engine.stats().tokens.prompt_tokens - before.tokens.prompt_tokens
     assert computed < len(engine.tokenize(LONG)) // 2
 
 
@@ -254,8 +254,8 @@ async def test_a_draft_model_of_llama_cpps_proposes(folder: None) -> None:
         for text in QUESTIONS:
             assert (await ask(engine, text, GREEDY))[0] == (await ask(plain, text, GREEDY))[0]
         stats = engine.stats()
-        assert stats.accepted_tokens > stats.drafted_tokens // 2 > 0
-        assert engine.stats().weights_bytes > plain.stats().weights_bytes
+        assert stats.speculation.accepted_tokens > stats.speculation.drafted_tokens // 2 > 0
+        assert engine.stats().memory.weights_bytes > plain.stats().memory.weights_bytes
     finally:
         engine.close()
         plain.close()
@@ -286,10 +286,10 @@ def test_options_that_it_lacks_are_refused_by_name(options: dict[str, object]) -
 
 def test_batches_are_profiled(folder: None) -> None:
     engine = Engine.load(BUILTIN_MODEL, replace(OPTIONS, profile_limit_s=2.0))
-    curve = engine.stats().step_time
+    curve = engine.stats().costs.step_time
     engine.close()
     assert curve
-    assert np.isfinite(engine.stats().token_s)
+    assert np.isfinite(engine.stats().costs.token_s)
 
 
 def test_both_backends_read_a_text_alike(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def served(**changed: Any) -> Served:
 
 
 def model(n_slots: int, n_ctx_slot: int, n_replicas: int = 1) -> dict[str, Any]:
-    engine = {"n_slots": n_slots, "n_ctx_slot": n_ctx_slot, "threads": 4}
+    engine = {"n_slots": n_slots, "n_ctx_slot": n_ctx_slot, "compute": {"threads": 4}}
     replicas = [{"engine": engine, "placement": "because; of that"}] * n_replicas
     return {"id": "m", "replicas": replicas}
 

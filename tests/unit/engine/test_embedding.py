@@ -18,6 +18,7 @@ from serve_app.engine.core.scheduler.queue_capacity import may_embed
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
 from serve_app.engine.health import Progress
+from serve_app.engine.metrics.stats import EmbeddingStats
 from serve_app.errors import (
     DecodeError,
     EngineClosedError,
@@ -364,7 +365,7 @@ def test_requests_that_come_together_share_a_batch() -> None:
         ]
         stats = engine.stats()
     assert len(backend.embed_batches) == 1
-    assert (stats.embedded_texts, stats.embedded_tokens, stats.embedding_batches) == (3, 5, 1)
+    assert stats.embeddings == EmbeddingStats(3, 5, 1)
 
 
 def test_requests_that_come_during_a_batch_share_the_next() -> None:
@@ -377,8 +378,8 @@ def test_requests_that_come_during_a_batch_share_the_next() -> None:
         backend.resume()
         for one in (first, *others):
             one.result(PATIENCE_S)
-        assert engine.stats().embedding_batches <= 3
-        assert engine.stats().embedded_texts == 8
+        assert engine.stats().embeddings.embedding_batches <= 3
+        assert engine.stats().embeddings.embedded_texts == 8
 
 
 def test_generation_goes_on_beside_it() -> None:
@@ -435,7 +436,7 @@ def test_many_texts_of_one_client_do_not_refuse_another() -> None:
         other = engine.embed([(2,)], "b")
         backend.resume()
         other.result(PATIENCE_S)
-        assert engine.stats().embedded_texts < 2049
+        assert engine.stats().embeddings.embedded_texts < 2049
 
 
 def test_a_failed_batch_ends_the_one_at_fault_only() -> None:

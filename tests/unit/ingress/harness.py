@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.config.sources import AdapterConfig
+from serve_app.engine.metrics.stats import (
+    EmbeddingStats,
+    EngineStats,
+    QueueStats,
+    RequestStats,
+    SpeculationStats,
+    TimingStats,
+    TokenStats,
+)
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.model_registry import Answers
 from serve_app.prompt.conversation import Conversation, Turn
@@ -156,20 +166,17 @@ class ByteTokenizer:
 Script = Sequence[TokenDelta | Exception | asyncio.Event]
 """What an engine does, in turn; it waits for events."""
 
-COUNTERS = (
-    "prompt_tokens",
-    "cached_tokens",
-    "generated_tokens",
-    "embedded_tokens",
-    "embedding_batches",
-    "generation_s",
-    "batches",
-    "busy_slots",
-    "drafts",
-    "drafted_tokens",
-    "accepted_tokens",
-    "running",
-    "waiting",
+STATS = asdict(
+    EngineStats(
+        n_slots=3,
+        n_ctx_slot=100,
+        queue=QueueStats(running=2, waiting=2),
+        requests=RequestStats(prefill_s=0.5, generation_s=2),
+        tokens=TokenStats(2, 2, generated_tokens=2, n_tokens_max=50),
+        timing=TimingStats(batches=2, busy_slots=2),
+        speculation=SpeculationStats(2, 2, 2),
+        embeddings=EmbeddingStats(embedded_tokens=2, embedding_batches=2),
+    )
 )
 
 
@@ -274,8 +281,7 @@ class ScriptedEngine:
             {"id": 2, "state": "pinned", "request_id": None},
         ]
         numbers = {"n_past": 9, "n_prompt": 7, "n_generated": 3}
-        counters = dict.fromkeys(COUNTERS, 2) | {"n_tokens_max": 50, "prefill_s": 0.5}
-        engine = {"slots": [slot | numbers for slot in slots]} | counters
+        engine = STATS | {"slots": [slot | numbers for slot in slots]}
         return Answers((ReplicaStats("r1", "n1", engine),) * self.n_replicas, self.missing)
 
 

@@ -8,31 +8,13 @@ from functools import partial
 
 import pytest
 
-from serve_app.engine.metrics.stats import EngineStats
+from serve_app.engine.metrics.stats import CacheStats, EngineStats, PictureStats, QueueStats
 from serve_app.engine.metrics.trace import Trace
 from serve_app.replica import metrics
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
 
-STATS = EngineStats(
-    n_slots=2,
-    n_ctx_slot=100,
-    threads=1,
-    threads_batch=1,
-    backend="llama.cpp",
-    backend_reason="",
-    flash_attn=False,
-    kv_unified=False,
-    mode_reason="",
-    running=0,
-    waiting=0,
-    backlog_s=0.0,
-    draining=False,
-    steps=0,
-    prompt_tokens=0,
-    cached_tokens=0,
-    generated_tokens=0,
-)
+STATS = EngineStats(n_slots=2, n_ctx_slot=100)
 
 
 class Clock:
@@ -105,7 +87,7 @@ def test_time_for_pictures_is_counted_as_it_grows(monkeypatch: pytest.MonkeyPatc
     made = ReplicaMetrics("m")
     monkeypatch.setattr(made._encoding, "inc", lambda more, _: counted.append(more))
     for seconds in (0.5, 0.5, 0.75):
-        made.update(replace(STATS, encode_s=seconds))
+        made.update(replace(STATS, pictures=PictureStats(encode_s=seconds)))
     assert counted == [0.5, 0.25]
 
 
@@ -114,7 +96,8 @@ def test_a_model_that_is_unloaded_has_nothing(monkeypatch: pytest.MonkeyPatch) -
     made = ReplicaMetrics("m")
     for name in ("running", "waiting", "kv_used", "stored", "backlog"):
         monkeypatch.setattr(getattr(made, f"_{name}"), "set", partial(told.__setitem__, name))
-    made.update(replace(STATS, running=1, waiting=2, stored_bytes=3, backlog_s=4.0))
+    queue = QueueStats(running=1, waiting=2, backlog_s=4.0)
+    made.update(replace(STATS, queue=queue, cache=CacheStats(stored_bytes=3)))
     assert told == {"running": 1, "waiting": 2, "kv_used": 0.0, "stored": 3, "backlog": 4.0}
     made.rest()
     assert told == dict.fromkeys(told, 0.0)

@@ -13,6 +13,7 @@ from serve_app.routing.score import Report
 from serve_app.types import SHARED_GROUP, AdapterUse
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import ask, endless, options, request, running, start, until
+from tests.unit.engine_stats import changed_stats
 
 LONG = "once upon a time there was a fox that" + "!" * 60 + "\n"
 
@@ -20,7 +21,7 @@ LONG = "once upon a time there was a fox that" + "!" * 60 + "\n"
 def stats_with(**changed: Any) -> EngineStats:
     """An engine's statistics, but for these."""
     with running(FakeBackend(endless, n_slots=1)) as engine:
-        return replace(engine.stats(), **changed)
+        return changed_stats(engine.stats(), **changed)
 
 
 def blocks_of(cached_prefixes: CachedPrefixes) -> set[int]:
@@ -108,7 +109,7 @@ def test_an_engine_that_rests_has_nothing_new_to_say() -> None:
     reporter, stats, cached_prefixes = Reporter(), stats_with(), CachedPrefixes((), ("x",))
     first = reporter.report(stats, cached_prefixes)
     assert reporter.report(stats, cached_prefixes) is first
-    assert reporter.report(replace(stats, running=1), cached_prefixes) != first
+    assert reporter.report(changed_stats(stats, running=1), cached_prefixes) != first
     assert reporter.report(stats, CachedPrefixes()) != first
 
 

@@ -167,4 +167,4 @@ async def test_leaving_a_stream_aborts_it() -> None:
                 break
         backend.resume()
         ask(engine, request("b"))
-        assert engine.stats().ended == {"abort": 1, "length": 1}
+        assert engine.stats().requests.ended == {"abort": 1, "length": 1}

@@ -81,9 +81,9 @@ def test_what_a_line_leaves_takes_no_room_from_what_people_said() -> None:
         ask(engine, request("somebody", "a" * 40, max_tokens=1))
         for name in "xyz":
             ask(engine, behind(name, name * 40, max_tokens=1))
-        assert engine.stats().stored_prefixes == 1
+        assert engine.stats().cache.stored_prefixes == 1
         again = ask(engine, request("again", "a" * 45, max_tokens=1))
-        assert engine.stats().stored_prefixes == 1
+        assert engine.stats().cache.stored_prefixes == 1
     assert again.end.usage.cached_tokens == 40
 
 
@@ -99,8 +99,8 @@ def test_a_slot_is_given_back_with_what_it_has() -> None:
     backend.resume()
     assert somebody.wait().reason is FinishReason.LENGTH
     loop.drain(PATIENCE_S)
-    assert loop.stats.preemptions == 1
-    assert loop.stats.restored_tokens > 19
+    assert loop.stats.requests.preemptions == 1
+    assert loop.stats.tokens.restored_tokens > 19
     assert somebody.token_ids == continuation(b"b" * 9, 4)
     assert patient.token_ids == continuation(b"a" * 19, 20)
     assert patient.end.timings.n_preemptions == 1
@@ -190,12 +190,12 @@ def test_statistics_tell_them_apart() -> None:
     with running(backend, options(1, max_waiting=4)) as engine:
         asked = behind("a"), behind("b"), request("c", max_tokens=9), request("d")
         inboxes = start(engine, *asked)
-        while engine.stats().running == 0:
+        while engine.stats().queue.running == 0:
             backend.step_if_any()
         stats = engine.stats()
-        assert (stats.running, stats.waiting) == (1, 1)
-        assert (stats.background_running, stats.background_waiting) == (0, 2)
-        backlogs = stats.backlog_s, stats.background_backlog_s
+        assert (stats.queue.running, stats.queue.waiting) == (1, 1)
+        assert (stats.queue.background_running, stats.queue.background_waiting) == (0, 2)
+        backlogs = stats.queue.backlog_s, stats.queue.background_backlog_s
         assert max(backlogs) < 0.1, "only the picking of tokens was measured"
         assert [slot.background for slot in stats.slots] == [False]
         backend.resume()
@@ -246,4 +246,4 @@ def test_every_answer_is_as_if_it_had_been_alone(
             assert inbox.wait().reason == FinishReason.LENGTH
             assert inbox.token_ids == continuation(text.encode(), max_tokens)
         stats = engine.stats()
-        assert (stats.background_running, stats.background_waiting) == (0, 0)
+        assert (stats.queue.background_running, stats.queue.background_waiting) == (0, 0)

@@ -66,7 +66,7 @@ def test_first_token_comes_from_the_prompts_last_row(max_tokens: int, batches: l
     backend = WatchedBackend(n_slots=1)
     with running(backend) as engine:
         inbox = ask(engine, request("a", "abcd", max_tokens=max_tokens))
-        assert engine.stats().steps == len(batches)
+        assert engine.stats().timing.steps == len(batches)
     assert [len(batch) for batch in backend.batches] == batches
     assert [row[3] for row in backend.batches[0]] == [False, False, False, True]
     assert inbox.token_ids == continuation(b"abcd", max_tokens)
@@ -139,5 +139,5 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     assert rows[:6] == [[0], [1] * 8] * 3
     assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
     # Batches take next to nothing here, and that is learned.
-    assert loop.stats.step_time["decode_ms"][1] < 10
-    assert loop.stats.step_time["prefill_ms"][8] < 10
+    assert loop.stats.costs.step_time["decode_ms"][1] < 10
+    assert loop.stats.costs.step_time["prefill_ms"][8] < 10

@@ -114,7 +114,7 @@ def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_
             assert inbox.wait().reason == FinishReason.LENGTH
             assert inbox.token_ids == continuation(text.encode(), 100)
         assert backend.mode == expected
-        assert engine.stats().preemptions == (2 if expected == UNIFIED else 0)
+        assert engine.stats().requests.preemptions == (2 if expected == UNIFIED else 0)
 
 
 def test_what_is_pinned_is_saved_and_restored() -> None:
@@ -177,15 +177,15 @@ def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) 
         until(lambda: bool(inbox.deltas))
         backend.change_s = 4.0  # too much beside a stream
         inbox.wait()
-        until(lambda: engine.stats().kv_unified)
+        until(lambda: engine.stats().compute.kv_unified)
         assert backend.slots[4] == list(pinned)
         assert backend.slots[:4] == [[]] * 4
         prompt = "a question of its own, alone" + bytes(inbox.token_ids).decode()
         (again,) = start(engine, request("b", prompt))
         assert again.wait().usage.cached_tokens == len(prompt) - 1
-        assert engine.stats().restored_tokens == len(prompt) - 1
+        assert engine.stats().tokens.restored_tokens == len(prompt) - 1
         assert again.token_ids == continuation(prompt.encode(), 4)
-        assert "by the traffic of late" in engine.stats().mode_reason
+        assert "by the traffic of late" in engine.stats().compute.mode_reason
 
 
 def test_it_changes_back() -> None:

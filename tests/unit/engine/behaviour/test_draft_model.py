@@ -88,16 +88,16 @@ def run(made: FakeBackend, n_tokens: int = 20, prompt: str = "x") -> EngineStats
 
 def test_right_proposals_make_fewer_steps() -> None:
     stats = run(backend(alphabet), 40)
-    assert stats.steps <= 10
-    assert stats.proposed_tokens == stats.drafted_tokens > 0
-    assert stats.accepted_proposed_tokens == stats.accepted_tokens
-    assert stats.draft_s > 0
+    assert stats.timing.steps <= 10
+    assert stats.speculation.proposed_tokens == stats.speculation.drafted_tokens > 0
+    assert stats.speculation.accepted_proposed_tokens == stats.speculation.accepted_tokens
+    assert stats.speculation.draft_s > 0
 
 
 def test_half_right_proposals() -> None:
     stats = run(backend(half_right), 40)
-    assert 0 < stats.accepted_proposed_tokens < stats.proposed_tokens
-    assert stats.steps < 40
+    assert 0 < stats.speculation.accepted_proposed_tokens < stats.speculation.proposed_tokens
+    assert stats.timing.steps < 40
 
 
 def test_wrong_proposals_are_hardly_tried() -> None:
@@ -107,8 +107,8 @@ def test_wrong_proposals_are_hardly_tried() -> None:
     with running(made, replace(options(1, speculate=False), n_ctx_slot=600)) as engine:
         ask(engine, request("a", "x", max_tokens=500))
         stats = engine.stats()
-    assert stats.accepted_proposed_tokens == 0
-    assert 0 < stats.drafts < 50
+    assert stats.speculation.accepted_proposed_tokens == 0
+    assert 0 < stats.speculation.drafts < 50
 
 
 # Drafts pay only if more than four of five are right, which nobody thinks at first.
@@ -129,10 +129,10 @@ def test_one_finds_out_whether_it_is_better_than_one_thinks(
         ask(engine, request("a", "x", max_tokens=300))
         stats = engine.stats()
     if guess is alphabet:
-        assert stats.accepted_proposed_tokens == stats.proposed_tokens > 100
-        assert stats.proposed_tokens / stats.drafts > 3
+        assert stats.speculation.accepted_proposed_tokens == stats.speculation.proposed_tokens > 100
+        assert stats.speculation.proposed_tokens / stats.speculation.drafts > 3
     else:
-        assert 0 < stats.drafts < 12
+        assert 0 < stats.speculation.drafts < 12
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_nothing_is_proposed_where_it_does_not_pay(of_target: Profile, of_draft:
     made.draft = draft = FakeDraft(alphabet, n_slots=1, profile=of_draft)
     if of_draft is DRAFTS_PAY:
         draft.profile = Profile({1: 5.0}, {8: 5.0}, {2: 5.0})
-    assert run(made).proposed_tokens == 0
+    assert run(made).speculation.proposed_tokens == 0
     assert draft.batches == []
 
 
@@ -192,7 +192,7 @@ def test_the_end_token_in_mid_draft() -> None:
 
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_max_tokens_is_kept_in_mid_draft(max_tokens: int) -> None:
-    assert run(backend(alphabet), max_tokens).generated_tokens == max_tokens
+    assert run(backend(alphabet), max_tokens).tokens.generated_tokens == max_tokens
 
 
 def test_text_longer_than_the_drafts_cells() -> None:
@@ -202,7 +202,7 @@ def test_text_longer_than_the_drafts_cells() -> None:
         inbox = ask(engine, request("a", "x" * 100, max_tokens=200))
         stats = engine.stats()
     assert inbox.token_ids == said("x" * 100, 200)
-    assert stats.accepted_proposed_tokens > 100
+    assert stats.speculation.accepted_proposed_tokens > 100
     assert max(row[1] for batch in draft.batches for row in batch) < 64
 
 
@@ -212,7 +212,7 @@ def test_own_layers_are_fed_what_is_known(n_unknown: int) -> None:
     draft = made.draft = FakeDraft(alphabet, n_slots=1, own_layers=True)
     draft.unknown[0] = n_unknown
     stats = run(made, 40)
-    assert stats.accepted_proposed_tokens == stats.proposed_tokens > 4
+    assert stats.speculation.accepted_proposed_tokens == stats.speculation.proposed_tokens > 4
     fed = [place for places in draft.places for place in places if place != GUESSED]
     assert fed == list(range(n_unknown, fed[-1] + 1))
 
@@ -221,7 +221,7 @@ def test_nothing_is_proposed_where_nothing_is_known() -> None:
     made = backend(alphabet)
     draft = made.draft = FakeDraft(alphabet, n_slots=1, own_layers=True)
     draft.unknown[0] = 1000
-    assert run(made).proposed_tokens == 0
+    assert run(made).speculation.proposed_tokens == 0
     assert draft.batches == []
 
 
@@ -238,4 +238,4 @@ def test_a_draft_model_that_fails_is_left_alone() -> None:
 def test_a_model_that_cannot_rewind_has_no_proposals() -> None:
     made = backend(alphabet)
     made.can_rewind = False
-    assert run(made).proposed_tokens == 0
+    assert run(made).speculation.proposed_tokens == 0

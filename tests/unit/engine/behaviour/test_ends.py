@@ -7,6 +7,7 @@ import pytest
 from serve_app.engine import (
     FinishReason,
 )
+from serve_app.engine.metrics.stats import TokenStats
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     SteppedBackend,
@@ -77,9 +78,11 @@ def test_usage_and_timings() -> None:
         assert end.usage.cached_tokens == 0
         assert min(end.timings.queue_s, end.timings.prefill_s, end.timings.decode_s) >= 0
         stats = engine.stats()
-        assert (stats.prompt_tokens, stats.generated_tokens, stats.cached_tokens) == (4, 3, 0)
-        assert stats.ended == {"length": 1}
-        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.tokens == TokenStats(
+            4, generated_tokens=3, n_tokens_max=stats.tokens.n_tokens_max
+        )
+        assert stats.requests.ended == {"length": 1}
+        assert (stats.queue.running, stats.queue.waiting) == (0, 0)
 
 
 def test_stats_while_running() -> None:
@@ -90,11 +93,11 @@ def test_stats_while_running() -> None:
         start(engine, request("b"), request("c"))
         backend.step()
         stats = engine.stats()
-        assert (stats.running, stats.waiting, stats.steps) == (1, 2, 1)
+        assert (stats.queue.running, stats.queue.waiting, stats.timing.steps) == (1, 2, 1)
         (slot, idle) = stats.slots
         assert (slot.state, slot.request_id, slot.n_past) == ("prefill", "a", 4)
         assert (idle.state, idle.request_id) == ("idle", None)
         backend.step()
         stats = engine.stats()
-        assert (stats.running, stats.waiting) == (2, 1)
+        assert (stats.queue.running, stats.queue.waiting) == (2, 1)
         assert (stats.slots[0].state, stats.slots[0].n_generated) == ("decode", 1)

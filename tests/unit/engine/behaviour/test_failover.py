@@ -56,7 +56,7 @@ def test_an_answer_goes_on_where_it_was(
             assert usage.completion_tokens == whole.end.usage.completion_tokens
             assert 0 <= usage.cached_tokens <= 2
             assert rest.end.timings.n_resumed == n_tokens
-        assert engine.stats().failovers == len(whole.token_ids)
+        assert engine.stats().requests.failovers == len(whole.token_ids)
 
 
 @pytest.mark.parametrize("n_keep", [0, 5, -1])

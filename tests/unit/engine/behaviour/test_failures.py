@@ -48,7 +48,7 @@ def test_decode_error_ends_only_the_sequence_at_fault() -> None:
     assert good.token_ids == continuation(b"abc", 4)
     assert other.token_ids == continuation(b"c", 4)
     assert loop.failure is None
-    assert loop.stats.ended == {"error": 1, "length": 2}
+    assert loop.stats.requests.ended == {"error": 1, "length": 2}
 
 
 def test_decode_error_in_the_middle_of_a_text() -> None:
@@ -197,7 +197,7 @@ def test_a_sampler_that_cannot_be_made_ends_its_own_request(
     assert "scripted break" in bad.end.error.message
     assert good.token_ids == continuation(b"abc", 4)
     assert other.token_ids == continuation(b"c", 4)
-    assert loop.stats.ended == {"error": 1, "length": 2}
+    assert loop.stats.requests.ended == {"error": 1, "length": 2}
 
 
 def test_a_sampler_that_breaks_ends_its_own_request() -> None:

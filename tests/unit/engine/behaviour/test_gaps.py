@@ -56,7 +56,7 @@ def test_sequences_that_are_left_apart_share_batches(fills_gaps: bool) -> None:
             assert inbox.token_ids == continuation(letter.encode() * 3, n)
         assert [slot.n_past for slot in engine.stats().slots] == list(map(len, backend.slots))
     assert (gap_rows(backend) > 0) is fills_gaps
-    assert engine.stats().generated_tokens == sum(lengths)
+    assert engine.stats().tokens.generated_tokens == sum(lengths)
 
 
 @settings(max_examples=150)

@@ -114,7 +114,7 @@ def test_a_pictures_rows_are_a_batch_of_their_own(causal: bool, several: bool) -
     with running(backend) as engine:
         inboxes = start(engine, asked("a", GOOD), asked("b", OTHER), request("c"))
         ends = [inbox.wait() for inbox in inboxes]
-        assert engine.stats().encoded_tiles == 2
+        assert engine.stats().pictures.encoded_tiles == 2
         assert engine.media_tokens([(8, 8), (9, 9)]) == 2 * (1 + N_SEEN + 1)
     assert_only_own_tokens_were_fed(backend)
     assert ends[0].usage.prompt_tokens == len("in ") + 1 + N_SEEN + 1 + len("what?\n")

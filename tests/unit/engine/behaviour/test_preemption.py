@@ -66,8 +66,8 @@ def test_the_youngest_waits_and_goes_on(cache_ram_bytes: int) -> None:
         loop, request("old", "a" * 9, max_tokens=20), request("young", "b" * 9, max_tokens=20)
     )
     loop.drain(PATIENCE_S)
-    assert loop.stats.preemptions == 1
-    assert loop.stats.restored_tokens == (0 if cache_ram_bytes == 0 else 19)
+    assert loop.stats.requests.preemptions == 1
+    assert loop.stats.tokens.restored_tokens == (0 if cache_ram_bytes == 0 else 19)
     for inbox, letter in ((old, b"a"), (young, b"b")):
         assert inbox.token_ids == continuation(letter * 9, 20)
         assert (inbox.end.usage.prompt_tokens, inbox.end.usage.completion_tokens) == (9, 20)
@@ -81,7 +81,7 @@ def test_idle_slots_give_way_first() -> None:
         assert ask(engine, request("b", "b" * 20, max_tokens=15)).token_ids == continuation(
             b"b" * 20, 15
         )
-        assert engine.stats().preemptions == 0
+        assert engine.stats().requests.preemptions == 0
         assert sorted(slot.n_past for slot in engine.stats().slots) == [0, 34]
 
 
@@ -103,9 +103,9 @@ def preempted() -> tuple[SteppedBackend, DecoderLoop, list[Inbox]]:
         loop, request("old", "a" * 9, max_tokens=25), request("young", "b" * 9, max_tokens=25)
     )
     backend.wait_for_batch()
-    while loop.stats.preemptions == 0:
+    while loop.stats.requests.preemptions == 0:
         backend.step()
-    assert (loop.stats.running, loop.stats.waiting) == (1, 1)
+    assert (loop.stats.queue.running, loop.stats.queue.waiting) == (1, 1)
     return backend, loop, inboxes
 
 
@@ -133,7 +133,7 @@ def test_nobody_is_admitted_until_somebody_ends() -> None:
     (late,) = start_together(loop, request("late", "c", max_tokens=1))
     backend.step()
     backend.step()
-    assert (loop.stats.running, loop.stats.waiting) == (1, 2)
+    assert (loop.stats.queue.running, loop.stats.queue.waiting) == (1, 2)
     backend.resume()
     loop.drain(PATIENCE_S)
     assert late.token_ids == continuation(b"c", 1)
@@ -165,12 +165,12 @@ def both_slots_of_one_client(
 
 def test_a_client_with_all_slots_gives_one_back_and_gets_it_again() -> None:
     backend, loop, (old, young, other) = both_slots_of_one_client("z")
-    while loop.stats.preemptions == 0:
+    while loop.stats.requests.preemptions == 0:
         backend.step()
-    assert (loop.stats.running, loop.stats.waiting) == (2, 1)
+    assert (loop.stats.queue.running, loop.stats.queue.waiting) == (2, 1)
     backend.resume()
     loop.drain(PATIENCE_S)
-    assert loop.stats.restored_tokens > 20
+    assert loop.stats.tokens.restored_tokens > 20
     assert other.token_ids == continuation(b"c" * 9, 5)
     assert old.token_ids == continuation(b"a" * 20, 30)
     assert young.token_ids == continuation(b"b" * 20, 30)
@@ -182,7 +182,7 @@ def test_a_client_alone_is_never_preempted() -> None:
     backend, loop, inboxes = both_slots_of_one_client("a")
     backend.resume()
     loop.drain(PATIENCE_S)
-    assert loop.stats.preemptions == 0
+    assert loop.stats.requests.preemptions == 0
     assert [inbox.end.reason for inbox in inboxes] == [FinishReason.LENGTH] * 3
 
 
@@ -191,7 +191,7 @@ def test_nobody_gives_way_whose_state_takes_too_long_to_save() -> None:
     backend, loop, inboxes = both_slots_of_one_client("z", max_stall_s=1e-9)
     backend.resume()
     loop.drain(PATIENCE_S)
-    assert loop.stats.preemptions == 0
+    assert loop.stats.requests.preemptions == 0
     assert [inbox.end.reason for inbox in inboxes] == [FinishReason.LENGTH] * 3
 
 
@@ -245,8 +245,8 @@ def test_who_is_back_at_once_finds_its_slot(monkeypatch: pytest.MonkeyPatch) -> 
             backend.step()
         for _ in range(3):
             backend.step()
-        assert (engine.stats().running, engine.stats().waiting) == (1, 1)
+        assert (engine.stats().queue.running, engine.stats().queue.waiting) == (1, 1)
         (second,) = start(engine, polite[1])
         while not second.ended:
             backend.step()
-        assert engine.stats().preemptions == 0
+        assert engine.stats().requests.preemptions == 0

@@ -46,7 +46,7 @@ def test_slot_keeps_a_prefix(first: str, second: str, n_cached: int) -> None:
     with running(backend) as engine:
         ask(engine, request("a", first, max_tokens=1))
         inbox = ask(engine, request("b", second, max_tokens=3))
-        assert engine.stats().cached_tokens == n_cached
+        assert engine.stats().tokens.cached_tokens == n_cached
     assert inbox.end.usage.cached_tokens == n_cached
     assert inbox.token_ids == continuation(second.encode(), 3)
     fed = backend.tenancies[1].fed
@@ -123,7 +123,7 @@ def test_slots_for_those_who_wait_are_emptied_at_once(cache_ram_bytes: int) -> N
     loop.drain(PATIENCE_S)
     assert backend.in_use[0] == 43  # what nobody needs a slot for
     assert [inbox.end.usage.cached_tokens for inbox in inboxes].count(len(COMMON)) == 2
-    assert loop.stats.stored_prefixes == (3 if cache_ram_bytes else 0)
+    assert loop.stats.cache.stored_prefixes == (3 if cache_ram_bytes else 0)
 
 
 def test_who_waits_for_a_prefix_lets_others_pass_and_survives_its_abort() -> None:
@@ -134,7 +134,7 @@ def test_who_waits_for_a_prefix_lets_others_pass_and_survives_its_abort() -> Non
         second, other = start(engine, request("b", COMMON + "b"), request("c", "xyz"))
         backend.step()
         backend.step()
-        assert (engine.stats().running, engine.stats().waiting) == (2, 1)
+        assert (engine.stats().queue.running, engine.stats().queue.waiting) == (2, 1)
         engine.abort("a")
         backend.resume()
         first.wait()
@@ -207,7 +207,7 @@ def test_a_pinned_prefix_is_never_forgotten() -> None:
             assert inbox.end.usage.cached_tokens == len(COMMON)
             assert inbox.token_ids == continuation((COMMON + name).encode(), 3)
         assert backend.slots[2] == list(pinned)
-        assert engine.stats().prompt_tokens == 6 * len("1a knows nothing of this") + 3
+        assert engine.stats().tokens.prompt_tokens == 6 * len("1a knows nothing of this") + 3
 
 
 def test_a_pinned_slot_never_serves() -> None:

@@ -46,7 +46,7 @@ def test_callback_that_raises_aborts_its_request_only(
         (neighbour,) = start(engine, request("good", "abc"))
         backend.resume()
         assert neighbour.wait().reason is FinishReason.LENGTH
-        assert engine.stats().ended == {"abort": 1, "length": 1}
+        assert engine.stats().requests.ended == {"abort": 1, "length": 1}
     assert len(calls) == 1
 
 
@@ -96,7 +96,7 @@ def test_stream_of_a_closed_event_loop_is_aborted_and_harms_nobody() -> None:
         backend.resume()
         assert ask(engine, request("stays", "abc")).token_ids == continuation(b"abc", 4)
         engine.check_health()
-        assert engine.stats().ended == {"abort": 1, "length": 1}
+        assert engine.stats().requests.ended == {"abort": 1, "length": 1}
 
 
 async def test_many_streams_at_once_say_what_they_would_say_alone() -> None:

@@ -168,7 +168,7 @@ def test_every_accepted_request_ends_exactly_once(
     assert backend.open_samplers == 0
     assert backend.closed
     stats = loop.stats
-    assert (stats.running, stats.waiting) == (0, 0)
+    assert (stats.queue.running, stats.queue.waiting) == (0, 0)
     assert {slot.state for slot in stats.slots} == {"idle"}
-    assert sum(stats.ended.values()) == len(accepted)
+    assert sum(stats.requests.ended.values()) == len(accepted)
     assert_only_own_tokens_were_fed(backend)

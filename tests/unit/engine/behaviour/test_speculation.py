@@ -64,10 +64,10 @@ def test_fewer_batches_than_tokens() -> None:
         inbox = ask(engine, request("a", "la la la, la la la, ", max_tokens=40))
         stats = engine.stats()
     assert inbox.token_ids == sung(b"la la la, la la la, ", 40)
-    assert stats.drafted_tokens > stats.accepted_tokens >= 8
-    assert stats.drafted_tokens >= stats.drafts > 0
-    assert stats.steps <= 40 - stats.accepted_tokens + 1
-    assert stats.generated_tokens == inbox.end.usage.completion_tokens == 40
+    assert stats.speculation.drafted_tokens > stats.speculation.accepted_tokens >= 8
+    assert stats.speculation.drafted_tokens >= stats.speculation.drafts > 0
+    assert stats.timing.steps <= 40 - stats.speculation.accepted_tokens + 1
+    assert stats.tokens.generated_tokens == inbox.end.usage.completion_tokens == 40
 
 
 @pytest.mark.parametrize("can_rewind", [True, False])
@@ -76,7 +76,7 @@ def test_no_drafts_unless_slots_can_be_rewound(can_rewind: bool) -> None:
     made.can_rewind = can_rewind
     with running(made) as engine:
         ask(engine, request("a", "la la la, la la la, ", max_tokens=30))
-        assert (engine.stats().drafted_tokens > 0) is can_rewind
+        assert (engine.stats().speculation.drafted_tokens > 0) is can_rewind
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))

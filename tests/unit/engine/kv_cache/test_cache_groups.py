@@ -112,7 +112,7 @@ def test_what_is_preempted_comes_back_to_its_own_cache_group() -> None:
             assert inbox.wait().usage.cached_tokens == 0
             assert inbox.token_ids == continuation(b"x" * 40, 30)
         stats = engine.stats()
-        assert stats.preemptions > 0
+        assert stats.requests.preemptions > 0
         stored = n_cached(engine, "again", "x" * 40, "mine"), n_cached(engine, "n", "x" * 40, "")
     assert stored == (39, 0)
 

@@ -47,7 +47,7 @@ def test_the_first_tokens_stay(
         assert inbox.token_ids == said
         assert inbox.end.reason == FinishReason.LENGTH
         assert inbox.end.usage.completion_tokens == 150
-        assert engine.stats().context_shifts > 0
+        assert engine.stats().requests.context_shifts > 0
         # Moved cells are not what their tokens would give: of them, others get only what was kept.
         kept = slot[:n_keep] if can_shift else slot[:-1]
         assert backend.slots[0] == kept

@@ -123,11 +123,11 @@ def test_a_chat_that_lost_its_slot_gets_its_prefix_back() -> None:
         found = [talk(engine, name, "2") for name in "ABC"]
         stats = engine.stats()
     assert found == [len(CHATS[name]) for name in "ABC"]
-    assert stats.restored_tokens == sum(found)
-    assert stats.cached_tokens == sum(found)
+    assert stats.tokens.restored_tokens == sum(found)
+    assert stats.tokens.cached_tokens == sum(found)
     # What each chat said at first, and what A and B said when they came back; C has the slot.
-    assert stats.stored_prefixes == 5
-    assert stats.stored_bytes == 4 * 5 * (len(CHATS["A"]) + 3)
+    assert stats.cache.stored_prefixes == 5
+    assert stats.cache.stored_bytes == 4 * 5 * (len(CHATS["A"]) + 3)
 
 
 def test_a_small_budget_keeps_the_last_ones() -> None:
@@ -138,7 +138,7 @@ def test_a_small_budget_keeps_the_last_ones() -> None:
             talk(engine, name, "1")
         assert talk(engine, "A", "2") == 0
         assert talk(engine, "C", "2") == len(CHATS["C"])
-        assert engine.stats().stored_bytes <= room
+        assert engine.stats().cache.stored_bytes <= room
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_what_idle_slots_hold_is_stored_while_nobody_is_there(
     ):
         for name in "AB":
             talk(engine, name, "1")
-        until(lambda: engine.stats().stored_prefixes == n_ahead)
+        until(lambda: engine.stats().cache.stored_prefixes == n_ahead)
         talk(engine, "C", "1")
-        until(lambda: engine.stats().stored_prefixes == n_saves)
+        until(lambda: engine.stats().cache.stored_prefixes == n_saves)
     assert saves.call_count == n_saves
 
 
@@ -188,7 +188,7 @@ def test_who_comes_does_not_wait_for_a_save_that_nobody_asked_for() -> None:
         talk(engine, "A", "1")
         until(lambda: backend.n_waiting == 1)
         talk(engine, "B", "1")
-        until(lambda: engine.stats().stored_prefixes == 2)
+        until(lambda: engine.stats().cache.stored_prefixes == 2)
     assert backend.n_left == 1
 
 
@@ -196,7 +196,7 @@ def test_without_a_budget_nothing_is_kept() -> None:
     backend = FakeBackend(endless, n_slots=1)
     with running(backend, options(1, n_ctx_slot=256)) as engine:
         assert [talk(engine, name, said) for said in "12" for name in "AB"] == [0, 0, 0, 0]
-        assert engine.stats().stored_prefixes == 0
+        assert engine.stats().cache.stored_prefixes == 0
 
 
 def test_what_another_slot_holds_is_not_stored() -> None:
@@ -205,7 +205,7 @@ def test_what_another_slot_holds_is_not_stored() -> None:
         talk(engine, "A", "1")
         talk(engine, "B", "1")
         talk(engine, "B", "1 and more")  # in place: nothing is lost
-        assert engine.stats().stored_prefixes == 0
+        assert engine.stats().cache.stored_prefixes == 0
 
 
 def test_a_state_that_is_refused_costs_a_prefill_and_nothing_else() -> None:
@@ -219,4 +219,4 @@ def test_a_state_that_is_refused_costs_a_prefill_and_nothing_else() -> None:
         talk(engine, "A", "1")
         talk(engine, "B", "1")
         assert talk(engine, "A", "2") == 0
-        assert engine.stats().restored_tokens == 0
+        assert engine.stats().tokens.restored_tokens == 0

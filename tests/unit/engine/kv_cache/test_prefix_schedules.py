@@ -60,7 +60,7 @@ def test_answers_do_not_depend_on_what_was_cached(
                 assert inbox.token_ids == continuation(prompt.encode(), max_tokens)
                 assert end.usage.cached_tokens < len(prompt)
             stats = engine.stats()
-            assert stats.stored_bytes <= cache_ram_bytes
-            assert stats.restored_tokens <= stats.cached_tokens
+            assert stats.cache.stored_bytes <= cache_ram_bytes
+            assert stats.tokens.restored_tokens <= stats.tokens.cached_tokens
             assert [slot.n_past for slot in stats.slots] == [len(slot) for slot in backend.slots]
         assert backend.slots[n_slots:] == [list(tokens) for tokens in pinned]

@@ -69,10 +69,10 @@ def test_a_fresh_engine_starts_from_what_another_one_computed() -> None:
         assert fresh.prefixes.import_prefix(sent, len(SHARED)) == 4 * len(SHARED)
         assert told(fresh, SHARED + "C") == len(SHARED)
         given, got = source.stats(), fresh.stats()
-    assert (given.sent_prefixes, given.sent_bytes) == (1, sent.state.size)
-    assert (got.received_prefixes, got.received_bytes) == (1, 4 * len(SHARED))
+    assert (given.cache.sent_prefixes, given.cache.sent_bytes) == (1, sent.state.size)
+    assert (got.cache.received_prefixes, got.cache.received_bytes) == (1, 4 * len(SHARED))
     assert offered.n_bytes == sent.state.size
-    assert got.restored_tokens == len(SHARED)
+    assert got.tokens.restored_tokens == len(SHARED)
 
 
 def test_what_is_taken_whole_keeps_its_end() -> None:
@@ -122,7 +122,7 @@ def test_what_is_in_memory_is_exported_to_its_cache_group_only() -> None:
     with running(fake(1), replace(OPTIONS, n_slots=1)) as source:
         told(source, SHARED + "A", "mine")
         told(source, "something else that takes the slot, and is kept in memory", "theirs")
-        assert source.stats().stored_prefixes == 1
+        assert source.stats().cache.stored_prefixes == 1
         assert source.prefixes.export_prefix(prefix(SHARED, "theirs")) is None
         assert payload(source, group="mine").prefix.group == "mine"
 
@@ -150,8 +150,8 @@ def test_a_small_store_does_not_take_what_does_not_fit() -> None:
     with running(fake(), OPTIONS) as source, running(fake(), small) as fresh:
         told(source, SHARED + "A")
         assert fresh.prefixes.import_prefix(payload(source), len(SHARED)) == 0
-        assert fresh.stats().received_prefixes == 0
-        assert fresh.stats().stored_prefixes == 0
+        assert fresh.stats().cache.received_prefixes == 0
+        assert fresh.stats().cache.stored_prefixes == 0
         assert told(fresh, SHARED + "B") == 0
 
 
@@ -203,7 +203,7 @@ def test_a_state_that_the_backend_refuses_is_not_kept() -> None:
     with running(Suspicious(endless, n_slots=2), OPTIONS) as fresh:
         with pytest.raises(RefusedPrefixError, match="not mine"):
             fresh.prefixes.import_prefix(sent, len(SHARED))
-        assert fresh.stats().stored_prefixes == 0
+        assert fresh.stats().cache.stored_prefixes == 0
 
 
 def test_where_slots_cannot_be_cut_a_prefix_is_kept_whole() -> None:

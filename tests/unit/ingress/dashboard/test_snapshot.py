@@ -10,31 +10,14 @@ import pytest
 from serve_app.engine.metrics.stats import EngineStats, SlotStats
 from serve_app.ingress.dashboard.snapshot import Board, Json, difference
 from serve_app.types import FetchingReplica, ReplicaStats
+from tests.unit.engine_stats import changed_stats
 
-BASE = EngineStats(
-    n_slots=2,
-    n_ctx_slot=100,
-    threads=1,
-    threads_batch=1,
-    backend="llama.cpp",
-    backend_reason="",
-    flash_attn=False,
-    kv_unified=False,
-    mode_reason="",
-    running=0,
-    waiting=0,
-    backlog_s=0.0,
-    draining=False,
-    steps=0,
-    prompt_tokens=0,
-    cached_tokens=0,
-    generated_tokens=0,
-)
+BASE = EngineStats(n_slots=2, n_ctx_slot=100)
 
 
 def replica(name: str = "r1", **fields: Any) -> ReplicaStats:
     latencies = fields.pop("latencies", {})
-    engine = dataclasses.asdict(dataclasses.replace(BASE, **fields))
+    engine = dataclasses.asdict(changed_stats(BASE, **fields))
     return ReplicaStats(name, "node", engine, (0, 1), 0, latencies)
 
 
@@ -172,12 +155,10 @@ def test_drains_and_preemptions_are_events() -> None:
     assert seen.board.view["replicas"]["r1"]["state"] == "draining"
 
 
-def test_failovers_are_events_of_engines_that_count_them() -> None:
+def test_failovers_are_events() -> None:
     seen = Seen()
     for n in (0, 2):
-        found = replica()
-        found.engine["failovers"] = n
-        seen.look(found)
+        seen.look(replica(failovers=n))
     assert seen.events == [("resumed", "r1", 2)]
 
 

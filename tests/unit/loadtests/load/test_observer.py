@@ -19,8 +19,12 @@ def engine(running: int, **ends: int) -> dict[str, Any]:
         {"state": "decode", "n_past": 30},
         {"state": "idle", "n_past": 12},
     ]
-    facts = {"running": running, "waiting": 1, "backlog_s": float(running)}
-    return facts | {"ended": ends, "slots": slots, "stored_bytes": 3 * 2**20}
+    return {
+        "queue": {"running": running, "waiting": 1, "backlog_s": float(running)},
+        "requests": {"ended": ends},
+        "cache": {"stored_bytes": 3 * 2**20},
+        "slots": slots,
+    }
 
 
 STATS = {
@@ -52,7 +56,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
 
 
 def test_engines_of_a_model_or_of_the_first() -> None:
-    assert [e["running"] for e in engines_of(STATS, "a")] == [1, 3]
+    assert [e["queue"]["running"] for e in engines_of(STATS, "a")] == [1, 3]
     assert engines_of(STATS, "") == engines_of(STATS, "a")
     assert engines_of(STATS, "b") == []
     assert engines_of({"models": []}, "") == []
