@@ -103,6 +103,7 @@ class PromptTooLongError(InvalidRequestError):
 
     type = "exceed_context_size_error"
     code = "context_length_exceeded"
+    hint: ClassVar[str] = "Whoever runs the server can raise it with --context."
 
     def __init__(
         self, n_prompt: int, n_ctx_slot: int, param: str | None = None, exact: bool = True
@@ -116,7 +117,7 @@ class PromptTooLongError(InvalidRequestError):
         at_least = "" if exact else "at least "
         return (
             f"The prompt of {at_least}{n_prompt} tokens exceeds the available context size of {n_ctx_slot} "
-            f"tokens, one of which must be left for the answer."
+            f"tokens, one of which must be left for the answer. {self.hint}"
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,13 +18,15 @@ from gguf import GGUFReader
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.llama import library, shards
+from serve_app.llama import library, long_runs, shards
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
 from serve_app.llama.grammars.triggers import LazyConstraint
 from serve_app.sampling import Triggers
 
+_CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+_KINDS_FOUND_BY_TEXT = _CONTROL_KINDS | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _LOAD_MODES: dict[LoadMode, int] = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
     "mmap": llama_cpp.LLAMA_LOAD_MODE_MMAP,
@@ -303,6 +306,11 @@ class Model:
         """The model's own Jinja chat template, if it has one."""
         return self.meta("tokenizer.chat_template")
 
+    @property
+    def tool_chat_template(self) -> str | None:
+        """The template for chats with tools, if the model has one of its own for these."""
+        return self.meta("tokenizer.chat_template.tool_use")
+
     # -- vocabulary -------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -311,6 +319,10 @@ class Model:
         `add_special` adds BOS/EOS if the model wants them; `parse_special` lets the text of control
         tokens stand for the tokens. Runs without the GIL.
         """
+        if len(text) > long_runs.LONGEST and self.vocab_type == llama_cpp.LLAMA_VOCAB_TYPE_BPE:
+            pieces = long_runs.pieces(text, self._found_by_text)
+            if len(pieces) > 1:
+                return self._tokenize_pieces(pieces, add_special, parse_special)
         data = text.encode()
         capacity = len(data) + 2
         while True:
@@ -321,6 +333,23 @@ class Model:
             if n >= 0:
                 return tokens[:n]
             capacity = -n
+
+    def _tokenize_pieces(
+        self, pieces: Iterable[str], add_special: bool, parse_special: bool
+    ) -> list[int]:
+        tokens = [
+            token
+            for piece in pieces
+            for token in self.tokenize(piece, add_special=False, parse_special=parse_special)
+        ]
+        if add_special and llama_cpp.llama_vocab_get_add_eos(self._vocab) and self.eos is not None:
+            tokens.append(self.eos)
+        return [*self.first_tokens, *tokens] if add_special else tokens
+
+    @functools.cached_property
+    def _found_by_text(self) -> re.Pattern[str]:
+        texts = sorted(self._texts_of(_KINDS_FOUND_BY_TEXT), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, not always whole characters; control tokens are empty unless
@@ -366,7 +395,9 @@ class Model:
     @functools.cached_property
     def control_texts(self) -> tuple[str, ...]:
         """The texts of control tokens that are recognised in texts."""
-        kinds = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        return self._texts_of(_CONTROL_KINDS)
+
+    def _texts_of(self, kinds: int) -> tuple[str, ...]:
         tokens = (
             token
             for token in range(self.n_vocab)
@@ -397,7 +428,7 @@ class Model:
     @functools.cached_property
     def _shown(self) -> frozenset[int]:
         """Tokens whose text is shown although they may be control tokens."""
-        template = self.chat_template or ""
+        template = f"{self.chat_template} {self.tool_chat_template}"
         found = (self.delimiter_token(text) for text in self._delimiters if text in template)
         return frozenset(token for token in found if token is not None)
 

@@ -69,7 +69,9 @@ class ChatTemplate:
         ) or tool_calls.GENERIC
         """How it asks for calls, or how they are asked for if it does not, or not in a known way."""
         has_channels = self.tool_format.has_channels
-        self.thinks = has_channels or output_parser.REASONING_OPEN in source
+        self.reasoning_tags = output_parser.reasoning_tags(source)
+        """The tags around its model's reasoning, if it has any that is not on a channel."""
+        self.thinks = has_channels or self.reasoning_tags is not None
         """Whether its model may think before it answers."""
         self.names = frozenset(names)
         """The variables that it reads."""

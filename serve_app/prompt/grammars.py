@@ -17,7 +17,7 @@ from serve_app.errors import InvalidRequestError
 from serve_app.llama.grammars.constraint import LIMITS
 from serve_app.prompt import gbnf, json_schemas
 from serve_app.prompt.json_schemas import MAX_LITERAL_CHARS, SchemaError
-from serve_app.prompt.output_parser import REASONING_CLOSE, REASONING_OPEN
+from serve_app.prompt.output_parser import THINK, ReasoningTags
 from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function
 
@@ -48,6 +48,7 @@ class Dialect:
     delimiter_token: Callable[[str], int | None] = lambda _: None
     """The tokens of delimiters: `serve_app.llama.model.Model.delimiter_token`."""
     thinking: ThinkingPhase = ThinkingPhase.NEVER
+    tags: ReasoningTags = THINK
 
     def written(self, delimiter: str) -> str:
         """The delimiter in Lark: as a token, if it is one, or else as its text."""
@@ -64,10 +65,10 @@ class Dialect:
             return f"start: {body}"
         thought = "thought GAP?"
         if self.thinking is ThinkingPhase.PERHAPS:
-            thought = f"({self.written(REASONING_OPEN)} thought GAP?)?"
+            thought = f"({self.written(self.tags.open)} thought GAP?)?"
         return f"""start: {thought} held
 held: {body}
-thought{self.lazy(REASONING_CLOSE)}: TEXT {self.written(REASONING_CLOSE)}
+thought{self.lazy(self.tags.close)}: TEXT {self.written(self.tags.close)}
 TEXT: /(.|\\n)*/
 GAP: /\\s+/"""
 
@@ -135,7 +136,7 @@ def _start_of_calls(dialect: Dialect, *, forced: bool, has_answer: bool) -> str:
         return "start: calls | OTHER?\nOTHER: /\\s*[^{\\s](.|\\n)*/"
     # A lazy lexeme ends with the opening, so that no text can have it.
     # Control tokens are no text, so reasoning that has them for tags needs a rule.
-    tags = [dialect.delimiter_token(tag) for tag in (REASONING_OPEN, REASONING_CLOSE)]
+    tags = [dialect.delimiter_token(tag) for tag in dialect.tags]
     reasoning = "" if None in tags else f"((TEXT <[{tags[0]}]>)? TEXT <[{tags[1]}]>)?"
     return f"""start: {reasoning} (TEXT | opened calls)
 opened{dialect.lazy(form.opening)}: TEXT {opening}

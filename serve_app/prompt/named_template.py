@@ -20,6 +20,7 @@ class NamedTemplate:
 
     tool_format = tool_calls.GENERIC
     thinks = False
+    reasoning_tags = None
     names: frozenset[str] = frozenset()
 
     def __init__(self, name: str) -> None:

@@ -1,22 +1,45 @@
 """Splits what a model says into reasoning, content and tool calls.
 
-Reasoning is what is between `<think>` and `</think>` at the beginning of an answer, as Qwen3 and
-DeepSeek-R1 write it; some templates write the first tag into the prompt.
+Reasoning is what is between two tags at the beginning of an answer; some templates write the first tag into
+the prompt.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from serve_app.prompt.tool_calls import FORMATS, CallParser, CallPiece, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.reader import overlap
 
 __all__ = ["DELIMITERS", "OutputParser", "Part", "Reasoning"]
 
-REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
+
+class ReasoningTags(NamedTuple):
+    """The texts around the reasoning of a model."""
+
+    open: str
+    close: str
+
+
+THINK = ReasoningTags("<think>", "</think>")
+"""The tags of most models: Qwen3, DeepSeek-R1."""
+_OTHER_TAGS = (
+    ReasoningTags("[THINK]", "[/THINK]"),  # Mistral AI's
+    ReasoningTags("<seed:think>", "</seed:think>"),  # ByteDance's
+    ReasoningTags("<mm:think>", "</mm:think>"),  # MiniMax M3's
+    ReasoningTags("<thinking>", "</thinking>"),
+)
+
+
+def reasoning_tags(template: str) -> ReasoningTags | None:
+    """The tags that a chat template shows; None if its model has no reasoning, or reasoning on a
+    channel."""
+    return next((tags for tags in (THINK, *_OTHER_TAGS) if tags.open in template), None)
+
+
 DELIMITERS = (
-    REASONING_OPEN,
-    REASONING_CLOSE,
+    *(tag for tags in (THINK, *_OTHER_TAGS) for tag in tags),
     *sorted({text for one in FORMATS for text in one.delimiters}),
 )
 """The texts that structure answers: reasoning, and calls of all formats. Control tokens in some
@@ -39,8 +62,16 @@ class OutputParser:
     nothing is lost but line ends around the tags of reasoning, and what `CallParser` says. Not
     thread-safe."""
 
-    def __init__(self, calls: CallParser | None, *, thinks: bool, is_thinking: bool) -> None:
+    def __init__(
+        self,
+        calls: CallParser | None,
+        *,
+        thinks: bool,
+        is_thinking: bool,
+        tags: ReasoningTags = THINK,
+    ) -> None:
         """Without a parser for calls, there are none; `is_thinking` if the prompt has the first tag."""
+        self._tags = tags
         self._calls = calls
         self._state = _State.CONTENT
         if thinks:
@@ -75,14 +106,14 @@ class OutputParser:
 
     def _begin(self) -> None:
         begun = self._held.lstrip()
-        if begun.startswith(REASONING_OPEN):
-            self._state, self._held = _State.REASONING, begun.removeprefix(REASONING_OPEN)
+        if begun.startswith(self._tags.open):
+            self._state, self._held = _State.REASONING, begun.removeprefix(self._tags.open)
             self._drop_lines = True
-        elif not REASONING_OPEN.startswith(begun):
+        elif not self._tags.open.startswith(begun):
             self._state = _State.CONTENT
 
     def _reasoning(self) -> list[Part]:
-        close = REASONING_CLOSE
+        close = self._tags.close
         end = self._held.find(close)
         if end >= 0:
             text, self._held = self._held[:end].rstrip("\n"), self._held[end + len(close) :]

@@ -13,12 +13,12 @@ from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
 from serve_app.llama import chat_templates
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
-from serve_app.prompt import normaliser, output_parser
+from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect, ThinkingPhase
 from serve_app.prompt.named_template import NamedTemplate
-from serve_app.prompt.output_parser import DELIMITERS, OutputParser
+from serve_app.prompt.output_parser import DELIMITERS, THINK, OutputParser, ReasoningTags
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
@@ -71,6 +71,9 @@ class Tokenizer:
             if self.chat_template in chat_templates.names()
             else ChatTemplate(self.chat_template, bos=self.bos, eos=self.eos)
         )
+        for_tools = None if chat_template else self._model.tool_chat_template
+        self._tool_template = for_tools and ChatTemplate(for_tools, bos=self.bos, eos=self.eos)
+        """The template for chats with tools, if the file has one of its own for these."""
         self.has_template = given is not None
         """Whether somebody has chosen that template."""
 
@@ -88,12 +91,17 @@ class Tokenizer:
     @property
     def tool_format(self) -> ToolFormat:
         """How the model calls tools."""
-        return self._template.tool_format
+        return (self._tool_template or self._template).tool_format
 
     @property
     def thinks(self) -> bool:
         """Whether the model may think before it answers."""
         return self._template.thinks
+
+    @property
+    def reasoning_tags(self) -> ReasoningTags:
+        """The tags around the model's reasoning, if it has any."""
+        return self._template.reasoning_tags or THINK
 
     @property
     def path(self) -> str:
@@ -272,14 +280,15 @@ class Tokenizer:
             errors.append(InvalidRequestError(message, "messages"))
         else:
             raise errors[0]
-        if not thinks and text.rstrip().endswith(output_parser.REASONING_OPEN):
-            text = text.rstrip() + TemplateText.own(f"\n\n{output_parser.REASONING_CLOSE}\n\n")
+        if not thinks and text.rstrip().endswith(self.reasoning_tags.open):
+            text = text.rstrip() + TemplateText.own(f"\n\n{self.reasoning_tags.close}\n\n")
         return text + prefill
 
     def _template_for(
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]]
     ) -> ChatTemplate | NamedTemplate:
-        return self._template
+        calls = tools or any(turn.calls or turn.role == "tool" for turn in conversation)
+        return (self._tool_template if calls else None) or self._template
 
     def encode_chat(
         self,
@@ -351,7 +360,10 @@ class Tokenizer:
         )
         has_tags = self.thinks and not form.has_channels
         return OutputParser(
-            calls, thinks=thinks and has_tags, is_thinking=self.is_reasoning(prompt)
+            calls,
+            thinks=thinks and has_tags,
+            is_thinking=self.is_reasoning(prompt),
+            tags=self.reasoning_tags,
         )
 
     def reasoning_budget(
@@ -361,10 +373,10 @@ class Tokenizer:
         budget is used up. None if the model has no reasoning, or has it on a channel."""
         if not self.thinks or self.tool_format.has_channels:
             return None
-        close = output_parser.REASONING_CLOSE
+        tags = self.reasoning_tags
         opening, closing, forced = (
             tuple(self.tokenize(text, add_special=False, parse_special=True))
-            for text in (output_parser.REASONING_OPEN, close, message + close)
+            for text in (tags.open, tags.close, message + tags.close)
         )
         is_open = self.is_reasoning(prompt)
         return ReasoningBudget(n_tokens, len(prompt), is_open, opening, closing, forced)
@@ -373,16 +385,16 @@ class Tokenizer:
         """The way in which the answer to this prompt is written, for grammars."""
         ending = self.decode(prompt[-_REASONING_TOKENS:], special=True).rstrip()
         thinking = ThinkingPhase.PERHAPS
-        if not self.thinks or ending.endswith(output_parser.REASONING_CLOSE):
+        if not self.thinks or ending.endswith(self.reasoning_tags.close):
             thinking = ThinkingPhase.NEVER
-        elif ending.endswith(output_parser.REASONING_OPEN):
+        elif ending.endswith(self.reasoning_tags.open):
             thinking = ThinkingPhase.BEGUN
-        return Dialect(self.tool_format, self.delimiter_token, thinking)
+        return Dialect(self.tool_format, self.delimiter_token, thinking, self.reasoning_tags)
 
     def is_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends within the answer's reasoning."""
         beginning = self.decode(prompt[-_REASONING_TOKENS:], special=True)
-        return beginning.rstrip().endswith(output_parser.REASONING_OPEN)
+        return beginning.rstrip().endswith(self.reasoning_tags.open)
 
     def encode_system_prompt(self, text: str) -> tuple[int, ...]:
         """The tokens that every chat with this system prompt, and without tools, begins with. Raises

@@ -136,3 +136,4 @@ def test_too_long_prompt_names_both_numbers() -> None:
     message = errors.PromptTooLongError(4097, 4096).message
     assert "4097" in message
     assert "4096" in message
+    assert "--context" in message

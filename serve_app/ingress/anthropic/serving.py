@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from serve_app.errors import CorralError
+from serve_app.errors import CorralError, PromptTooLongError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
@@ -177,7 +177,13 @@ def error_body(error: CorralError, status: int) -> Json:
     """Anthropic's error object. Source: Anthropic's API reference, "Errors"."""
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     kind = _ERROR_TYPES.get(status, otherwise)
-    return {"type": "error", "error": {"type": kind, "message": cut(error.message)}}
+    message = error.message
+    if isinstance(
+        error, PromptTooLongError
+    ):  # agents look for these words, and compact their history
+        n_prompt, n_ctx = error.details["n_prompt_tokens"], error.details["n_ctx"]
+        message = f"prompt is too long: {n_prompt} tokens > {n_ctx - 1} maximum. {error.hint}"
+    return {"type": "error", "error": {"type": kind, "message": cut(message)}}
 
 
 ERRORS = {"/v1/messages/": ErrorShape(error_body)}

@@ -162,5 +162,5 @@ def test_clients_see_errors_as_anthropics(client: anthropic.Anthropic) -> None:
         client.messages.create(model="none", messages=FACT, max_tokens=1)
     long: list[MessageParam] = [{"role": "user", "content": "word " * 3000}]
     for stream in (False, True):
-        with pytest.raises(anthropic.BadRequestError, match="context size of 2048 tokens"):
+        with pytest.raises(anthropic.BadRequestError, match="> 2047 maximum"):
             client.messages.create(model="demo", messages=long, max_tokens=1, stream=stream)

@@ -9,9 +9,9 @@ import pytest
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from serve_app.llama.model import Model
-from serve_app.prompt import grammars, output_parser
+from serve_app.prompt import grammars
 from serve_app.prompt.grammars import Dialect
-from serve_app.prompt.output_parser import DELIMITERS
+from serve_app.prompt.output_parser import DELIMITERS, THINK
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS, EXAMPLE_FUNCTIONS
 from serve_app.prompt.tool_calls.formats import hermes
@@ -99,7 +99,7 @@ def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
         param="tools",
     )
     call = hermes.FORMAT.example.second
-    reasoning = f"{output_parser.REASONING_OPEN}\nHm.\n{output_parser.REASONING_CLOSE}\n\n"
+    reasoning = f"{THINK.open}\nHm.\n{THINK.close}\n\n"
     assert takes(model, grammar, f"{reasoning}Yes.")
     assert takes(model, grammar, f"{reasoning}{call}")
-    assert not takes(model, grammar, f"{output_parser.REASONING_OPEN}{call}")
+    assert not takes(model, grammar, f"{THINK.open}{call}")

@@ -186,7 +186,7 @@ def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
 
 def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
     call = hermes.FORMAT.example.second
-    tokens = {output_parser.REASONING_OPEN: IM_START, output_parser.REASONING_CLOSE: IM_START}
+    tokens = {output_parser.THINK.open: IM_START, output_parser.THINK.close: IM_START}
     grammar = grammars.from_tool_calls(
         FUNCTIONS, Dialect(hermes.FORMAT, tokens.get), forced=False, parallel=False, param="tools"
     )

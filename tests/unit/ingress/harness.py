@@ -26,6 +26,7 @@ from serve_app.engine.metrics.stats import (
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.model_registry import Answers
 from serve_app.prompt.conversation import Conversation, Turn
+from serve_app.prompt.output_parser import THINK
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
@@ -95,6 +96,7 @@ class ByteTokenizer:
     reranks = False
     tool_format: ToolFormat = hermes.FORMAT
     thinks = False
+    reasoning_tags = THINK
     output_parser = Tokenizer.output_parser
     is_reasoning = Tokenizer.is_reasoning
     dialect = Tokenizer.dialect

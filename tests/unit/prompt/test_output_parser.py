@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.prompt.output_parser import OutputParser, Reasoning
+from serve_app.prompt.output_parser import OutputParser, Reasoning, ReasoningTags, reasoning_tags
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.prompt.tool_calls.formats import hermes
 from tests.unit.prompt.splitting import cuts, parse
@@ -77,3 +77,25 @@ def test_pieces_do_not_matter(pieces: list[str], is_thinking: bool) -> None:
     found = read(pieces, is_thinking=is_thinking)
     assert found == read([text], is_thinking=is_thinking)
     assert found == read(list(text), is_thinking=is_thinking)
+
+
+@pytest.mark.parametrize(
+    ("template", "tags"),
+    [
+        ("{{ '<think>' }}", ("<think>", "</think>")),
+        ("[THINK]{{ x }}[/THINK]", ("[THINK]", "[/THINK]")),
+        ("<seed:think>", ("<seed:think>", "</seed:think>")),
+        ("<thinking>", ("<thinking>", "</thinking>")),
+        ("{{ messages }}", None),
+    ],
+)
+def test_a_template_shows_the_tags_of_reasoning(
+    template: str, tags: tuple[str, str] | None
+) -> None:
+    assert reasoning_tags(template) == tags
+    if tags is not None:
+        for pieces in cuts(f"{tags[0]}\nHm.\n{tags[1]}\n\nYes."):
+            parser = OutputParser(None, thinks=True, is_thinking=False, tags=ReasoningTags(*tags))
+            parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+            assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == "Hm."
+            assert "".join(part for part in parts if isinstance(part, str)) == "Yes."

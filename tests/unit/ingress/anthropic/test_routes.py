@@ -287,7 +287,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "no"}), "no function 'no'"),
         (asked(tool_choice={"type": "tool"}), "'name' goes with"),
         (asked("refuse"), "The template refuses."),
-        (asked("x" * N_CTX_SLOT), f"exceeds the available context size of {N_CTX_SLOT} tokens"),
+        (asked("x" * N_CTX_SLOT), f"prompt is too long: 69 tokens > {N_CTX_SLOT - 1} maximum. Whoever"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
