@@ -6,10 +6,13 @@ the prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 from serve_app.prompt.tool_calls import FORMATS, CallParser, CallPiece, Reasoning, ToolCall
+from serve_app.prompt.tool_calls.names import FunctionNames
 from serve_app.prompt.tool_calls.reader import overlap
 
 __all__ = ["DELIMITERS", "OutputParser", "Part", "Reasoning"]
@@ -65,14 +68,17 @@ class OutputParser:
     def __init__(
         self,
         calls: CallParser | None,
+        names: FunctionNames | None = None,
         *,
         thinks: bool,
         is_thinking: bool,
         tags: ReasoningTags = THINK,
     ) -> None:
-        """Without a parser for calls, there are none; `is_thinking` if the prompt has the first tag."""
+        """Without a parser for calls, there are none, and without names, calls have the model's;
+        `is_thinking` if the prompt has the first tag."""
         self._tags = tags
         self._calls = calls
+        self._names = names or FunctionNames(())
         self._state = _State.CONTENT
         if thinks:
             self._state = _State.REASONING if is_thinking else _State.BEGINNING
@@ -102,7 +108,7 @@ class OutputParser:
             return [Reasoning(rest)] if rest else []
         if self._calls is None:
             return [rest] if rest else []
-        return [*self._calls.feed(rest), *self._calls.finish()]
+        return self._named([*self._calls.feed(rest), *self._calls.finish()])
 
     def _begin(self) -> None:
         begun = self._held.lstrip()
@@ -127,5 +133,14 @@ class OutputParser:
     def _content(self) -> list[Part]:
         text, self._held = self._held, ""
         if self._calls is not None:
-            return [*self._calls.feed(text)]
+            return self._named(self._calls.feed(text))
         return [text] if text else []
+
+    def _named(self, parts: Iterable[Part]) -> list[Part]:
+        """The parts with the client's names of functions."""
+        return [
+            replace(part, name=self._names.of_client(part.name))
+            if isinstance(part, ToolCall | CallPiece) and part.name is not None
+            else part
+            for part in parts
+        ]

@@ -22,6 +22,7 @@ from serve_app.prompt.output_parser import DELIMITERS, THINK, OutputParser, Reas
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
+from serve_app.prompt.tool_calls.names import FunctionNames
 from serve_app.sampling import ReasoningBudget
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
@@ -264,7 +265,9 @@ class Tokenizer:
         `prefill` is the beginning of the answer. Raises InvalidRequestError if the chat template takes the
         messages in no shape, or leaves out a user's text."""
         template = self._template_for(conversation, tools)
-        turns = normaliser.completed(conversation)
+        names = FunctionNames.of_tools(tools)
+        tools = names.renamed(tools)
+        turns = normaliser.completed(names.renamed_calls(conversation))
         options = {"add_generation_prompt": add_generation_prompt, "extra": extra}
         errors = []
         for caps in dict.fromkeys((template.caps, template.caps.strict())):
@@ -352,7 +355,8 @@ class Tokenizer:
     ) -> OutputParser:
         """A parser of the answer to this prompt, of a chat with these tools; calls come `in_pieces`
         or whole. Reasoning stays in the content unless `thinks`."""
-        form = self.tool_format
+        form, names = self.tool_format, FunctionNames.of_tools(tools)
+        tools = names.renamed(tools)
         calls = (
             form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
             if tools or form.has_channels
@@ -361,6 +365,7 @@ class Tokenizer:
         has_tags = self.thinks and not form.has_channels
         return OutputParser(
             calls,
+            names,
             thinks=thinks and has_tags,
             is_thinking=self.is_reasoning(prompt),
             tags=self.reasoning_tags,

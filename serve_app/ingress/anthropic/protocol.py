@@ -12,16 +12,10 @@ from pydantic import BaseModel, Field, model_validator
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.anthropic.messages import Message, Texts
-from serve_app.ingress.anthropic.server_tools import WITHOUT_SERVER_TOOLS
-from serve_app.ingress.generation.messages import (
-    FunctionDefinition,
-    FunctionName,
-    Tool,
-)
+from serve_app.ingress.anthropic.tools import AnthropicTools, with_possible_choice
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
     CacheSalt,
-    NamedFunction,
     NamedSchema,
     NamedToolChoice,
     PingInterval,
@@ -32,32 +26,6 @@ from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api
-
-
-class AnthropicTool(RequestModel):
-    """One of `tools`."""
-
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "defer_loading": (None, False),
-        "allowed_callers": (None, ["direct"]),
-        "input_examples": (None, []),
-    }
-    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
-
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-    """Whether the input is held to the schema."""
-
-    def as_tool(self) -> Tool:
-        """The tool as OpenAI has it."""
-        given: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            given["description"] = self.description
-        function = FunctionDefinition(**given, parameters=self.input_schema, strict=self.strict)
-        return Tool(type="function", function=function)
 
 
 class ToolChoice(RequestModel):
@@ -79,7 +47,7 @@ class ToolChoice(RequestModel):
     def as_choice(self) -> Literal["auto", "none", "required"] | NamedToolChoice:
         """The choice as OpenAI has it."""
         if self.name is not None:
-            return NamedToolChoice(type="function", function=NamedFunction(name=self.name))
+            return NamedToolChoice.of(self.name)
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
@@ -148,7 +116,7 @@ class CountTokensRequest(RequestModel):
     """A name from /v1/models; the first of them if it is missing."""
     messages: list[Message]
     system: Texts = Field(default=[])
-    tools: Annotated[list[AnthropicTool], WITHOUT_SERVER_TOOLS] = Field(default=[])
+    tools: AnthropicTools = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     """Whether the model thinks before it answers, if its chat template has reasoning; without this, it is
@@ -156,6 +124,11 @@ class CountTokensRequest(RequestModel):
     output_config: OutputConfig = Field(default=OutputConfig())
     output_format: OutputFormat | None = None
     """The older place of `output_config.format`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _possible_choice(cls, request: Any) -> Any:
+        return with_possible_choice(request)
 
     @model_validator(mode="after")
     def _check_thinking(self) -> Self:

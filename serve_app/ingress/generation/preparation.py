@@ -19,22 +19,23 @@ from serve_app.ingress.http.request_model import name_ignored
 from serve_app.ingress.model_registry import ModelInfo, active
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
+from serve_app.prompt.tool_calls.names import FunctionNames
 from serve_app.sampling import ReasoningBudget, SamplingParams
-from serve_app.types import Adapters, GenerationRequest, Medium, Size
+from serve_app.types import Adapters, Medium, Size
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generation:
-    """A prepared body: the engine's requests, and how they are answered."""
+    """A prepared body: the fields that the engine and the answer need."""
 
     model: str
-    """The model's id."""
-    requests: tuple[GenerationRequest, ...]
-    """The answers to generate, the first prompt's first. The ingress adds what it knows of the caller."""
+    """Its id."""
+    prompts: tuple[tuple[int, ...], ...]
     n: int
-    """The number of answers to each prompt."""
+    """Answers to each of them."""
+    sampling: SamplingParams
     stream: bool
     include_usage: bool
     obfuscates: bool
@@ -44,17 +45,16 @@ class Generation:
     return_progress: bool
     user: str | None
     cache_salt: str | None
+    priority: int
+    context_shift: bool | None
+    n_keep: int | None
+    n_discard: int
+    n_cache_reuse: int
+    id_slot: int
     sse_ping_interval: int | None
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """The tokens of the first prompt."""
-        return self.requests[0].prompt
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The parameters of the first answer."""
-        return self.requests[0].sampling
+    adapters: Adapters = ()
+    media: tuple[Medium, ...] = ()
+    """Those in its prompt: there is only one then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,13 +66,15 @@ class Chat:
     """As chat templates read them; empty if calls are not looked for."""
     thinks: bool
     """Whether reasoning is split off."""
+    custom_tools: frozenset[str] = frozenset()
+    """The names of the tools that take a text, and no arguments."""
     prefill: str = ""
     """The beginning of the answer, from the request's last message, the assistant's."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The prompt's tokens."""
-        return self.generation.prompt
+        """Its tokens."""
+        return self.generation.prompts[0]
 
 
 def generation(
@@ -96,48 +98,29 @@ def generation(
         )
     refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
     options = params.stream_options
-    return_progress = params.return_progress and params.stream
-    timings_per_token = params.timings_per_token and params.stream
-    request = GenerationRequest(
-        "",
-        (),
-        sampling,
+    return Generation(
+        model=model.id,
+        prompts=tuple(prompts),
+        n=n,
+        sampling=sampling,
+        stream=params.stream,
+        include_usage=options is not None and options.include_usage,
+        obfuscates=options is not None and options.include_obfuscation,
+        timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
+        timings_per_token=params.timings_per_token and params.stream,
+        return_progress=params.return_progress and params.stream,
+        user=params.user,
+        cache_salt=params.cache_salt if params.cache_prompt else uuid.uuid4().hex,
         priority=params.priority,
         context_shift=params.context_shift,
         n_keep=params.n_keep,
         n_discard=params.n_discard,
         n_cache_reuse=params.n_cache_reuse,
-        slot_id=params.id_slot,
-        return_progress=return_progress or timings_per_token,
-        told_together=not params.stream,
+        id_slot=params.id_slot,
+        sse_ping_interval=params.sse_ping_interval,
         adapters=_adapters(model, params),
         media=media,
     )
-    return Generation(
-        model=model.id,
-        requests=tuple(
-            dataclasses.replace(request, prompt=prompt, sampling=_reseeded(sampling, number))
-            for prompt in prompts
-            for number in range(n)
-        ),
-        n=n,
-        stream=params.stream,
-        include_usage=options is not None and options.include_usage,
-        obfuscates=options is not None and options.include_obfuscation,
-        timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
-        timings_per_token=timings_per_token,
-        return_progress=return_progress,
-        user=params.user,
-        cache_salt=params.cache_salt if params.cache_prompt else uuid.uuid4().hex,
-        sse_ping_interval=params.sse_ping_interval,
-    )
-
-
-def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of a prompt's answer with this number. Answers to one prompt differ."""
-    if sampling.seed is None or number == 0:
-        return sampling
-    return dataclasses.replace(sampling, seed=sampling.seed + number)
 
 
 def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:
@@ -192,6 +175,7 @@ def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat
         generation(model, body, [prompt], n, sampling, prompt_field, found),
         body.tools_for_template() if body.parse_tool_calls else [],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
+        frozenset(tool.function.name for tool in body.offered_tools if tool.type == "custom"),
         _prefill(body)[1],
     )
 
@@ -288,13 +272,15 @@ def _chat_grammar(model: ModelInfo, body: ChatRequest, prompt: Sequence[int]) ->
         dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.NEVER)
     schema = constraint if constraint is not None and constraint.kind == "schema" else None
     tool_format = dialect.tool_format
-    if not (body.tools_for_template() and (body.holds_calls or tool_format.holds_answers)):
+    if not (body.offered_tools and (body.holds_calls or tool_format.holds_answers)):
         return None if schema is None else schema.grammar(dialect)
     forced = body.forced_tools()
     # Models that were not trained for a format may call without end.
     parallel = body.parallel_tool_calls
+    names = FunctionNames(tool.function.name for tool in body.offered_tools)
+    functions = [tool.function.model_dump() for tool in forced or body.offered_tools]
     return grammars.from_tool_calls(
-        [tool.function.model_dump() for tool in forced or body.tools],
+        [function | {"name": names.of_model(function["name"])} for function in functions],
         dialect,
         forced=bool(forced),
         parallel=parallel is True if tool_format.holds_answers else parallel is not False,

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import ChatMessage, Tool
+from serve_app.ingress.generation.messages import ChatMessage, Tool, known_tools
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel, name_ignored, name_what_is_taken
 from serve_app.prompt import grammars
@@ -339,6 +339,59 @@ class NamedToolChoice(RequestModel):
     type: Literal["function"]
     function: NamedFunction
 
+    @classmethod
+    def of(cls, name: str) -> NamedToolChoice:
+        """The choice of this function."""
+        return cls(type="function", function=NamedFunction(name=name))
+
+
+class AllowedToolChoice(RequestModel):
+    """`tool_choice` that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    names: list[str]
+
+
+def plain_choice(choice: object) -> object:
+    """A `tool_choice` in the form of NamedToolChoice or AllowedToolChoice, or a text, from any form that
+    clients send. A choice of a tool that is not the client's is left to the model, and the answer names
+    it."""
+    if isinstance(choice, str):
+        word = choice.lower()
+        return {"": None, "any": "required"}.get(word, word)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(kind, str):
+        return choice
+    if kind in ("auto", "none", "required", "any"):
+        return plain_choice(kind)
+    if kind == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        names = [_chosen_name(tool) for tool in tools] if isinstance(tools, list) else None
+        mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+        return {"type": kind, "mode": mode, "names": names}
+    if (name := _chosen_name(choice)) is not None:
+        return {"type": "function", "function": {"name": name}}
+    if kind == "function":
+        return choice
+    name_ignored(["tool_choice"])
+    return "auto"
+
+
+def _chosen_name(choice: object) -> object:
+    """The function's or custom tool's name in a choice; a tool of a client that has none is its type."""
+    if not isinstance(choice, dict):
+        return None
+    kind = choice.get("type")
+    named = choice.get(kind) if isinstance(kind, str) else None
+    name = (named if isinstance(named, dict) else choice).get("name")
+    return kind if name is None and kind in CLIENT_TOOLS else name
+
+
+CLIENT_TOOLS = ("local_shell", "shell", "apply_patch")
+"""The tools of responses that a client runs, and that have a type for a name."""
+
 
 class NamedSchema(RequestModel):
     """`response_format.json_schema`."""
@@ -398,10 +451,12 @@ class ChatRequest(GenerationParams):
     max_completion_tokens: MaxTokens | None = None
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
-    """Functions that the model may call."""
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    """Functions, and custom tools, that the model may call."""
+    tool_choice: (
+        Literal["auto", "none", "required"] | NamedToolChoice | AllowedToolChoice | None
+    ) = None
     """`none` hides the tools from the model; `required`, or a function's name, makes it call some, or that
-    one, with arguments that its schema validates."""
+    one, with arguments that its schema validates; `allowed_tools` hides all others."""
     parallel_tool_calls: bool | None = None
     """False allows one call in a turn."""
     parse_tool_calls: bool = True
@@ -429,6 +484,16 @@ class ChatRequest(GenerationParams):
     `reasoning_effort`, `enable_thinking` and `thinking`; `none` and `minimal`: not at all."""
     verbosity: Verbosity | None = None
     """Told to the chat template, which may know what to do with it."""
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _known_tools(cls, value: object) -> object:
+        return known_tools(("function", "custom"), value)
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _plain_choice(cls, value: object) -> object:
+        return plain_choice(value)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
@@ -490,9 +555,9 @@ class ChatRequest(GenerationParams):
     @property
     def holds_calls(self) -> bool:
         """Whether calls must be as the request says, if there are any."""
-        if not self.tools_for_template():
+        if not self.offered_tools:
             return False
-        strict = any(tool.function.strict for tool in self.tools)
+        strict = any(tool.function.strict for tool in self.offered_tools)
         strict = strict or self.constraint is not None
         return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
 
@@ -509,30 +574,42 @@ class ChatRequest(GenerationParams):
         constraint = self.constraint
         if constraint is None or constraint.kind == "schema":
             return None
-        if self.tools_for_template():
+        if self.offered_tools:
             raise InvalidRequestError(
                 f"{constraint.param!r} is not supported together with 'tools'. Use a JSON schema.",
                 constraint.param,
             )
         return constraint.grammar()
 
-    def forced_tools(self) -> list[Tool]:
-        """Those that the model must call; empty if it may do without. Raises InvalidRequestError."""
-        if self.tool_choice is None or self.tool_choice in ("auto", "none"):
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        if self.tool_choice == "none":
             return []
-        if isinstance(self.tool_choice, NamedToolChoice):
-            name = self.tool_choice.function.name
-            found = [tool for tool in self.tools if tool.function.name == name]
-            if not found:
-                raise InvalidRequestError(f"'tools' has no function {name!r}.", "tool_choice")
-            return found
-        if not self.tools:
-            raise InvalidRequestError("'tool_choice' needs 'tools'.", "tool_choice")
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return [tool for tool in self.tools if tool.function.name in self.tool_choice.names]
         return self.tools
+
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which the model must call one; empty if it may do without. Raises
+        InvalidRequestError."""
+        choice = self.tool_choice
+        mode = choice.mode if isinstance(choice, AllowedToolChoice) else choice
+        if mode is None or mode in ("auto", "none"):
+            return []
+        offered = self.offered_tools
+        if isinstance(choice, NamedToolChoice):
+            offered = [tool for tool in offered if tool.function.name == choice.function.name]
+            if not offered:
+                message = f"'tools' has no function {choice.function.name!r}."
+                raise InvalidRequestError(message, "tool_choice")
+        if not offered:
+            raise InvalidRequestError("'tool_choice' needs 'tools'.", "tool_choice")
+        return offered
 
     def tools_for_template(self) -> list[dict[str, Any]]:
         """The tools for chat templates; empty if the model shall call nothing."""
-        return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools]
+        return [tool.for_template() for tool in self.offered_tools]
 
 
 class ChatCompletionRequest(ChatRequest):

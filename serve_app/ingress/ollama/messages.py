@@ -11,11 +11,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from serve_app.ingress.generation.messages import (
-    FunctionDefinition,
-    FunctionName,
-    Tool,
-)
 from serve_app.ingress.http.request_model import RequestModel, texts_in
 from serve_app.prompt.conversation import Attachment, PastCall, Turn
 
@@ -23,27 +18,6 @@ from serve_app.prompt.conversation import Attachment, PastCall, Turn
 def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ...]:
     """A turn's parts: pictures, which are in base64, stand before the text, as at Ollama."""
     return (*(Attachment(f"data:;base64,{image}") for image in images or ()), text)
-
-
-class OllamaFunction(RequestModel):
-    """A function that the model may call."""
-
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema of an object."""
-
-
-class OllamaTool(RequestModel):
-    """One of `tools`."""
-
-    type: str = "function"
-    function: OllamaFunction
-
-    def as_tool(self) -> Tool:
-        """The tool as OpenAI has it."""
-        given = self.function.model_dump(exclude_none=True)
-        return Tool(type="function", function=FunctionDefinition(**given))
 
 
 class CalledFunction(RequestModel):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation.messages import Tool, known_tools
 from serve_app.ingress.generation.requests import (
     MAX_LOGPROBS,
     CacheSalt,
@@ -21,7 +22,7 @@ from serve_app.ingress.generation.requests import (
     TranslatedChat,
 )
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.ollama.messages import OllamaMessage, OllamaTool
+from serve_app.ingress.ollama.messages import OllamaMessage
 from serve_app.ingress.ollama.options import Options
 from serve_app.prompt.conversation import Turn
 
@@ -125,9 +126,7 @@ class GenerationRequest(RequestModel):
             **self.options.sampling(),
         }
 
-    def as_chat(
-        self, turns: list[Turn], tools: list[OllamaTool], *, can_think: bool
-    ) -> TranslatedChat:
+    def as_chat(self, turns: list[Turn], tools: list[Tool], *, can_think: bool) -> TranslatedChat:
         """The request with these turns as OpenAI has it. Raises InvalidRequestError."""
         schema, response_format = self.schema_of_answer(), None
         if schema is not None:
@@ -136,7 +135,7 @@ class GenerationRequest(RequestModel):
             )
         return TranslatedChat(
             turns=turns,
-            tools=[tool.as_tool() for tool in tools],
+            tools=tools,
             response_format=response_format,
             logprobs=self.logprobs,
             top_logprobs=self.n_logprobs,
@@ -161,13 +160,18 @@ class OllamaChatRequest(GenerationRequest):
 
     messages: list[OllamaMessage] = Field(default=[])
     """None: the model is loaded, which it is anyway."""
-    tools: list[OllamaTool] = Field(default=[])
+    tools: list[Tool] = Field(default=[])
     """Functions that the model may call."""
 
-    @field_validator("messages", "tools", mode="before")
+    @field_validator("messages", mode="before")
     @classmethod
     def _null_is_empty(cls, value: object) -> object:
         return [] if value is None else value
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _known_tools(cls, value: object) -> object:
+        return known_tools(("function",), value)
 
 
 class OllamaGenerateRequest(GenerationRequest):

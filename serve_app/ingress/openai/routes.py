@@ -44,13 +44,7 @@ async def completions(
     piece = model.tokenizer.piece if completion.logprobs else None
     echoed = wanted.sampling.prompt_logprobs
     choices = [
-        Choice(
-            i * n + j,
-            "text",
-            piece,
-            echo=echo,
-            prompt=wanted.requests[i * n].prompt if echoed else (),
-        )
+        Choice(i * n + j, "text", piece, echo=echo, prompt=wanted.prompts[i] if echoed else ())
         for i, echo in enumerate(completion.echoes)
         for j in range(n)
     ]
@@ -79,6 +73,7 @@ async def chat_completions(
             chat.parser(model, completion.chat),
             completion.chat.prefill,
             shares=wanted.sampling.post_sampling_probs,
+            custom_tools=completion.chat.custom_tools,
         )
         for i in range(wanted.n)
     ]

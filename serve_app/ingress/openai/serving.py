@@ -11,6 +11,7 @@ from typing import Any, Literal
 from serve_app import __version__
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.generation.messages import input_of
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
 from serve_app.ingress.http.timings import (
@@ -45,6 +46,8 @@ class Choice:
     """The tokens of `echo`, if their log probabilities are wanted."""
     shares: bool = False
     """Whether probabilities after sampling are told instead."""
+    custom_tools: frozenset[str] = frozenset()
+    """The names of the tools that take a text, and no arguments."""
     end: SequenceEnd | None = None
     _n_calls: int = 0
     _offset: int = 0
@@ -114,6 +117,11 @@ class Choice:
         return part if isinstance(part, str) else self._call(part)
 
     def _call(self, call: ToolCall | CallPiece) -> Json:
+        if call.name in self.custom_tools:
+            self._n_calls += 1
+            custom = {"name": call.name, "input": input_of(call.arguments)}
+            named = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "custom", "custom": custom}
+            return {"tool_calls": [{"index": self._n_calls - 1, **named}]}
         function = {"arguments": call.arguments}
         begun: Json = {}
         if call.name is not None:
@@ -270,7 +278,10 @@ def _piece(choice: Json) -> str:
     if "delta" not in choice:
         return str(choice["text"])
     delta: Json = choice["delta"]
-    calls = "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
+    calls = "".join(
+        call["function"]["arguments"] if "function" in call else call["custom"]["input"]
+        for call in delta.get("tool_calls", ())
+    )
     return f"{delta.get('content') or ''}{delta.get('reasoning_content', '')}{calls}"
 
 

@@ -5,25 +5,28 @@ Source: OpenAI's API reference, "Responses", `input`.
 
 from __future__ import annotations
 
+import base64
 import json
 import uuid
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     field_validator,
+    model_validator,
 )
 
 from serve_app.ingress.generation import messages
+from serve_app.ingress.generation.messages import CUSTOM_INPUT
 from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind, texts_in
+from serve_app.ingress.responses.tools import CallForm
 from serve_app.prompt.conversation import Attachment, PastCall, Turn
 
 Json = dict[str, Any]
@@ -158,51 +161,46 @@ class MessageItem(Item):
         return {**_identity("msg"), "type": self.type, "role": self.role, "content": content}
 
 
-class FunctionCallItem(Item):
-    """A call that the assistant made in an earlier turn."""
+class CallItem(Item):
+    """A call that the assistant made in an earlier turn, of a function or of another tool of the client."""
 
-    type: Literal["function_call"]
+    type: Literal[
+        "function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"
+    ]
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     arguments: str = ""
-    """History, which need not be JSON."""
+    """The arguments of a function: history, which need not be JSON."""
+    input: str = ""
+    """The text that a custom tool got."""
+    action: Json = Field(default={})
+    """The command of a shell."""
+    operation: Json = Field(default={})
+    """The change of a file."""
 
-    @field_validator("arguments", mode="before")
+    @field_validator("arguments", "input", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
         return value if isinstance(value, str) else _json(value)
 
-    def as_call(self) -> PastCall:
-        """The call in the canonical form."""
-        return PastCall(self.name, self.arguments, self.call_id)
-
-    def told(self) -> Json:
-        """As it is kept and given back."""
-        return {**_identity("fc"), **self.model_dump()}
-
-
-class ClientCallItem(BaseModel):
-    """An earlier call of a tool that the client runs, and that is no function."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"]
-    call_id: str = ""
-    name: str | None = None
-    input: str | None = None
-    """The text that a custom tool got."""
-    action: Json | None = None
-    operation: Json | None = None
+    @field_validator("action", "operation", mode="before")
+    @classmethod
+    def _as_object(cls, value: object) -> object:
+        return value if isinstance(value, dict) else {"input": value}
 
     def as_call(self) -> PastCall:
-        """The call in the canonical form: of a function of that name."""
-        name = self.name or self.type.removesuffix("_call")
-        arguments = self.action or self.operation or {"input": self.input or ""}
-        return PastCall(name, _json(arguments), self.call_id)
+        """The call in the canonical form: of the function that stands for the tool."""
+        form = CallForm.of_item(self.type, self.name, self.namespace)
+        said = {"custom": {CUSTOM_INPUT: self.input}, "apply_patch": self.operation}
+        arguments = _json(said.get(form.kind, self.action))
+        return PastCall(
+            form.function, self.arguments if form.kind == "function" else arguments, self.call_id
+        )
 
     def told(self) -> Json:
-        """As it is kept and given back."""
-        return {**_identity("ctc"), **self.model_dump(exclude_none=True)}
+        """The item as it is kept and given back."""
+        return {**_identity("fc"), **self.model_dump(exclude_unset=True), "type": self.type}
 
 
 class CallOutputItem(Item):
@@ -217,6 +215,14 @@ class CallOutputItem(Item):
     ]
     call_id: str = ""
     output: Parts = Field(default=[])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _id_of_call(cls, item: Any) -> Any:
+        """Outputs of a local shell have the call's id for their own."""
+        if isinstance(item, dict) and item.get("type") == "local_shell_call_output":
+            return {"call_id": item.get("id"), **item}
+        return item
 
     def as_turn(self) -> Turn:
         """The output in the canonical form."""
@@ -235,12 +241,55 @@ class CallOutputItem(Item):
         }
 
 
-class ReasoningItem(BaseModel):
-    """Reasoning of an earlier turn, which is dropped."""
+class ReasoningText(RequestModel):
+    """A part of an earlier turn's reasoning."""
 
-    model_config = ConfigDict(extra="ignore")
+    type: str
+    text: str = ""
+
+
+class ReasoningItem(Item):
+    """The reasoning of an earlier turn."""
 
     type: Literal["reasoning"]
+    summary: list[ReasoningText] = Field(default=[])
+    content: list[ReasoningText] = Field(default=[])
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning as it was said, or its summary; empty if only another server can read it."""
+        text = "".join(part.text for part in self.content)
+        text = text or opened(self.encrypted_content or "")
+        return text or "".join(part.text for part in self.summary)
+
+    def told(self) -> Json:
+        """The item as it is kept and given back."""
+        return {**_identity("rs"), "type": self.type, **reasoning_fields(self.text)}
+
+
+_SEAL = "corral-reasoning-1:"
+MOST_REASONING_BYTES = 2**22
+"""The most bytes that a sealed reasoning can have: more than a context has."""
+
+
+def reasoning_fields(text: str, *, is_sealed: bool = False) -> Json:
+    """The fields of an item with this reasoning. Sealed, it has the text once more in a form that clients
+    give back unseen, as they do where the server keeps nothing. The form hides nothing."""
+    sealed = _SEAL + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"summary": [], "content": content, "encrypted_content": sealed if is_sealed else None}
+
+
+def opened(sealed: str) -> str:
+    """The reasoning in `encrypted_content`; empty if it is not this server's."""
+    if not sealed.startswith(_SEAL):
+        return ""
+    try:
+        data = base64.b64decode(sealed.removeprefix(_SEAL), validate=True)
+        return zlib.decompressobj().decompress(data, MOST_REASONING_BYTES).decode()
+    except (ValueError, zlib.error):
+        return ""
 
 
 def _items(value: object) -> object:
@@ -255,19 +304,21 @@ def _item(item: object) -> object:
     return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
 
 
-_CALLS = ("custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")
+_CALLS = (
+    *("function_call", "custom_tool_call", "local_shell_call", "shell_call"),
+    "apply_patch_call",
+)
 
 
 def _kind_of_item(item: Any) -> str:
-    outputs = ("function_call_output", *(f"{call}_output" for call in _CALLS))
-    kind = known_kind("message", "function_call", "reasoning", *_CALLS, *outputs)(item)
-    return "client_call" if kind in _CALLS else "output" if kind in outputs else kind
+    outputs = tuple(f"{call}_output" for call in _CALLS)
+    kind = known_kind("message", "reasoning", *_CALLS, *outputs)(item)
+    return "call" if kind in _CALLS else "output" if kind in outputs else kind
 
 
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[ClientCallItem, Tag("client_call")]
+    | Annotated[CallItem, Tag("call")]
     | Annotated[CallOutputItem, Tag("output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ForeignItem, Tag("foreign")],
@@ -279,22 +330,33 @@ Items = Annotated[
 
 
 def kept(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
-    """A conversation as JSON, for `before` of the next response. Reasoning is not part of it."""
-    new = [item.told() for item in items if not isinstance(item, ReasoningItem)]
+    """A conversation as JSON, for `before` of the next response."""
+    new = [item.told() for item in items]
     return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def turns(items: Iterable[AnyItem]) -> list[Turn]:
-    """The items in the canonical form: an assistant's calls belong to its turn. Items of other kinds are
-    what the assistant did, if they carry text."""
+    """The items in the canonical form: an assistant's reasoning and calls belong to its turn. Items of
+    other kinds are what the assistant did, if they carry text."""
     made: list[Turn] = []
+    reasoning = ""
     for item in items:
-        if isinstance(item, MessageItem | CallOutputItem):
-            made.append(item.as_turn())
-        elif isinstance(item, FunctionCallItem | ClientCallItem):
-            is_same_turn = bool(made) and made[-1].role == "assistant"
+        if isinstance(item, ReasoningItem):
+            reasoning += item.text
+            continue
+        if isinstance(item, CallItem):
+            # Reasoning begins a turn.
+            is_same_turn = bool(made) and made[-1].role == "assistant" and not reasoning
             turn = made.pop() if is_same_turn else Turn("assistant")
-            made.append(replace(turn, calls=(*turn.calls, item.as_call())))
-        elif isinstance(item, ForeignItem) and item.text:
-            made.append(Turn("assistant", (item.text,)))
+            turn = replace(turn, calls=(*turn.calls, item.as_call()))
+        elif isinstance(item, MessageItem | CallOutputItem):
+            turn = item.as_turn()
+        elif item.text:
+            turn = Turn("assistant", (item.text,))
+        else:
+            continue
+        if turn.role == "assistant" and reasoning:
+            turn = replace(turn, reasoning=reasoning)
+        reasoning = ""
+        made.append(turn)
     return made

@@ -15,7 +15,13 @@ from serve_app.ingress.http.json_body import loads, parsed
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.responses import items
 from serve_app.ingress.responses.items import AnyItem, Items
-from serve_app.ingress.responses.protocol import FunctionChoice, ResponsesRequest
+from serve_app.ingress.responses.protocol import ResponsesRequest
+from serve_app.ingress.responses.tools import (
+    AnyTool,
+    CustomTool,
+    FunctionTool,
+    NamespaceTool,
+)
 from serve_app.ingress.workers.worker import Models
 from serve_app.sampling import Api, SamplingParams
 
@@ -121,7 +127,6 @@ def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]
 
 
 def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
-    choice = asked.tool_choice or "auto"
     return {
         "background": bool(asked.background),
         "instructions": asked.instructions,
@@ -137,8 +142,20 @@ def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
         "text": asked.text.model_dump(
             by_alias=True, include={"format", "verbosity"}, exclude_none=True
         ),
-        "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice,
-        "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in asked.tools],
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": [_tool_told(tool) for tool in asked.tools],
         "user": asked.user,
         **sampling_fields.told(sampling, Api.RESPONSES),
     }
+
+
+def _tool_told(tool: AnyTool) -> dict[str, Any]:
+    """The tool as the response repeats it."""
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump() | {"strict": bool(tool.strict)}
+    told = tool.model_dump(exclude_none=True)
+    if isinstance(tool, NamespaceTool):
+        told["tools"] = [_tool_told(inner) for inner in tool.tools]
+    if isinstance(tool, CustomTool):
+        told["format"] |= told["format"].pop("grammar", {})
+    return told

@@ -8,48 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import FunctionDefinition, Tool
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
     CacheSalt,
     Effort,
-    NamedFunction,
     NamedSchema,
-    NamedToolChoice,
     PingInterval,
     TranslatedChat,
     Verbosity,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.http.request_model import RequestModel, name_ignored
 from serve_app.ingress.responses.items import AnyItem, Items, turns
+from serve_app.ingress.responses.tools import Tools, functions
 from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api
-
-
-class FunctionTool(FunctionDefinition):
-    """One of `tools`."""
-
-    type: Literal["function"]
-
-    def as_tool(self) -> Tool:
-        """The tool as the chat has it."""
-        given = self.model_dump(exclude_unset=True, exclude={"type"})
-        return Tool(type="function", function=FunctionDefinition(**given))
-
-
-class FunctionChoice(RequestModel):
-    """`tool_choice` that names a function."""
-
-    type: Literal["function"]
-    name: str
-
-    def as_choice(self) -> NamedToolChoice:
-        """The choice as the chat has it."""
-        return NamedToolChoice(type="function", function=NamedFunction(name=self.name))
 
 
 class AnyFormat(RequestModel):
@@ -103,7 +79,6 @@ class ResponsesRequest(RequestModel):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "context_management": (None, []),
         "conversation": (None,),
-        "include": (None, []),
         "max_tool_calls": (None,),
         "moderation": (None,),
         "prompt": (None,),
@@ -124,11 +99,16 @@ class ResponsesRequest(RequestModel):
     """A name from /v1/models; the first of them if it is missing."""
     input: Items
     """A text, or a list of items."""
+    include: list[str] | None = None
+    """More that the answer shall have. Reasoning always has `encrypted_content`; all else is ignored, and
+    the answer names it."""
     instructions: str | None = None
     """The system's message, before everything else."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    tools: list[FunctionTool] = Field(default=[])
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    tools: Tools = Field(default=[])
+    """Functions and tools that the client runs; all others are left out, and the answer names them."""
+    tool_choice: Any = None
+    """`auto`, `none`, `required`, or an object that names a tool, or those that are allowed."""
     parallel_tool_calls: bool | None = None
     text: TextConfig = Field(default=TextConfig())
     stream: bool = False
@@ -155,6 +135,13 @@ class ResponsesRequest(RequestModel):
     stream_options: ResponseStreamOptions | None = None
     reasoning: Reasoning | None = None
 
+    @field_validator("include")
+    @classmethod
+    def _name_what_is_not_included(cls, value: list[str] | None) -> list[str] | None:
+        names = value or ()
+        name_ignored(f"include.{name}" for name in names if name != "reasoning.encrypted_content")
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.background and self.store is False:
@@ -173,15 +160,14 @@ class ResponsesRequest(RequestModel):
             raise InvalidRequestError("'input' has no message.", "input")
         if self.instructions:
             conversation.insert(0, Turn("system", (self.instructions,)))
-        choice = self.tool_choice
         return TranslatedChat(
             turns=conversation,
             stream=self.stream,
             sse_ping_interval=self.sse_ping_interval,
             max_tokens=self.max_output_tokens,
             json_schema=self.text.schema_of_answer(),
-            tools=[tool.as_tool() for tool in self.tools],
-            tool_choice=choice.as_choice() if isinstance(choice, FunctionChoice) else choice,
+            tools=list(functions(self.tools)),
+            tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
             cache_salt=self.cache_salt,

@@ -113,6 +113,7 @@ async def responses(
         model.id,
         told,
         chat.parser(model, prepared.chat, in_pieces=True),
+        chat.counter(model),
         return_progress=wanted.return_progress,
         timings_per_token=wanted.timings_per_token,
         obfuscates=prepared.obfuscates,

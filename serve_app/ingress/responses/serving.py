@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,10 @@ from serve_app.ingress.generation import chat
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import unexpected
 from serve_app.ingress.http.timings import Running, prompt_progress, timings
+from serve_app.ingress.responses.items import reasoning_fields
 from serve_app.ingress.responses.log import Entry
-from serve_app.prompt.output_parser import OutputParser
+from serve_app.ingress.responses.tools import CallForm, forms
+from serve_app.prompt.output_parser import OutputParser, Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
@@ -37,7 +39,9 @@ class ResponseAnswer:
     asked: Json
     """The fields that it repeats of its request."""
     parser: OutputParser
-    """Finds the tool calls in the text, where there are tools."""
+    """Finds the reasoning in the text, and the tool calls where there are tools."""
+    count: Callable[[str], int]
+    """The number of tokens of a text."""
     return_progress: bool = False
     timings_per_token: bool = False
     obfuscates: bool = False
@@ -56,11 +60,16 @@ class ResponseAnswer:
     _text: list[str] = field(default_factory=list)
     """Its pieces, or the call's."""
     _call: Json | None = None
-    """The call that is not complete."""
+    """The call that is not complete, without the fields that say what is called."""
+    _reasoning_id: str = ""
+    """The id of the reasoning that is not complete; empty if there is none."""
+    _n_reasoning: int = 0
     _n_events: int = 0
     _running: Running = field(default_factory=Running)
 
     def __post_init__(self) -> None:
+        self.forms = forms(self.asked["tools"])
+        self._form = CallForm("function", "")
         self.status = "queued" if self.asked["background"] else "in_progress"
 
     def opening(self) -> list[Json]:
@@ -99,11 +108,14 @@ class ResponseAnswer:
 
     def _news(self, delta: TokenDelta) -> list[Json]:
         events: list[Json] = []
-        for part in chat.split(self.parser, delta):
-            events += self._said(part) if isinstance(part, str) else self._called(part)
+        for part in chat.parts(self.parser, delta):
+            if isinstance(part, Reasoning):
+                events += self._thought(part.text)
+            else:
+                events += self._said(part) if isinstance(part, str) else self._called(part)
         if delta.end is not None:
             status = "incomplete" if delta.end.reason == FinishReason.LENGTH else "completed"
-            events += self._end_of_message(status) + self._end_of_call(status)
+            events += self._end_of_items(status)
             self.status, self._end = status, delta.end
             # OpenAI's own client waits for that event, and llama-server sends no other: the status tells.
             events.append(self._event("completed", response=self.whole()))
@@ -121,9 +133,9 @@ class ResponseAnswer:
         return self._event("incomplete", response=self.whole())
 
     def _said(self, text: str) -> list[Json]:
-        opening = self._end_of_call("completed")
+        opening: list[Json] = []
         if not self._message_id:
-            opening += self._start_of_message()
+            opening = self._end_of_items("completed") + self._start_of_message()
         self._text.append(text)
         delta = self._event("output_text.delta", **self._place(), delta=text, logprobs=[])
         return [*opening, self._obfuscated(delta)]
@@ -163,36 +175,44 @@ class ResponseAnswer:
     def _called(self, call: ToolCall | CallPiece) -> list[Json]:
         events: list[Json] = []
         if call.name is not None:
-            events = self._end_of_message("completed") + self._end_of_call("completed")
-            events.append(self._start_of_call(call.name))
+            events = self._end_of_items("completed")
+            events += self._start_of_call(call.name)
         if call.arguments:
             self._text.append(call.arguments)
-            name = "function_call_arguments.delta"
-            delta = self._event(name, **self._call_place(), delta=call.arguments)
-            events.append(self._obfuscated(delta))
+            if self._form.kind == "function":
+                name = "function_call_arguments.delta"
+                delta = self._event(name, **self._call_place(), delta=call.arguments)
+                events.append(self._obfuscated(delta))
         return events
 
-    def _start_of_call(self, name: str) -> Json:
+    def _start_of_call(self, name: str) -> list[Json]:
+        """The event that a call begins. Only a function's arguments are told as they come: all other tools
+        have what they need only when the call is complete."""
+        form = self._form = self.forms.get(name, CallForm("function", name))
         self._call = {
-            "type": "function_call",
-            "id": self._new_id("fc"),
+            "type": form.item_type,
+            "id": self._new_id("ctc" if form.kind == "custom" else "fc"),
             "call_id": self._new_id("call"),
-            "name": name,
-            "arguments": "",
             "status": "in_progress",
         }
-        return self._event("output_item.added", output_index=len(self._output), item=self._call)
+        item = self._call | form.fields("")
+        return [self._event("output_item.added", output_index=len(self._output), item=item)]
 
     def _end_of_call(self, status: str) -> list[Json]:
         if self._call is None:
             return []
-        text = "".join(self._text)
-        item = self._call | {"arguments": text, "status": status}
-        name = "function_call_arguments.done"
-        events = [
-            self._event(name, **self._call_place(), arguments=text),
-            self._event("output_item.done", output_index=len(self._output), item=item),
-        ]
+        text, form = "".join(self._text), self._form
+        item = self._call | form.fields(text) | {"status": status}
+        events: list[Json] = []
+        if form.kind == "function":
+            name = "function_call_arguments.done"
+            events.append(self._event(name, **self._call_place(), arguments=text))
+        elif form.kind == "custom":
+            name, place = "custom_tool_call_input", self._call_place()
+            delta = self._event(f"{name}.delta", **place, delta=item["input"])
+            events.append(self._obfuscated(delta))
+            events.append(self._event(f"{name}.done", **place, input=item["input"]))
+        events.append(self._event("output_item.done", output_index=len(self._output), item=item))
         self._output.append(item)
         self._call = None
         self._text.clear()
@@ -202,6 +222,50 @@ class ResponseAnswer:
         """Where the open call is."""
         assert self._call is not None
         return {"item_id": self._call["id"], "output_index": len(self._output)}
+
+    # -- reasoning ---------------------------------------------------------------------------------
+
+    def _thought(self, text: str) -> list[Json]:
+        opening: list[Json] = []
+        if not self._reasoning_id:
+            opening = self._end_of_items("completed")
+            self._reasoning_id = self._new_id("rs")
+            item = self._reasoning("in_progress", "")
+            opening += [
+                self._event("output_item.added", output_index=len(self._output), item=item),
+                self._event("content_part.added", **self._place(), part=_thought_part("")),
+            ]
+        self._text.append(text)
+        self._n_reasoning += self.count(text)
+        delta = self._event("reasoning_text.delta", **self._place(), delta=text)
+        return [*opening, self._obfuscated(delta)]
+
+    def _end_of_reasoning(self, status: str) -> list[Json]:
+        if not self._reasoning_id:
+            return []
+        text = "".join(self._text)
+        item = self._reasoning(status, text)
+        events = [
+            self._event("reasoning_text.done", **self._place(), text=text),
+            self._event("content_part.done", **self._place(), part=_thought_part(text)),
+            self._event("output_item.done", output_index=len(self._output), item=item),
+        ]
+        self._output.append(item)
+        self._reasoning_id = ""
+        self._text.clear()
+        return events
+
+    def _reasoning(self, status: str, text: str) -> Json:
+        fields = reasoning_fields(text, is_sealed=True)
+        return {"type": "reasoning", "id": self._reasoning_id, "status": status, **fields}
+
+    # -- items and events ----------------------------------------------------------------------------
+
+    def _end_of_items(self, status: str) -> list[Json]:
+        """The events that end the open item, of whatever kind."""
+        events = self._end_of_reasoning(status)
+        events += self._end_of_message(status)
+        return events + self._end_of_call(status)
 
     def _message(self, status: str, content: list[Json]) -> Json:
         return {
@@ -213,9 +277,9 @@ class ResponseAnswer:
         }
 
     def _place(self) -> Json:
-        """Where the open message's text is."""
+        """Where the text of the open message or reasoning is."""
         return {
-            "item_id": self._message_id,
+            "item_id": self._message_id or self._reasoning_id,
             "output_index": len(self._output),
             "content_index": 0,
         }
@@ -231,12 +295,14 @@ class ResponseAnswer:
     def whole(self) -> Json:
         """The response as it is now."""
         status, open_items = self.status, list[Json]()
+        of_open = status if status == "in_progress" else "incomplete"
         if self._message_id:
-            of_message = status if status == "in_progress" else "incomplete"
-            open_items = [self._message(of_message, [_part("".join(self._text))])]
+            open_items = [self._message(of_open, [_part("".join(self._text))])]
         if self._call is not None:
-            of_call = status if status == "in_progress" else "incomplete"
-            open_items = [self._call | {"arguments": "".join(self._text), "status": of_call}]
+            fields = self._form.fields("".join(self._text))
+            open_items = [self._call | fields | {"status": of_open}]
+        if self._reasoning_id:
+            open_items = [self._reasoning(of_open, "".join(self._text))]
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self.asked,
@@ -253,7 +319,7 @@ class ResponseAnswer:
             "service_tier": "default",
             "top_logprobs": 0,
             "truncation": "disabled",
-            "usage": None if self._end is None else usage_body(self._end.usage),
+            "usage": None if self._end is None else usage_body(self._end.usage, self._n_reasoning),
         }
 
 
@@ -261,13 +327,17 @@ def _part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def usage_body(usage: Usage) -> Json:
-    """The response's `usage`."""
+def _thought_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
+
+
+def usage_body(usage: Usage, n_reasoning: int) -> Json:
+    """The response's `usage`, with so many tokens of reasoning."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": min(n_reasoning, usage.completion_tokens)},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError, ResponseNotFoundError
+from serve_app.ingress.generation import chat
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.http.dependencies import BodiesArgument, written
 from serve_app.ingress.http.limits.bodies import unread
@@ -44,6 +45,7 @@ def told(
         model.tokenizer.output_parser(
             recipe.request.prompt, recipe.tools, recipe.thinks, in_pieces=True
         ),
+        chat.counter(model),
         return_progress=recipe.return_progress,
         created=recipe.created,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from serve_app.config.sources import AdapterConfig
@@ -56,6 +57,13 @@ def said(turn: Turn) -> str:
     called = [f"{call.name}{call.value}" for call in turn.calls]
     reasoning = f"({turn.reasoning})" if turn.reasoning else ""
     return "".join([reasoning, turn.text, *called])
+
+
+def takes(grammar: str, text: str) -> bool:
+    """Whether the grammar takes the text, and the text may end there."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    encoded = list(text.encode())
+    return matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()
 
 
 class ByteModelFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from pydantic import TypeAdapter
 from serve_app.errors import DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from tests.unit.ingress.generation.test_tools import CALL, script
-from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, named_events
+from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, named_events, takes
 
 EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 TOOL = {
@@ -204,6 +205,50 @@ async def test_tools_of_anthropics_servers_are_left_out(
         declared = [SEARCH | {"type": kind}, TOOL]
         assert await prompt_of(client, engine, asked(tools=declared)) == "[get_weather]user:Hi"
     assert await prompt_of(client, engine, asked(tools=[SEARCH])) == "user:Hi"
+    body = asked(tools=[SEARCH, {"type": "of_the_future"}, TOOL])
+    named = [{"type": "tool", "name": SEARCH["name"]}, {"type": "auto"}]
+    answers = [
+        await client.post("/v1/messages", json=body | {"tool_choice": choice}) for choice in named
+    ]
+    left_out = f"tools.{SEARCH['type']}, tools.of_the_future"
+    assert [answer.headers["x-corral-ignored"] for answer in answers] == [
+        f"tool_choice, {left_out}",
+        left_out,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "refused"),
+    [
+        ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}, {"path": "a"}),
+        (
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+            {"command": "view", "path": "a.py", "view_range": [1, 2]},
+            {"command": "list"},
+        ),
+        (
+            {"type": "memory_20250818", "name": "memory"},
+            {"command": "rename", "old_path": "/memories/a", "new_path": "/memories/b"},
+            {"command": "find"},
+        ),
+        (TOOL | {"type": "of_the_future"}, {"city": "Oslo"}, {"a": 1}),
+    ],
+)  # fmt: skip
+async def test_a_clients_tools_of_a_known_type_have_a_schema(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    tool: dict[str, Any],
+    arguments: dict[str, Any],
+    refused: dict[str, Any],
+) -> None:
+    said = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+    engine.script = script(said.format(tool["name"], json.dumps(arguments)))
+    body = asked(tools=[tool], tool_choice={"type": "any"})
+    (block,) = (await client.post("/v1/messages", json=body)).json()["content"]
+    assert (block["name"], block["input"]) == (tool["name"], arguments)
+    grammar = engine.requests[0].sampling.grammar or ""
+    assert takes(grammar, said.format(tool["name"], json.dumps(arguments)))
+    assert not takes(grammar, said.format(tool["name"], json.dumps(refused)))
 
 
 async def test_strict_tools_are_a_grammar(
@@ -279,10 +324,6 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked([{"type": "document", "source": {"type": "base64"}}]), "Document input"),
         (asked([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]), "turn of the user"),
         (asked(tools=[{"name": "f"}]), "input_schema: Field required"),
-        (asked(tools=[{"type": "bash_20250124", "name": "bash"}]), "Input should be 'custom'"),
-        (asked(tools=[SEARCH], tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
-        (asked(tools=[SEARCH, TOOL], tool_choice={"type": "tool", "name": "web_search"}),
-         "no function 'web_search'"),
         (asked(tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
         (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "no"}), "no function 'no'"),
         (asked(tool_choice={"type": "tool"}), "'name' goes with"),
@@ -429,7 +470,7 @@ async def test_what_agents_send(client: httpx.AsyncClient, engine: ScriptedEngin
     ]
     response = await client.post("/v1/messages", json=body)
     assert response.status_code == 200, response.text
-    assert response.headers["x-corral-ignored"] == "context_management"
+    assert response.headers["x-corral-ignored"] == "tools.web_search_20250305, context_management"
     prompt = bytes(engine.requests[0].prompt)
     assert b"tool:H|system:N" in prompt
     assert prompt.endswith(b"So"), "the answer goes on with it"

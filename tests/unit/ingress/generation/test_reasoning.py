@@ -6,10 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from tests.unit.ingress.generation.test_tools import CALL, CUT, WEATHER, script
-from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine, chat, events
+from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine, chat, events, takes
 
 REASONING = "<think>\nHm,\nso.\n</think>\n\n"
 
@@ -135,12 +134,6 @@ async def test_a_model_that_does_not_think_keeps_to_the_schema_at_once(
     engine.script = script("{}")
     await answer(client, response_format={"type": "json_object"})
     assert not takes(engine.requests[0].sampling.grammar or "", "<think>Hm.</think>{}")
-
-
-def takes(grammar: str, text: str) -> bool:
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-    encoded = list(text.encode())
-    return matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()
 
 
 async def test_reasoning_of_earlier_turns(

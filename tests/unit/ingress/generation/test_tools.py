@@ -11,7 +11,14 @@ import pytest
 from serve_app.prompt.tool_calls import GENERIC, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
-from tests.unit.ingress.harness import END, ByteTokenizer, ScriptedEngine, chat, events
+from tests.unit.ingress.harness import (
+    END,
+    ByteTokenizer,
+    ScriptedEngine,
+    chat,
+    events,
+    takes,
+)
 from tests.unit.prompt.tool_calls.formats import TOOLS, every_format
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -291,7 +298,7 @@ async def test_every_format(
     ("body", "message"),
     [
         (chat(tools=[{}]), "Field required"),
-        (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "match pattern"),
+        (chat(tools=[{"type": "function", "function": {"name": "a" * 129}}]), "at most 128"),
         (chat(tool_choice="required"), "'tool_choice' needs 'tools'"),
         (chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "no"}}), "'no'"),
         (chat(tools=[WEATHER], regex="a"), "together with 'tools'"),
@@ -304,3 +311,94 @@ async def test_bad_tools_are_refused(
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
     assert engine.requests == []
+
+
+# -- tools of other kinds, and names ----------------------------------------------------------------
+
+CUSTOM = {"type": "custom", "custom": {"name": "run_sql", "description": "Runs SQL."}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_custom_tool_takes_a_text(
+    client: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    said = {"name": "run_sql", "arguments": {"input": "SELECT 'ø'"}}
+    engine.script = script(f"<tool_call>\n{json.dumps(said)}\n</tool_call>{CALL}")
+    tools = [CUSTOM, WEATHER]
+    if stream:
+        choices = await streamed(client, tools=tools)
+        calls = [call for one in choices for call in one["delta"].get("tool_calls", ())]
+        assert [call.pop("index") for call in calls] == [0, 1]
+    else:
+        calls = (await answer(client, tools=tools))["message"]["tool_calls"]
+    custom, function = calls
+    assert custom.pop("id").startswith("call_")
+    assert custom == {"type": "custom", "custom": {"name": "run_sql", "input": "SELECT 'ø'"}}
+    assert function["function"]["name"] == "get_weather"
+
+
+async def test_what_nobody_here_runs_is_left_out(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    body = chat(tools=[{"type": "web_search"}, WEATHER], tool_choice={"type": "web_search"})
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    assert response.headers["x-corral-ignored"] == "tools.web_search, tool_choice"
+    assert bytes(engine.requests[0].prompt) == b"[get_weather]user:Hi"
+
+
+CALL_OF = '<tool_call>\n{{"name": "{}", "arguments": {{}}}}\n</tool_call>'
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "forced"),
+    [
+        (NAMED, "[get_weather][now]", ["now"]),
+        ({"type": "function", "name": "now"}, "[get_weather][now]", ["now"]),
+        ({"type": "tool", "name": "now"}, "[get_weather][now]", ["now"]),
+        ("any", "[get_weather][now]", ["get_weather", "now"]),
+        ({"type": "required"}, "[get_weather][now]", ["get_weather", "now"]),
+        ({"type": "auto"}, "[get_weather][now]", []),
+        ({"type": "none"}, "", []),
+        ({"type": "allowed_tools", "allowed_tools": ALLOWED}, "[now]", ["now"]),
+        ({"type": "allowed_tools", **ALLOWED}, "[now]", ["now"]),
+        ({"type": "allowed_tools", **ALLOWED, "mode": "auto"}, "[now]", []),
+    ],
+)  # fmt: skip
+async def test_choices_in_all_forms(
+    client: httpx.AsyncClient, engine: ScriptedEngine, choice: Any, shown: str, forced: list[str]
+) -> None:
+    await answer(client, tools=[WEATHER, NOW], tool_choice=choice)
+    (request,) = engine.requests
+    assert bytes(request.prompt).decode().startswith(f"{shown}user:")
+    grammar = request.sampling.grammar
+    taken = [
+        name for name in ("get_weather", "now") if grammar and takes(grammar, CALL_OF.format(name))
+    ]
+    assert taken == forced
+
+
+async def test_an_odd_schema_refuses_no_chat(
+    client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer
+) -> None:
+    """Neither where calls are held to it, nor in the generic format, where every answer is."""
+    odd = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "pattern": "^(?!x)"}, "more": {"type": "any"}},
+        "propertyNames": {"pattern": "^[a-z]+$"},
+        "required": None,
+    }
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": None, "parameters": odd}}
+    ]
+    paths = ["properties.more.type", "propertyNames", "properties.city.pattern"]
+    for form, choice in ((tokenizer.tool_format, "required"), (GENERIC, "auto")):
+        tokenizer.tool_format = form
+        body = chat(tools=tools, tool_choice=choice)
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        ignored = ", ".join(f"tools.f.parameters.{path}" for path in paths)
+        assert response.headers["x-corral-ignored"] == ignored

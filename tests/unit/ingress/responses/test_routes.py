@@ -274,7 +274,7 @@ async def test_a_cut_response_is_incomplete(
             "input",
             "File input is not supported",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.name", "Field required"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.custom.name", "Field required"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         (

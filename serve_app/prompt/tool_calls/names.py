@@ -1,0 +1,101 @@
+"""Names of functions as models write them: protocols allow characters that the formats of calls do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from serve_app.prompt.conversation import Conversation, PastCall
+
+_UNSAFE = re.compile(r"[^\w.-]")
+
+
+class FunctionNames:
+    """The names of one chat's functions, the client's and the model's."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self._of_model: dict[str, str] = {name: name for name in names if _is_safe(name)}
+        for name in names:
+            if name not in self._of_model:
+                self._of_model[name] = self._unused(_safe(name))
+        self._of_client = {safe: name for name, safe in self._of_model.items()}
+
+    @classmethod
+    def of_tools(cls, tools: Iterable[Mapping[str, Any]]) -> FunctionNames:
+        """The names of tools as OpenAI describes them."""
+        return cls(tool["function"]["name"] for tool in tools)
+
+    def _unused(self, name: str) -> str:
+        used, number, unused = set(self._of_model.values()), 2, name
+        while unused in used:
+            unused, number = f"{name}_{number}", number + 1
+        return unused
+
+    def of_model(self, name: str) -> str:
+        """The name that the model reads and writes for the client's."""
+        return self._of_model.get(name) or _safe(name)
+
+    def of_client(self, name: str) -> str:
+        """The client's name for the one that the model wrote."""
+        return self._of_client.get(name, name)
+
+    def renamed(self, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The tools with the model's names."""
+        return [
+            {
+                **tool,
+                "function": {**tool["function"], "name": self.of_model(tool["function"]["name"])},
+            }
+            for tool in tools
+        ]
+
+    def renamed_calls(self, conversation: Conversation) -> Conversation:
+        """The conversation with the model's names in its calls and their results."""
+        return [
+            replace(
+                turn, calls=self._calls(turn.calls), name=self._of_model.get(turn.name, turn.name)
+            )
+            if turn.calls or turn.role == "tool"
+            else turn
+            for turn in conversation
+        ]
+
+    def _calls(self, calls: Sequence[PastCall]) -> tuple[PastCall, ...]:
+        return tuple(replace(call, name=self.of_model(call.name)) for call in calls)
+
+
+def _is_safe(name: str) -> bool:
+    return bool(name) and not _UNSAFE.search(name)
+
+
+def _safe(name: str) -> str:
+    return _UNSAFE.sub("_", name) or "_"
+
+
+def described(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as chat templates read it: with a text as its description, and the schema of an object.
+    Fields that are null are left out, as templates take a missing field for an empty one."""
+    parameters = without_nulls(function.get("parameters") or {})
+    if not isinstance(parameters.get("properties"), dict):
+        parameters = {"type": "object", **parameters, "properties": {}}
+    return {
+        "name": function["name"],
+        "description": function.get("description") or "",
+        "parameters": parameters,
+    }
+
+
+def without_nulls(schema: Any) -> Any:
+    """The schema without fields that are null, except where null is a value."""
+    if isinstance(schema, list):
+        return [without_nulls(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("const", "default", "enum", "examples") else without_nulls(value)
+        for key, value in schema.items()
+        if value is not None or key in ("const", "default")
+    }
